@@ -12,8 +12,8 @@ from test_runtime_tapes import made_up_kind
 
 from stalloc.errors import PlanError
 from stalloc.planner import validate_kinds
+from stalloc.planner.kind_plans import KindPlans, plan_steps
 from stalloc.runtime.admission import admit
-from stalloc.runtime.tapes import Tapes, plan_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
@@ -32,12 +32,12 @@ def test_many_changed_plans_never_make_an_address_that_is_not_ours() -> None:
     assert soak_plans(1_500, 3)["problems"] == []
 
 
-def tampered(tapes: Tapes, **changes: Any) -> Tapes:
+def tampered(tapes: KindPlans, **changes: Any) -> KindPlans:
     """The same kinds with other columns in the plan of the last of them."""
     return dataclasses.replace(tapes, plans=[*tapes.plans[:-1], dataclasses.replace(tapes.plans[-1], **changes)])
 
 
-def moved_row(tapes: Tapes) -> dict[str, Any]:
+def moved_row(tapes: KindPlans) -> dict[str, Any]:
     """Changes that put the first two requests of the last kind, which are live together, in one place."""
     plan = tapes.plans[-1]
     offset = plan.tape_offset.copy()
@@ -46,7 +46,7 @@ def moved_row(tapes: Tapes) -> dict[str, Any]:
     return {"tape_offset": offset, "offset": offset}
 
 
-def some_kinds() -> Tapes:
+def some_kinds() -> KindPlans:
     """Three kinds of steps, the last of which begins with two requests that are live together."""
     for seed in range(100):
         kinds = [made_up_kind(np.random.default_rng(3 * seed + i)) for i in range(3)]
@@ -92,7 +92,7 @@ def test_only_plans_that_the_validator_passes_are_admitted() -> None:
 
 def test_a_plan_that_passed_is_judged_anew_once_anything_but_the_size_of_its_arena_differs() -> None:
     tapes = some_kinds()
-    admit(tapes.plans, ring_only=True, num_turns=tapes.num_turns)
+    admit(tapes.plans, ring_only=True, num_buffers=tapes.num_buffers)
     larger = [dataclasses.replace(plan, peak_bytes=plan.peak_bytes + 512) for plan in tapes.plans]
     assert admit(larger, ring_only=True).arena_bytes >= tapes.peak_bytes + 512
     with pytest.raises(PlanError, match="beyond-peak"):
@@ -108,7 +108,7 @@ def test_a_plan_that_passed_is_judged_anew_once_anything_but_the_size_of_its_are
 def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that puts two live requests in one place: its plan never comes into force."""
 
-    def plan_badly(*arguments: Any, **options: Any) -> Tapes:
+    def plan_badly(*arguments: Any, **options: Any) -> KindPlans:
         tapes = plan_steps(*arguments, **options)
         offsets = [np.minimum(plan.tape_offset, 0) for plan in tapes.plans]
         plans = [
@@ -124,7 +124,7 @@ def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pyte
         return program.controller.status.plan.method if program.controller.status.plan is not None else ""
 
     assert "3 kinds of steps" in plan_in_force()
-    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_badly)
+    monkeypatch.setattr("stalloc.planner.kind_plans.plan_steps", plan_badly)
     assert "kinds of steps" not in plan_in_force()
 
 

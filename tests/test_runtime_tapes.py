@@ -9,8 +9,8 @@ from programs.core_machine import MIB, Machine, Ring
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import validate_kinds
+from stalloc.planner.kind_plans import KindPlans, plan_steps
 from stalloc.runtime.segment_sizes import round_up
-from stalloc.runtime.tapes import Tapes, plan_steps
 
 
 def made_up_kind(rng: np.random.Generator, streams: int = 1, most: int = MIB) -> StepKind:
@@ -36,7 +36,7 @@ def made_up_kind(rng: np.random.Generator, streams: int = 1, most: int = MIB) ->
     return StepKind(size=size, stream=rng.choice(used, length), end=end, until=until, times_seen=2)
 
 
-def check_any_order(tapes: Tapes, rng: np.random.Generator, num_steps: int) -> int:
+def check_any_order(tapes: KindPlans, rng: np.random.Generator, num_steps: int) -> int:
     """Run the kinds in a random order, as they were observed; no two live requests may share a byte."""
     # position of death in this step, stream and rank if handed on, low, high
     live: list[tuple[int, tuple[int, int], int, int]] = []

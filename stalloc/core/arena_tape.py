@@ -25,7 +25,7 @@ class ArenaTape:
     offset: Words  #: (k,) bytes from where the arena begins; -1: served from the heap
     num_prologue: int = 0  #: entries that are served once, before the ring
     begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
-    num_turns: int = 1  #: of which each has a ring for every kind, and which steps take; those of one turn lie together
+    num_buffers: int = 1  #: of which each has a ring for every kind; those of one buffer lie together
     strands: tuple[tuple[int, int], ...] = ()  #: threads that follow tapes of their own, and how many rings each has
     ahead: Words | None = None  #: (k,) bytes by which more is to live at most than when each entry is asked for
     gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
@@ -79,8 +79,8 @@ def check(tape: ArenaTape, cursor: int) -> None:
     counts = [number for _, number in tape.strands]
     if counts and (min(counts) < 1 or sum(counts) != len(rings) or len(counts) > MAX_STRANDS):
         raise PlanError(f"{len(counts)} strands with {sum(counts)} rings do not fit a tape of {len(rings)} rings.")
-    if tape.num_turns < 1 or len(rings) % tape.num_turns or (tape.num_turns > 1 and counts):
-        raise PlanError(f"{len(rings)} rings of {len(counts)} strands cannot take {tape.num_turns} turns.")
+    if tape.num_buffers < 1 or len(rings) % tape.num_buffers or (tape.num_buffers > 1 and counts):
+        raise PlanError(f"{len(rings)} rings of {len(counts)} strands cannot have {tape.num_buffers} buffers.")
     if not 0 <= cursor < count:
         raise PlanError(f"entry {cursor} is none of a tape of {count} entries.")
     if tape.gives is not None and ((tape.gives < 0) | (tape.gives >= count)).any():

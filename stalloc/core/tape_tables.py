@@ -119,7 +119,7 @@ def make_tables(tape: ArenaTape) -> TapeTables:
         uses=uses,
         lifespans=table(Word, LIFESPAN_PLACES * LIFESPAN_SIZES),
         rings=rings,
-        num_kinds=len(rings) // tape.num_turns,
+        num_kinds=len(rings) // tape.num_buffers,
         strands=strands,
         askers=table(Asker, NUM_ASKERS if len(strands) else 0),
         keys=keys,

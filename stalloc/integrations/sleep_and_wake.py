@@ -14,8 +14,8 @@ from typing import Any, Literal
 from stalloc.errors import BadInputError, SetupError
 from stalloc.integrations.memory_figures import served_controllers
 from stalloc.runtime import current
-from stalloc.runtime.kept_bytes import InFile, InHost, Keeper, Nowhere
-from stalloc.runtime.sleeping import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
+from stalloc.sleeping.asleep import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
+from stalloc.sleeping.kept_bytes import InFile, InHost, Keeper, Nowhere
 
 _KEEPERS = ("host", "disk", "drop")
 _asleep: list[Sleep] = []

@@ -1,10 +1,10 @@
 """Whether the plans of several kinds of steps may follow one another in any order, in one arena.
 
-Contract: as of validator.py. The ring of each plan is one step; its prologue is what earlier steps hand on to it: one
-place after the other, the same for all kinds, each kept free until the end of that entry. What a step hands on is
-ranked by size, stream by stream, the largest first; what is of rank i lies in the i-th place of its stream. Where kinds
-have two plans, which they follow in turn, there are as many places again, for what the plans of the second turn hand
-on; one of no bytes stands for that of the first.
+Contract: as of validator.py. The ring of each plan is one step; its prologue is what earlier steps carry over to it:
+one place after the other, the same for all kinds, each kept free until the end of that entry. What a step carries over
+is ranked by size, stream by stream, the largest first; what is of rank i lies in the i-th place of its stream. Where
+kinds have two plans, which their steps alternate between, there are as many places again, for what the plans of the
+second buffer carry over; one of no bytes stands for that of the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ _Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by ran
 
 
 def validate_kinds(
-    plans: Sequence[Plan], num_turns: int = 1, *, judge: Callable[[Plan], Verdict] = validate
+    plans: Sequence[Plan], num_buffers: int = 1, *, judge: Callable[[Plan], Verdict] = validate
 ) -> Verdict:
     """Judge each "program" plan by itself, and all as plans of one arena whose rings follow one another in any order.
 
-    Those of the first turn come first, then those of the second, if there is one. The places of the prologue are judged
-    in the prologue of the plan itself, so what is placed around them in a step is safe whichever step came before.
+    Those of the first buffer come first, then those of the second, if there is one. The places of the prologue are
+    judged in the prologue of the plan itself, so what is placed around them in a step is safe whichever came before.
     `judge` may stand in for `validate`, if it remembers what that said of a plan.
     """
     for index, plan in enumerate(plans):
@@ -35,7 +35,7 @@ def validate_kinds(
     for index, plan in enumerate(plans):
         if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
             return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
-        row = _misplaced(plan, places, index * num_turns // len(plans), num_turns)
+        row = _misplaced(plan, places, index * num_buffers // len(plans), num_buffers)
         if row is not None:
             return Verdict(False, "bad-handed-on", f"kind {index}: tape entry {row} outlives its step in no kept place")
     return check_streams(*plans)
@@ -49,7 +49,7 @@ def _places(plan: Plan) -> _Places:
     return found
 
 
-def _misplaced(plan: Plan, places: _Places, turn: int, num_turns: int) -> int | None:
+def _misplaced(plan: Plan, places: _Places, buffer: int, num_buffers: int) -> int | None:
     """The tape entry that outlives its step, but not where all kinds keep a place for it; None if there is none."""
     ends, sizes = plan.tape_end.tolist(), plan.tape_size.tolist()
     handed = [row for row in range(plan.num_prologue, len(ends)) if ends[row] >= plan.ring_end]
@@ -58,12 +58,12 @@ def _misplaced(plan: Plan, places: _Places, turn: int, num_turns: int) -> int | 
         stream, low = int(plan.tape_stream[row]), int(plan.tape_offset[row])
         rank = ranks[stream] = ranks.get(stream, -1) + 1
         kept = places.get(stream, [])
-        num_ranks = len(kept) // num_turns
+        num_ranks = len(kept) // num_buffers
         if low < 0:
             continue
         if rank >= num_ranks:
             return row
-        begin, end = kept[turn * num_ranks + rank]
+        begin, end = kept[buffer * num_ranks + rank]
         if begin == end:
             begin, end = kept[rank]
         if not begin <= low <= low + sizes[row] <= end:

@@ -14,7 +14,7 @@ from stalloc.core.record_types import Record, record_at, row_of, table
 from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
 from stalloc.replay.record_owner import Owner
-from stalloc.replay.sizes import GRANULE
+from stalloc.replay.rounding import GRANULE
 
 FIRST_ADDRESS = 1 << 44
 ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segments

@@ -22,8 +22,8 @@ from stalloc.compaction.layouts import largest_hole
 from stalloc.errors import BadInputError
 from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
+from stalloc.replay.rounding import GRANULE
 from stalloc.replay.settings import as_flag, setting
-from stalloc.replay.sizes import GRANULE
 
 _UNIT = 512  # bytes
 _BASE = 1 << 40  # address of the arena

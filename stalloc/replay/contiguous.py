@@ -29,8 +29,8 @@ from stalloc.replay.blocks import at, fits, new_segment, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
+from stalloc.replay.rounding import LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
 from stalloc.replay.settings import as_percent, setting
-from stalloc.replay.sizes import LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 
 _UNIT = 512  # bytes

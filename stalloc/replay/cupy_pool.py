@@ -24,8 +24,8 @@ from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, sp
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
+from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
-from stalloc.replay.sizes import round_up
 from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
 
 _UNIT = 512  # bytes

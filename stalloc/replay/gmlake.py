@@ -39,8 +39,8 @@ from stalloc.replay.gmlake_chunks import (
 )
 from stalloc.replay.gmlake_states import allocate_large, allocate_small, release
 from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.rounding import LARGE_SEGMENT, SMALL_BYTES
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
-from stalloc.replay.sizes import LARGE_SEGMENT, SMALL_BYTES
 from stalloc.replay.treap import free_into
 
 _FIRST_STITCHED = 1 << 46

@@ -21,7 +21,7 @@ from stalloc.replay.gmlake_chunks import (
     take_block,
     take_stitched,
 )
-from stalloc.replay.sizes import GRANULE, LARGE_SEGMENT, round_up, torch_segment_size
+from stalloc.replay.rounding import GRANULE, LARGE_SEGMENT, round_up, torch_segment_size
 from stalloc.replay.treap import after, best_fit, first, insert, last, remove
 
 _UNIT = 512  # bytes

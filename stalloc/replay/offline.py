@@ -14,7 +14,7 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import slow_entry
 from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
 from stalloc.replay.blocks import FIRST_ADDRESS
-from stalloc.replay.sizes import GRANULE
+from stalloc.replay.rounding import GRANULE
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.segment_sizes import round_up

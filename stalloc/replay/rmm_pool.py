@@ -24,8 +24,8 @@ from stalloc.errors import BadInputError
 from stalloc.replay.blocks import LIVE, at, new_segment, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
-from stalloc.replay.sizes import round_up
 from stalloc.replay.treap import best_fit, free_into, insert, remove, root
 
 UNIT = 256  # bytes

@@ -21,8 +21,8 @@ from stalloc.compiled import inner
 from stalloc.replay.blocks import at, drop_segment, fits, is_whole, new_segment, split
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.rounding import GRANULE, round_up
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
-from stalloc.replay.sizes import GRANULE, round_up
 from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root
 
 _UNIT = 512  # bytes

@@ -26,8 +26,8 @@ from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, absorb, at, drop_segment, fits, is_whole, new_segment, segment_at, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.rounding import GRANULE, log2, round_up
 from stalloc.replay.settings import as_bytes, as_count, setting
-from stalloc.replay.sizes import GRANULE, log2, round_up
 
 _UNIT_BITS = 8
 _UNIT = 1 << _UNIT_BITS  # bytes

@@ -21,7 +21,7 @@ from stalloc.replay.blocks import (
 )
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.protocol import Kind
-from stalloc.replay.sizes import SMALL_BYTES, log2, round_up, torch_segment_size
+from stalloc.replay.rounding import SMALL_BYTES, log2, round_up, torch_segment_size
 from stalloc.replay.torch_blocks import (
     OWN,
     add_free,

@@ -7,7 +7,7 @@ c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments".
 
 from stalloc.compiled import inner
 from stalloc.replay.blocks import FREE, UNMAPPED, at, count_call, drop_block, fits, is_whole
-from stalloc.replay.sizes import GRANULE, round_up
+from stalloc.replay.rounding import GRANULE, round_up
 from stalloc.replay.torch_blocks import (
     add_free,
     add_segment,

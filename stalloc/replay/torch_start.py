@@ -18,7 +18,7 @@ from stalloc.replay.blocks import at, count_reserved, hold, store_at
 from stalloc.replay.model_events import recorded_conf, recorded_kinds
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.recorded_state import recorded_blocks
-from stalloc.replay.sizes import GRANULE
+from stalloc.replay.rounding import GRANULE
 from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
 from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
 from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings

@@ -23,7 +23,7 @@ _MOST_REMEMBERED = 4096
 _passed: dict[bytes, int] = {}  # names of plans that the validator passed, and the size of the arena then
 
 
-def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> ArenaTape:
+def admit(plans: Sequence[Plan], *, ring_only: bool, num_buffers: int = 1) -> ArenaTape:
     """Judge the plan of a program, or those of several kinds of steps for one arena, and make ready what is served.
 
     With `ring_only` the prologue is left out: it is over, or there was none. Plans of several kinds are served so; they
@@ -34,7 +34,7 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> Aren
         _check_servable(plan)
     shared = len(plans) == 1 and len(plans[0].handover_later) > 0
     verdict = (
-        validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans, num_turns, judge=_judged)
+        validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans, num_buffers, judge=_judged)
     )
     if not verdict.ok:
         raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the program again.")
@@ -52,7 +52,7 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> Aren
         offset=offset,
         num_prologue=num_prologue,
         begins=tuple((num_prologue + np.cumsum([0, *lengths[:-1]])).tolist()),
-        num_turns=num_turns,
+        num_buffers=num_buffers,
         ahead=np.concatenate([_bytes_ahead(plan)[first:] for plan, first in zip(plans, firsts, strict=True)]),
         gives=distinct(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
     )

@@ -33,8 +33,8 @@ from stalloc.runtime.watching import Watching
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
+    from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
-    from stalloc.runtime.poison_watch import Watch
 
 
 class Controller:

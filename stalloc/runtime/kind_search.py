@@ -19,8 +19,8 @@ from stalloc.runtime.threads import start_thread
 if TYPE_CHECKING:
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout, Plan
+    from stalloc.planner.kind_plans import KindPlans
     from stalloc.runtime.step_cycle import Cycle
-    from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
     from stalloc.trace.packing import KeptTrace
 
@@ -34,12 +34,12 @@ _MANY = 100  # the same, of those without a place
 class KindSearch:
     """A search for kinds of steps, and their plans; `done` is set at its end, `admitted` is None if nothing is new."""
 
-    before: "Tapes | None"  # of the kinds that are known
+    before: "KindPlans | None"  # of the kinds that are known
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
     effort: Effort  # what is left of it bounds how many kinds are planned that are not known; one at least
     looked_for: set[bytes] = field(default_factory=set)  # those of them that the trace is sure to show
-    in_turn: bool = False  # a kind may have two plans, which steps that are marked follow in turn
+    double_buffered: bool = False  # a kind may have two plans, which its marked steps alternate between
     ring: "KeptTrace | None" = None  # what the ring in force was found in: its steps are known kinds too
     of_ring: set[bytes] = field(default_factory=set)  # their names
     in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
@@ -47,7 +47,7 @@ class KindSearch:
     pages_move: bool = False  # in every step of the plans in force: a cycle that needs less takes their place
     may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
     done: threading.Event = field(default_factory=threading.Event)
-    tapes: "Tapes | None" = None
+    tapes: "KindPlans | None" = None
     admitted: ArenaTape | None = None  # the plans, as they are served
     put_off: set[bytes] = field(default_factory=set)  # kinds whose requests outlive the record: it may tell later
     cycle: "Cycle | None" = None  # that the steps of the record make, if its plan has places for more of them
@@ -97,8 +97,8 @@ class KindSearch:
     def search(self, trace: "Trace") -> None:
         """Plan the kinds of steps that recur together with those that are known."""
         from stalloc.lifespans.units import recurring_steps
+        from stalloc.planner.kind_plans import plan_steps
         from stalloc.runtime.admission import admit
-        from stalloc.runtime.tapes import plan_steps
 
         found = recurring_steps(trace)
         usable = [kind for kind in found if self._name(kind) in self.wanted and (kind.end > 0).any()]
@@ -113,8 +113,8 @@ class KindSearch:
             kinds = [again[kind.key].with_what_was_known(kind) if kind.key in again else kind for kind in before]
             kinds += self._most_frequent(fresh)
             kinds.sort(key=lambda kind: -kind.times_seen)
-            self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device, in_turn=self.in_turn)
-            self.admitted = admit(self.tapes.plans, ring_only=True, num_turns=self.tapes.num_turns)
+            self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device, double_buffered=self.double_buffered)
+            self.admitted = admit(self.tapes.plans, ring_only=True, num_buffers=self.tapes.num_buffers)
 
     def _name(self, kind: "StepKind") -> bytes:
         return name_of(kind.size, kind.stream)

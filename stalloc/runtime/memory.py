@@ -19,7 +19,7 @@ from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
     from stalloc.core.arena_tape import ArenaTape
-    from stalloc.runtime.poison_watch import Watch
+    from stalloc.poison.poison_watch import Watch
 
 _PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread; handles are addresses
 

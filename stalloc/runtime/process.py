@@ -32,8 +32,8 @@ from stalloc.runtime.statistics import Report, report
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
+    from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
-    from stalloc.runtime.poison_watch import Watch
     from stalloc.trace import Trace
 
 _MAX_DEVICES = 128
@@ -277,7 +277,7 @@ class Runtime:
 def _start_watch() -> "Watch | None":
     if os.environ.get("STALLOC_POISON", "") in ("", "0"):
         return None
-    from stalloc.runtime.poison_watch import Watch
+    from stalloc.poison.poison_watch import Watch
 
     return Watch()
 

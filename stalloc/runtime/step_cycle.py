@@ -16,7 +16,7 @@ from stalloc.runtime.planning_job import PlanJob
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
-    from stalloc.runtime.tapes import Tapes
+    from stalloc.planner.kind_plans import KindPlans
     from stalloc.trace import Trace
 
 
@@ -43,7 +43,7 @@ class Cycle:
         return self.job.admitted.arena_bytes if self.job.admitted is not None else 0
 
 
-def find_cycle(trace: "Trace", tapes: "Tapes", *, of_any_places: bool = False) -> Found | None:
+def find_cycle(trace: "Trace", tapes: "KindPlans", *, of_any_places: bool = False) -> Found | None:
     """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds.
 
     With `of_any_places` it need not, if there is a place for everything.

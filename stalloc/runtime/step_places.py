@@ -52,15 +52,15 @@ class StepPlaces:
         self._names = [*self._places.values()] * len(turns)
 
     def follow_kinds(
-        self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes], ends_turn: Sequence[bool]
+        self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes], switches_buffers: Sequence[bool]
     ) -> None:
         """The tapes of several kinds of steps are followed: where each begins, the lengths and names of the kinds.
 
-        There may be several for each kind, all of the first turn coming first; `ends_turn`: the kinds after whose steps
-        those of the other turn are followed.
+        There may be several for each kind, all of the first buffer coming first; `switches_buffers`: the kinds after
+        whose steps those of the other buffer are followed.
         """
         self.forget()
-        self._begins, self._names, self._order = [*begins], [*names], KindOrder(ends_turn)
+        self._begins, self._names, self._order = [*begins], [*names], KindOrder(switches_buffers)
         self._ends = [begin + length for begin, length in zip(begins, itertools.cycle(lengths), strict=False)]
 
     @property

@@ -27,7 +27,7 @@ from stalloc.trace import MARK_STEP
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Layout
-    from stalloc.runtime.tapes import Tapes
+    from stalloc.planner.kind_plans import KindPlans
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
@@ -42,7 +42,7 @@ class Steps:
     def __init__(self, state: DeviceState, recording: Recording, effort: Effort) -> None:
         self._state, self._recording, self._effort = state, recording, effort
         self.places = StepPlaces(state)  #: on the tapes in force
-        self.tapes: Tapes | None = None  #: in force
+        self.tapes: KindPlans | None = None  #: in force
         self.search: KindSearch | None = None
         self._made: dict[bytes, Layout] = {}
         self.misses = StepMisses(state)
@@ -231,7 +231,7 @@ class Steps:
     def _start_search(self, trace: "Trace", only: set[bytes] | None = None, *, pages_move: bool = False) -> None:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
         wanted = self.recorded.recurring - self._refused
-        search = KindSearch(self.tapes, wanted, self._made, self._effort, in_turn=True)
+        search = KindSearch(self.tapes, wanted, self._made, self._effort, double_buffered=True)
         search.looked_for, search.in_time = wanted if only is None else only, {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self.planned}
@@ -264,7 +264,7 @@ class Steps:
         names = [name_of(kind.size, kind.stream) for kind in kinds]
         lengths = [len(kind.size) for kind in kinds]
         self.cycles.begin_plans()
-        self.places.follow_kinds(search.tapes.begins, lengths, names, search.tapes.ends_turn)
+        self.places.follow_kinds(search.tapes.begins, lengths, names, search.tapes.switches_buffers)
         self.tapes = search.tapes
         self.watch.begin(anew=True)
         if self._state.record.num_events:

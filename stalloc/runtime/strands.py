@@ -170,7 +170,7 @@ class Strands:
             lengths = [len(kind.size) for kind in found.tapes.kinds]
             places = StepPlaces(self._state)
             begins, no_names = [begin + first for first in found.tapes.begins], [b""] * len(lengths)
-            places.follow_kinds(begins, lengths, no_names, found.tapes.ends_turn)
+            places.follow_kinds(begins, lengths, no_names, found.tapes.switches_buffers)
             self._places.append(places)
             begin += sum(lengths)
         self._counts.clear()

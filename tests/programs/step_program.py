@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from programs.core_machine import Intervals, Owners
 
+from stalloc.planner.kind_plans import plan_steps
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.runtime_settings import Arena, Settings
-from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20
 
@@ -144,5 +144,5 @@ def planned_late(monkeypatch: pytest.MonkeyPatch) -> tuple[Program, threading.Ev
     for _ in range(10):
         program.step(lambda: program.train(2000))
     program.wait_for_plans(0.0)
-    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
+    monkeypatch.setattr("stalloc.planner.kind_plans.plan_steps", plan_late)
     return program, go_on

@@ -1,9 +1,9 @@
-"""Several kinds of steps in one arena, each with a plan of its own, or two that its steps follow in turn.
+"""Several kinds of steps in one arena, each with a plan of its own, or two that its steps alternate between.
 
 Contract: whichever kind follows whichever, no two planned requests that are live together share a byte, as long as the
 steps are as they were observed; and no two streams share a byte of the arena, in which each has a region. What a step
-hands on (gradients until they are zeroed, a batch that is replaced) has places that all kinds share (handed_on.py). The
-validator judges all of this by the plans' own columns (planner/kinds_check.py).
+carries over (gradients until they are zeroed, a batch that is replaced) has places that all kinds share
+(carried_over.py). The validator judges all of this by the plans' own columns (planner/kinds_check.py).
 """
 
 from dataclasses import dataclass, replace
@@ -11,26 +11,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.columns import Column, distinct
-from stalloc.core.constants import ALIGNMENT
-from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan
+from stalloc.planner.carried_over import carried_over
+from stalloc.planner.region_plan import RegionPlan, plan_region
 from stalloc.planner.ring import ring_bound
-from stalloc.runtime.handed_on import handed_on
-from stalloc.runtime.region_plan import RegionPlan, plan_region
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Tapes:
+class KindPlans:
     """The plans of several kinds of steps, and what goes into their arena."""
 
     kinds: list[StepKind]
-    num_turns: int  #: plans that each kind has
-    ends_turn: list[bool]  #: for each kind, whether the plans of the other turn are followed after a step of it
+    num_buffers: int  #: plans that each kind has
+    switches_buffers: list[bool]  #: for each kind, whether those of the other buffer are followed after a step of it
     plans: list[Plan]
-    """One a kind for each turn, those of the first turn first; of one peak. The ring is a step, with one entry a
+    """One a kind for each buffer, those of the first buffer first; of one peak. The ring is a step, with one entry a
     request; its clock begins at 1 and ends one after the last request. The prologue holds the places that are kept for
-    what earlier steps hand on, for each turn one a rank (of size 0: that of the first turn)."""
+    what earlier steps carry over, for each buffer one a rank (of size 0: the one of the first buffer)."""
     begins: list[int]  #: where each plan's rows begin, if the rings of all are laid one after the other
 
     @property
@@ -64,12 +63,12 @@ class Tapes:
     def longer_lived(self, begin: int, cursor: int) -> tuple[int, int, int] | None:
         """The tape [begin, end) that asks for the same up to a cursor on the one that begins there; the place on it.
 
-        One of the same turn of which more bytes live then, and as many as of any; None: there is none.
+        One of the same buffer of which more bytes live then, and as many as of any; None: there is none.
         """
         done = cursor - begin
         if done <= 0 or begin not in self.begins:
             return None
-        turn, index = divmod(self.begins.index(begin), len(self.kinds))
+        buffer, index = divmod(self.begins.index(begin), len(self.kinds))
         live = [
             kind.live_bytes(done) if len(kind.size) > done and kind.begins_like(self.kinds[index], done) else -1
             for kind in self.kinds
@@ -77,7 +76,7 @@ class Tapes:
         longest = int(np.argmax(live))
         if live[longest] <= live[index]:
             return None
-        first = self.begins[turn * len(self.kinds) + longest]
+        first = self.begins[buffer * len(self.kinds) + longest]
         return first, first + len(self.kinds[longest].size), first + done
 
     @property
@@ -87,28 +86,32 @@ class Tapes:
         return replace(largest, lower_bound_bytes=self.lower_bound_bytes)
 
 
-def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout], device: int = 0, *, in_turn: bool = False) -> Tapes:
+def plan_steps(
+    kinds: list[StepKind], made: dict[bytes, Layout], device: int = 0, *, double_buffered: bool = False
+) -> KindPlans:
     """Plan several kinds of steps for one arena, in which every stream has a region that no other stream uses.
 
     `made` holds the layouts of earlier calls, and gets those of this one, so that a kind that is added is all there is
-    to plan. With `in_turn` each kind gets two plans where that gives more requests a place; whoever serves them has to
-    know when a step ends.
+    to plan. With `double_buffered` each kind gets two plans where that gives more requests a place; whoever serves them
+    has to know when a step ends.
     """
     streams = distinct(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
-    handed = handed_on(kinds, streams.tolist(), in_turn=in_turn)
-    regions = [plan_region(kinds, one, made) for one in handed]
-    num_turns = max(one.num_turns for one in handed)
+    carried = carried_over(kinds, streams.tolist(), double_buffered=double_buffered)
+    regions = [plan_region(kinds, one, made) for one in carried]
+    num_buffers = max(one.num_buffers for one in carried)
     plans = [
-        _plan_of(kinds, index, turn, num_turns, regions, device)
-        for turn in range(num_turns)
+        _plan_of(kinds, index, buffer, num_buffers, regions, device)
+        for buffer in range(num_buffers)
         for index in range(len(kinds))
     ]
-    begins = [0, *np.cumsum([len(kind.size) for kind in kinds] * num_turns)[:-1].tolist()]
-    return Tapes(kinds=kinds, num_turns=num_turns, ends_turn=handed[0].ends_turn, plans=plans, begins=begins)
+    begins = [0, *np.cumsum([len(kind.size) for kind in kinds] * num_buffers)[:-1].tolist()]
+    return KindPlans(
+        kinds=kinds, num_buffers=num_buffers, switches_buffers=carried[0].switches_buffers, plans=plans, begins=begins
+    )
 
 
 def _plan_of(
-    kinds: list[StepKind], index: int, turn: int, num_turns: int, regions: list[RegionPlan], device: int
+    kinds: list[StepKind], index: int, buffer: int, num_buffers: int, regions: list[RegionPlan], device: int
 ) -> Plan:
     """The plan of one kind of step in the arena of all: the places kept for it, then its requests."""
     kind, peak = kinds[index], sum(region.peak_bytes for region in regions)
@@ -117,18 +120,18 @@ def _plan_of(
     places: list[tuple[Column, ...]] = []  # stream, size, offset and end of what is kept
     begin = 0
     for region in regions:
-        handed = region.handed
-        own, keeping = region.offset[min(turn, handed.num_turns - 1)][index], handed.keeping(index, turn)
+        carried = region.carried
+        own, keeping = region.offset[min(buffer, carried.num_buffers - 1)][index], carried.keeping(index, buffer)
         offset[own >= 0] = own[own >= 0] + begin
         left_until[keeping.own] = np.maximum(keeping.until[keeping.home], 0)
         ends = np.where(keeping.until >= length, length + 2, keeping.until + 1)
-        for number in range(num_turns):
-            rows = handed.places(number)
-            size = np.where(handed.has_two | (number == 0), handed.size[rows], 0)
-            places.append((np.full(len(rows), handed.stream), size, region.place_offset[rows] + begin, ends[rows]))
+        for number in range(num_buffers):
+            rows = carried.places(number)
+            size = np.where(carried.has_two | (number == 0), carried.size[rows], 0)
+            places.append((np.full(len(rows), carried.stream), size, region.place_offset[rows] + begin, ends[rows]))
         begin += region.peak_bytes
     stream, size, place, end = (np.concatenate(columns) for columns in zip(*places, strict=True))
-    # a step lasts one tick longer than its requests, in which what it hands on lives still
+    # a step lasts one tick longer than its requests, in which what it carries over lives still
     ring_start, ring_end, rows = 1, length + 2, np.arange(length, dtype=np.int64)
     last = np.where(kind.end > length, np.minimum(ring_end + left_until, ring_end + rows), kind.end + 1)
     tape_start = np.concatenate([np.zeros(len(end), np.int64), rows + 1])
@@ -136,7 +139,7 @@ def _plan_of(
     tape_size, tape_offset = np.concatenate([size, kind.size]), np.concatenate([place, offset])
     counted = (tape_offset >= 0) & (tape_start < tape_end) & (tape_size > 0)
     times = tape_start[counted], tape_end[counted]
-    bound = ring_bound(*times, rounded(tape_size[counted]), ring_start, ring_end) if counted.any() else 0
+    bound = ring_bound(*times, aligned(tape_size[counted]), ring_start, ring_end) if counted.any() else 0
     tape_stream = np.concatenate([stream, kind.stream])
     return Plan(
         offset=tape_offset,
@@ -145,7 +148,7 @@ def _plan_of(
         end=tape_end,
         stream=tape_stream,
         device=device,
-        alignment=ALIGNMENT,
+        alignment=ALIGNMENT_BYTES,
         peak_bytes=peak,
         lower_bound_bytes=bound,
         optimal=False,

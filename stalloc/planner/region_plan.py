@@ -1,8 +1,8 @@
 """What all kinds of steps ask for on one stream, placed in one region of their arena.
 
-Contract: as tapes.py. The kind that needs most decides where the places are that all kinds share. Where they are used
-in turn it is one that hands on the most, and its steps of both turns are planned as one ring, so that they suit both.
-If the others do not fit around them, all places lie where the region begins, where that is better.
+Contract: as kind_plans.py. The kind that needs most decides where the places are that all kinds share. Where these are
+double-buffered it is one that carries over the most, and its steps with both buffers are planned as one ring. If the
+others do not fit around them, all places lie where the region begins, where that is better.
 """
 
 import itertools
@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.core.constants import ALIGNMENT
-from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, plan_arrays
 from stalloc.planner.budget import Budget
-from stalloc.runtime.handed_on import HandedOn
-from stalloc.runtime.shared_begins import places_of_begin
+from stalloc.planner.carried_over import CarriedOver
+from stalloc.planner.shared_starts import places_of_begin
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
 _PARTS = 256  # of the lower bound, that a region may be larger without another try
 _RESTARTS = 4  # they take longer than all the rest, while the program runs, and more hardly ever gain anything
@@ -26,7 +25,7 @@ _LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What is to be placed in a step, or two: requests, then the places that are kept for what is handed on."""
+    """What is to be placed in a step, or two: requests, then the places that are kept for what is carried over."""
 
     length: int  # of the ring
     start: Column  # (n,)
@@ -45,7 +44,7 @@ class _Asked:
                 self.start,
                 self.end,
                 self.size,
-                alignment=ALIGNMENT,
+                alignment=ALIGNMENT_BYTES,
                 ring=(0, self.length),
                 fixed=fixed if (fixed >= 0).any() else None,
                 budget=Budget(aim_bytes=aim, num_restarts=_RESTARTS),
@@ -56,50 +55,50 @@ class _Asked:
 class RegionPlan:
     """Where the requests of all kinds go on one stream, and the places that they keep for one another."""
 
-    def __init__(self, kinds: list[StepKind], handed: HandedOn, made: dict[bytes, Layout]) -> None:
-        self._kinds, self.handed, self._made = kinds, handed, made
-        turns = range(handed.num_turns)
-        self.offset = [[np.full(len(kind.size), -1, np.int64) for kind in kinds] for _ in turns]
-        """For each turn and kind (n,) bytes from where the region begins, -1: not planned there."""
-        self.place_offset = np.full(len(handed.size), -1, np.int64)  #: (p,) bytes from where the region begins
+    def __init__(self, kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, Layout]) -> None:
+        self._kinds, self.carried, self._made = kinds, carried, made
+        buffers = range(carried.num_buffers)
+        self.offset = [[np.full(len(kind.size), -1, np.int64) for kind in kinds] for _ in buffers]
+        """For each buffer and kind (n,) bytes from where the region begins, -1: not planned there."""
+        self.place_offset = np.full(len(carried.size), -1, np.int64)  #: (p,) bytes from where the region begins
         self.peak_bytes = self.lower_bound_bytes = 0
         self.method = ""
         self._least_bytes = 0  # that it would be without a place for what steps begin with alike
-        self._done: list[list[tuple[StepKind, Column]]] = [[] for _ in turns]
+        self._done: list[list[tuple[StepKind, Column]]] = [[] for _ in buffers]
 
     def _own(self, kind: StepKind) -> Column:
-        """Rows of a kind that are planned and not handed on."""
-        return np.flatnonzero((kind.end > 0) & (kind.end <= len(kind.size)) & (kind.stream == self.handed.stream))
+        """Rows of a kind that are planned and not carried over."""
+        return np.flatnonzero((kind.end > 0) & (kind.end <= len(kind.size)) & (kind.stream == self.carried.stream))
 
     def stack_places(self) -> None:
         """Fix the places where the region begins, one after the other, the two of a rank side by side."""
-        handed = self.handed
-        rank = np.concatenate([np.arange(len(handed.rank_size)), np.flatnonzero(handed.has_two)])
+        carried = self.carried
+        rank = np.concatenate([np.arange(len(carried.rank_size)), np.flatnonzero(carried.has_two)])
         order = np.argsort(rank, kind="stable")
-        size = handed.size[order]
+        size = carried.size[order]
         self.place_offset[order] = np.cumsum(size) - size
 
-    def place_in_turn(self, index: int) -> None:
-        """Place the steps of both turns of one kind, and the places, which are free to be chosen."""
-        kind, handed = self._kinds[index], self.handed
+    def place_double_buffered(self, index: int) -> None:
+        """Place the steps of both buffers of one kind, and the places, which are free to be chosen."""
+        kind, carried = self._kinds[index], self.carried
         length, own = len(kind.size), self._own(kind)
-        begin, end = handed.needed_in_turn(index)
+        begin, end = carried.needed_double_buffered(index)
         asked = _Asked(
             2 * length,
             np.concatenate([own, own + length, begin]),
             np.concatenate([kind.end[own], kind.end[own] + length, end]),
-            np.concatenate([rounded(kind.size[own])] * 2 + [handed.size]),
+            np.concatenate([aligned(kind.size[own])] * 2 + [carried.size]),
             self.place_offset,
             0,
         )
         layout = asked.placed(np.full(2 * len(own), -1, np.int64), self._made)
-        for turn in range(2):
-            self._note(index, turn, own, layout.offset[turn * len(own) :], layout)
+        for buffer in range(2):
+            self._note(index, buffer, own, layout.offset[buffer * len(own) :], layout)
         self._least_bytes = self.peak_bytes
 
-    def place(self, index: int, turn: int) -> None:
+    def place(self, index: int, buffer: int) -> None:
         """Place a step of one kind."""
-        kind, handed, keeping = self._kinds[index], self.handed, self.handed.keeping(index, turn)
+        kind, carried, keeping = self._kinds[index], self.carried, self.carried.keeping(index, buffer)
         own, places = self._own(kind), self.place_offset
         length, decides = len(kind.size), (places < 0).any()
         never = decides & (keeping.end <= keeping.begin)  # other kinds need all places at a time
@@ -107,12 +106,12 @@ class RegionPlan:
             length,
             np.concatenate([own, np.where(never, length - 1, keeping.begin)]),
             np.concatenate([kind.end[own], np.where(never, length, keeping.end)]),
-            np.concatenate([rounded(kind.size[own]), handed.size]),
+            np.concatenate([aligned(kind.size[own]), carried.size]),
             places,
             self.peak_bytes,
         )
-        kept = keeping.begin, keeping.end, handed.size, places
-        alike = places_of_begin(kind, own, self._done[turn], kept)
+        kept = keeping.begin, keeping.end, carried.size, places
+        alike = places_of_begin(kind, own, self._done[buffer], kept)
         layout = asked.placed(alike, self._made)
         least_bytes = layout.peak_bytes
         if least_bytes > max(self._least_bytes, layout.lower_bound_bytes) and (alike >= 0).any():
@@ -121,36 +120,36 @@ class RegionPlan:
             least_bytes = max(self._least_bytes, without.peak_bytes)
             layout = layout if layout.peak_bytes <= _LITTLE * least_bytes else without
         self._least_bytes = max(self._least_bytes, least_bytes)
-        self._note(index, turn, own, layout.offset, layout)
+        self._note(index, buffer, own, layout.offset, layout)
 
-    def _note(self, index: int, turn: int, own: Column, offset: Column, layout: Layout) -> None:
+    def _note(self, index: int, buffer: int, own: Column, offset: Column, layout: Layout) -> None:
         """A step of a kind has been placed: its `own` requests at the first of the offsets, the places at the last."""
-        keeping, placed = self.handed.keeping(index, turn), self.offset[turn][index]
+        keeping, placed = self.carried.keeping(index, buffer), self.offset[buffer][index]
         self.place_offset = layout.offset[len(layout.offset) - len(self.place_offset) :]
         self.peak_bytes = max(self.peak_bytes, layout.peak_bytes)
         self.lower_bound_bytes = max(self.lower_bound_bytes, layout.lower_bound_bytes)
         self.method = self.method or layout.method
         placed[own] = offset[: len(own)]
         placed[keeping.own] = self.place_offset[keeping.home]
-        self._done[turn].append((self._kinds[index], placed))
+        self._done[buffer].append((self._kinds[index], placed))
 
 
-def plan_region(kinds: list[StepKind], handed: HandedOn, made: dict[bytes, Layout]) -> RegionPlan:
+def plan_region(kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, Layout]) -> RegionPlan:
     """Plan what all kinds ask for on one stream, for one region."""
-    needs = [int(rounded(kind.size[(kind.end > 0) & (kind.stream == handed.stream)]).sum()) for kind in kinds]
+    needs = [int(aligned(kind.size[(kind.end > 0) & (kind.stream == carried.stream)]).sum()) for kind in kinds]
     order = [index for index in np.argsort(needs, kind="stable")[::-1].tolist() if needs[index] > 0]
-    region, turns = RegionPlan(kinds, handed, made), range(handed.num_turns)
+    region, buffers = RegionPlan(kinds, carried, made), range(carried.num_buffers)
     later = order
-    if handed.num_turns > 1:
-        first = max(order, key=lambda index: len(handed.rows[index]) if handed.ends_turn[index] else -1)
-        region.place_in_turn(first)
+    if carried.num_buffers > 1:
+        first = max(order, key=lambda index: len(carried.rows[index]) if carried.switches_buffers[index] else -1)
+        region.place_double_buffered(first)
         later = [index for index in order if index != first]
-    for index, turn in itertools.product(later, turns):
-        region.place(index, turn)
-    if region.peak_bytes - region.lower_bound_bytes <= region.lower_bound_bytes // _PARTS or not len(handed.size):
+    for index, buffer in itertools.product(later, buffers):
+        region.place(index, buffer)
+    if region.peak_bytes - region.lower_bound_bytes <= region.lower_bound_bytes // _PARTS or not len(carried.size):
         return region
-    stacked = RegionPlan(kinds, handed, made)
+    stacked = RegionPlan(kinds, carried, made)
     stacked.stack_places()
-    for index, turn in itertools.product(order, turns):
-        stacked.place(index, turn)
+    for index, buffer in itertools.product(order, buffers):
+        stacked.place(index, buffer)
     return min(region, stacked, key=lambda plan: plan.peak_bytes)

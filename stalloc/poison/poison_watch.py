@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from stalloc.notices import say
-from stalloc.runtime.poison import Poison
-from stalloc.runtime.poison_memory import memory_of
+from stalloc.poison.poison import Poison
+from stalloc.poison.poison_memory import memory_of
 
 if TYPE_CHECKING:
     from stalloc.core.state import DeviceState

@@ -25,7 +25,7 @@ from stalloc.core.constants import ALIGNMENT, BLOCK_LIVE, PRIVATE_KINDS, SMALL_L
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.errors import CorruptionError
 from stalloc.notices import say
-from stalloc.runtime.poison_memory import PoisonMemory
+from stalloc.poison.poison_memory import PoisonMemory
 
 if TYPE_CHECKING:
     from stalloc.core.state import DeviceState

@@ -1,10 +1,11 @@
-"""The places in an arena that several kinds of steps keep for what they hand on to one another.
+"""Where several kinds of steps place what is carried over from one step to the next.
 
-Contract: handed-on requests of a stream are ranked by size, and those of one rank have one place in all kinds, as large
-as the largest. Every kind keeps it free for as long as what was handed on to a step of that kind has been seen to live
-in it. A request that replaces one of an earlier step while that still lives (a batch, what a model returned) needs
-another place than that one has: its rank has two then, used in turn. A step ends a turn if its kind hands on anything
-of such a rank; so whatever kinds follow one another, one of the two places is free when it is asked for.
+Contract: carried-over requests of a stream are ranked by size, and those of one rank have one address in all kinds,
+with room for the largest. Every kind keeps it free for as long as what was carried over to a step of that kind has been
+seen to live in it. A request that replaces one of an earlier step while that still lives (a batch, a model's output)
+needs another address than that one has: its rank is double-buffered. A step switches to the other buffer if its kind
+carries over anything of such a rank; so whatever kinds follow one another, one of the two addresses is free when it is
+asked for.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stalloc.columns import Column
-from stalloc.core.constants import GRANULE
-from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
+from stalloc.sizes import PAGE_BYTES, aligned
 
 
 @dataclass(frozen=True, eq=False)
 class Keeping:
-    """What one kind of step does with each place, if it is its turn: (p,) columns by place."""
+    """What one kind of step does with each place, by the buffer that it uses: (p,) columns by place."""
 
-    own: Column  #: (r,) rows of the step that are handed on and have a place, by rank
+    own: Column  #: (r,) rows of the step that are carried over and have a place, by rank
     home: Column  #: (r,) the place of each
     until: Column  #: position in the step before which what came from earlier steps is gone; -1: there is nothing
     begin: Column  #: the place is needed from here to `end`, which may lie in the next pass
@@ -30,16 +30,16 @@ class Keeping:
 
 
 @dataclass(frozen=True, eq=False)
-class HandedOn:
-    """What all kinds of steps hand on, on one stream; see `handed_on`."""
+class CarriedOver:
+    """What all kinds of steps carry over, on one stream; see `carried_over`."""
 
     stream: int
     lengths: list[int]  #: of the steps
     rows: list[Column]  #: for each kind, by rank
-    kept: Column  #: (kinds, r) position in each kind before which what is handed on to it is gone
+    kept: Column  #: (kinds, r) position in each kind before which what is carried over to it is gone
     rank_size: Column  #: (r,) bytes
     has_two: NDArray[np.bool_]  #: (r,) ranks that have two places
-    ends_turn: list[bool]  #: the kinds of steps that hand on anything of such a rank, on whichever stream
+    switches_buffers: list[bool]  #: the kinds of steps that carry over anything of such a rank, on whichever stream
 
     @property
     def size(self) -> Column:
@@ -47,21 +47,21 @@ class HandedOn:
         return np.concatenate([self.rank_size, self.rank_size[self.has_two]])
 
     @property
-    def num_turns(self) -> int:
+    def num_buffers(self) -> int:
         """2 if any rank has two places."""
         return 1 + int(self.has_two.any())
 
-    def places(self, turn: int) -> Column:
-        """(r,) the place of each rank for what is handed on by a step whose turn it is."""
+    def places(self, buffer: int) -> Column:
+        """(r,) the place of each rank for what is carried over by a step that uses this buffer."""
         first = np.arange(len(self.has_two))
-        if turn == 0:
+        if buffer == 0:
             return first
         return np.where(self.has_two, len(first) - 1 + np.cumsum(self.has_two), first)
 
-    def keeping(self, kind: int, turn: int) -> Keeping:
+    def keeping(self, kind: int, buffer: int) -> Keeping:
         """What a step of this kind does with the places."""
         length, rows, kept = self.lengths[kind], self.rows[kind], self.kept[kind]
-        home, theirs = self.places(turn), self.places(1 - turn)
+        home, theirs = self.places(buffer), self.places(1 - buffer)
         until, begin = np.full(len(self.size), -1, np.int64), np.zeros(len(self.size), np.int64)
         until[theirs] = kept
         end = np.maximum(until, 0)
@@ -71,8 +71,8 @@ class HandedOn:
         end[home] += length
         return Keeping(own, home, until, begin, end)
 
-    def needed_in_turn(self, kind: int) -> tuple[Column, Column]:
-        """(p,) from when to when each place is needed in a ring of two steps of a kind that hands on all such ranks.
+    def needed_double_buffered(self, kind: int) -> tuple[Column, Column]:
+        """(p,) when each place is needed in a ring of two steps of a kind that carries all such ranks over.
 
         What is live at a time in any kind of step is so here too.
         """
@@ -89,46 +89,46 @@ class HandedOn:
         return begin, end
 
 
-def handed_on(kinds: list[StepKind], streams: list[int], *, in_turn: bool) -> list[HandedOn]:
-    """What several kinds of steps hand on, on each of several streams; a rank may have two places only `in_turn`."""
+def carried_over(kinds: list[StepKind], streams: list[int], *, double_buffered: bool) -> list[CarriedOver]:
+    """What several kinds of steps carry over, on each stream; `double_buffered`: a rank may have two places."""
     lengths = [len(kind.size) for kind in kinds]
-    found: list[HandedOn] = []
+    found: list[CarriedOver] = []
     for stream in streams:
         rows = [kind.handed_on(stream) for kind in kinds]
         size = np.zeros(max(len(own) for own in rows), np.int64)
         for kind, own in zip(kinds, rows, strict=True):
-            size[: len(own)] = np.maximum(size[: len(own)], rounded(kind.size[own]))
-        no_turns = np.zeros(len(size), bool), [False] * len(kinds)
-        found.append(HandedOn(stream, lengths, rows, _kept(kinds, stream, len(size)), size, *no_turns))
-    return _in_turn(found) if in_turn else found
+            size[: len(own)] = np.maximum(size[: len(own)], aligned(kind.size[own]))
+        no_second = np.zeros(len(size), bool), [False] * len(kinds)
+        found.append(CarriedOver(stream, lengths, rows, _kept(kinds, stream, len(size)), size, *no_second))
+    return _double_buffered(found) if double_buffered else found
 
 
-def _in_turn(found: list[HandedOn]) -> list[HandedOn]:
+def _double_buffered(found: list[CarriedOver]) -> list[CarriedOver]:
     """The same with two places for each rank that can have them, if what is replaced is a page or more."""
     hands = [np.arange(len(one.rank_size)) < np.array([[len(own)] for own in one.rows]) for one in found]
     passes = [one.kept >= np.array(one.lengths)[:, None] for one in found]
     wanted, was = [_replaces(one) for one in found], -1
     while was != (was := sum(map(np.count_nonzero, wanted))):
         ends = np.any([(does & rank).any(axis=1) for does, rank in zip(hands, wanted, strict=True)], axis=0)
-        # what an earlier step handed on has to be gone when such a step is over
+        # what an earlier step carried over has to be gone when such a step is over
         may = [~whole[ends].any(axis=0) for whole in passes]
         wanted = [rank & able for rank, able in zip(wanted, may, strict=True)]
-    if not any((one.rank_size[rank] >= GRANULE).any() for one, rank in zip(found, wanted, strict=True)):
+    if not any((one.rank_size[rank] >= PAGE_BYTES).any() for one, rank in zip(found, wanted, strict=True)):
         return found
     two = [able & does.any(axis=0) & ~does[~ends].any(axis=0) for able, does in zip(may, hands, strict=True)]
-    return [replace(one, has_two=rank, ends_turn=ends.tolist()) for one, rank in zip(found, two, strict=True)]
+    return [replace(one, has_two=rank, switches_buffers=ends.tolist()) for one, rank in zip(found, two, strict=True)]
 
 
-def _replaces(handed: HandedOn) -> NDArray[np.bool_]:
-    """(r,) ranks that some kind of step asks for before what was handed on to it is gone."""
-    replaces = np.zeros(len(handed.rank_size), bool)
-    for own, until in zip(handed.rows, handed.kept, strict=True):
+def _replaces(carried: CarriedOver) -> NDArray[np.bool_]:
+    """(r,) ranks that some kind of step asks for before what was carried over to it is gone."""
+    replaces = np.zeros(len(carried.rank_size), bool)
+    for own, until in zip(carried.rows, carried.kept, strict=True):
         replaces[: len(own)] |= own < until[: len(own)]
     return replaces
 
 
 def _kept(kinds: list[StepKind], stream: int, num_ranks: int) -> Column:
-    """(kinds, r) the position up to which a step of each kind keeps each place for what was handed on to it.
+    """(kinds, r) the position up to which a step of each kind keeps each place for what was carried over to it.
 
     Where that was not seen, the same share of the step as in the kind in which it was longest.
     """

@@ -3,7 +3,7 @@
 Contract: which kind a step is of shows only where it parts from the others, and what it asked for until then lies where
 the expected kind has it; so that nothing of the rest is in its way, the kinds have one place for it. What is returned
 for a kind can be kept: no two requests that are live together in it, and nothing that it keeps free for what earlier
-steps hand on, share a byte.
+steps carry over, share a byte.
 """
 
 import itertools
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stalloc.columns import Column
-from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
+from stalloc.sizes import aligned
 
 _CELLS = 1 << 16  # pairs of requests and places that are compared at a time
 _LEAST = 8  # requests that two kinds have to begin with; fewer are in nobody's way
@@ -26,7 +26,7 @@ def places_of_begin(
     """(m,) bytes: where the `rows` (m,) of a kind lie in the kind placed before that it has most in common with; or -1.
 
     `placed` are kinds with the offsets of their requests, -1 without one; `kept` are start, end, size and offset of the
-    places that are kept for what is handed on to a step, whose ends may lie in the next one.
+    places that are kept for what is carried over to a step, whose ends may lie in the next one.
     """
     length, other, other_offset = 0, kind, np.zeros(0, np.int64)
     for one, its_offset in placed:
@@ -37,11 +37,11 @@ def places_of_begin(
     if length < _LEAST:
         return places
     begin = rows[rows < length]
-    told = (other.end[begin] > 0) & (other.end[begin] <= len(other.size))  # neither handed on nor unknown
+    told = (other.end[begin] > 0) & (other.end[begin] <= len(other.size))  # neither carried over nor unknown
     places[: len(begin)] = np.where(told, other_offset[begin], -1)
     found = np.flatnonzero(places >= 0)
     at = rows[found]
-    spans = at, kind.end[at], rounded(kind.size[at]), places[found]
+    spans = at, kind.end[at], aligned(kind.size[at]), places[found]
     clashes = np.zeros(len(found), bool)
     for row in np.flatnonzero(kind.end[at] > other.end[at]).tolist():  # those that live longer than they did there
         beside = _overlaps(spans, *(column[row : row + 1, None] for column in spans))[0]

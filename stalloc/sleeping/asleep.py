@@ -15,7 +15,7 @@ from stalloc.device.mapped_pages import page_runs
 from stalloc.errors import SetupError
 from stalloc.figures import human_bytes
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.kept_bytes import Keeper
+from stalloc.sleeping.kept_bytes import Keeper
 
 Run = tuple[int, int]
 """Address and bytes of memory in a row."""

@@ -1,0 +1,20 @@
+"""The units that memory is handed out in: 512 bytes to a program, as by PyTorch and CuPy, and 2 MiB to an allocator."""
+
+from typing import TypeVar
+
+from stalloc.columns import Column
+
+ALIGNMENT_BYTES = 512  #: requests are rounded up to it, and blocks begin at multiples of it
+PAGE_BYTES = 2 << 20  #: what the driver maps on every GPU so far; segments are multiples of it
+
+Size = TypeVar("Size", int, Column)
+
+
+def aligned(size_bytes: Size) -> Size:
+    """What a request takes: the next multiple of ALIGNMENT_BYTES, of one size or of each in a column."""
+    return (size_bytes + (ALIGNMENT_BYTES - 1)) & -ALIGNMENT_BYTES
+
+
+def whole_pages(size_bytes: Size) -> Size:
+    """The next multiple of PAGE_BYTES, of one size or of each in a column."""
+    return (size_bytes + (PAGE_BYTES - 1)) & -PAGE_BYTES
