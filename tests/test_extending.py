@@ -5,10 +5,13 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
 
+from stalloc.core.device_record import State, Total
+from stalloc.core.record_types import LineStart, Record, Words, offset_of, table, view_at
 from stalloc.errors import BadInputError
 from stalloc.planner import plan, validate
 from stalloc.replay import Events, Kind
@@ -76,3 +79,23 @@ def test_the_verb_parses_calls_and_prints(example, tmp_path, capsys):
     assert capsys.readouterr().out == "device 0: 3000 B\n"
     assert verb.run(parser.parse_args([str(tmp_path / "p.csv"), "--json", "-"])) == 0
     assert json.loads(capsys.readouterr().out) == {"json_version": 1, "largest_bytes": {"0": 3000}}
+
+
+def test_a_field_may_be_added_to_a_record_of_the_core_anywhere():
+    """What has to begin a line of the cache does, whatever stands before it, for Python and for compiled code."""
+
+    class Grown(Record):
+        more: int
+        lock: int
+        total: Total
+        one: int
+        mode: LineStart
+        few: Annotated[Words, 3]
+
+    lines = {name: offset_of(Grown, name) for name in ("more", "lock", "total", "one", "mode", "few")}
+    assert lines == {"more": 0, "lock": 8, "total": 64, "one": 128, "mode": 192, "few": 200}
+    rows = table(Grown, 2)
+    rows["total"]["num_live"][1], rows["few"][1] = 5, [1, 2, 3]
+    seen = view_at(Grown, rows.ctypes.data + rows.dtype.itemsize)
+    assert (seen.total.num_live, list(seen.few)) == (5, [1, 2, 3])
+    assert offset_of(State, "total") % 64 == offset_of(State, "mode") % 64 == 0

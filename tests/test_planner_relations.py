@@ -106,14 +106,6 @@ def test_a_handover_that_is_missing_or_too_many_is_named():
     assert validate(more, handovers=True).reason == "bad-handover"
 
 
-def test_the_price_of_a_handover_decides():
-    tape = fold(training(second_stream=True))
-    apart, shared = plan_tape(tape), plan_tape(tape, streams="share")
-    worth = (apart.peak_bytes - shared.peak_bytes) // len(shared.handover_earlier)
-    assert plan_tape(tape, streams="weigh", handover_bytes=worth - 1).peak_bytes == shared.peak_bytes
-    assert plan_tape(tape, streams="weigh", handover_bytes=worth + 1).peak_bytes == apart.peak_bytes
-
-
 def fits(blocks: list[tuple[int, int]], height: int) -> bool:
     """Whether blocks (offset, size) lie apart below the height."""
     ordered = sorted((low, low + size) for low, size in blocks if size)

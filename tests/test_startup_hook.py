@@ -148,7 +148,7 @@ _ODD_DEVICES = (
 )
 
 
-_ODD_STREAMS = ("weigh:²", "weigh:" + "9" * 5000, "weigh:-1", "share:1", "weigh:99999999999999999999")
+_ODD_STREAMS = ("weigh:²", "share" + "9" * 5000, "share:1")
 
 
 @pytest.mark.parametrize(

@@ -77,21 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--streams",
-        choices=("separate", "share", "weigh"),
+        choices=("separate", "share"),
         default="separate",
-        help="one region of the arena per stream, or one that streams share, with a wait at each planned hand-over; "
-        "weigh: share where a hand-over saves --handover-bytes (default: separate, shared where that does not fit or "
-        "pages would move from stream to stream in every step)",
-    )
-    parser.add_argument(
-        "--handover-bytes", type=int, default=1 << 16, metavar="BYTES", help="for --streams weigh (default: 65536)"
+        help="one region of the arena per stream, or one that streams share, with a wait at each planned hand-over "
+        "(default: separate, shared where that does not fit or pages would move from stream to stream in every step)",
     )
     parser.add_argument(
         "--arena",
-        choices=("pages", "pool", "mapped"),
+        choices=("pages", "pool"),
         default="pages",
         help="where memory comes from: pages, which move to where they are needed, or blocks of CuPy's pool (default: "
-        "pages, where the driver maps them; mapped is an older name for it)",
+        "pages, where the driver maps them)",
     )
     parser.add_argument(
         "--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory"
@@ -121,8 +117,6 @@ def run(args: argparse.Namespace) -> int:
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:
         raise BadInputError(f"--observe-steps is {args.observe_steps}: give a number of steps from 0.")
-    if args.handover_bytes < 0:
-        raise BadInputError(f"--handover-bytes is {args.handover_bytes}: give a number from 0.")
     if args.plan and args.save_plan:
         raise BadInputError(
             "--plan and --save-plan exclude each other: a run from a plan does not observe the program."
@@ -179,7 +173,6 @@ def _run_here(
     settings = integrations.Settings(
         observe_steps=args.observe_steps,
         streams=args.streams,
-        handover_bytes=args.handover_bytes,
         arena="pool" if args.arena == "pool" else "pages",
         call_sites=args.stacks or bool(args.report),
         keep_recording=bool(args.report),
@@ -193,7 +186,7 @@ def _run_here(
     def start(torch: bool, cupy: bool) -> None:
         nonlocal cache, is_planned
         if keeps:
-            cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
+            cache = plan_cache.of_program(command, args.streams)
         known = held.plans if held is not None else cache.load() if cache is not None else None
         runtime = integrations.install(
             plan=args.plan, device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings, known_plans=known
@@ -304,7 +297,7 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
 
     controllers = runtime.controllers if runtime is not None else []
     traces = [c.recording.observed_trace for c in controllers if c.recording.observed_trace is not None]
-    plans = [plan(trace, streams=args.streams, handover_bytes=args.handover_bytes) for trace in traces]
+    plans = [plan(trace, streams=args.streams) for trace in traces]
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)

@@ -5,7 +5,7 @@
 
 from typing import Annotated
 
-from stalloc.core.record_types import Record, Words
+from stalloc.core.record_types import LineStart, Record, Words
 
 
 class Total(Record):
@@ -21,7 +21,7 @@ class Total(Record):
     allocated_peak: int  # the peaks since the program reset them
     requested_peak: int
     live_peak: int
-    unused: int
+    begins_line = True
 
 
 class Part(Record):
@@ -34,11 +34,9 @@ class Part(Record):
     allocated_peak: int
     requested_peak: int
     live_peak: int
-    unused: int
-    allocated_ever: int  # bytes
+    allocated_ever: LineStart  # bytes
     requested_ever: int  # bytes
-    unused_ever: Annotated[Words, 2]
-    padding: Annotated[Words, 4]
+    begins_line = True
 
 
 class Peaks(Record):
@@ -75,7 +73,6 @@ class FarJump(Record):
     shadow: int  # the last entry that matched where the cursor did not go yet
     matches: int  # requests in a row up to it
     seen_at: int  # history_count then
-    padding: int
 
 
 class KnownSteps(Record):
@@ -96,11 +93,10 @@ class KnownSteps(Record):
     requested_ever: int  # bytes
     allocated_bytes: int
     place: int  # entries from where the ring begins
-    padding: Annotated[Words, 4]
 
 
 class State(Record):
-    """One device.
+    """One device; what every request reads lies together, and the lock by itself.
 
     reserved_bytes = sum of the bytes that are mapped of segments + arena_mapped_bytes
     total.allocated_bytes + deferred_bytes <= reserved_bytes
@@ -109,10 +105,9 @@ class State(Record):
     """
 
     lock: int  # 1 while a thread is inside; alone in its line of the cache
-    lock_padding: Annotated[Words, 7]
 
     # every request reads these
-    mode: int  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
+    mode: LineStart  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
     private_kind: int  # Python: the kind of pool that serves everything while a CUDA graph is captured, else 0
     recording: int  # 1: requests are written to the table of events
     has_handovers: int  # 1: the arena has cells that several streams use, one after the other
@@ -146,10 +141,9 @@ class State(Record):
     task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
     stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
-    line_padding: int  # what follows keeps its place in its line
 
     # the tape and the cells, set when a plan is installed
-    num_entries: int  # of the tape
+    num_entries: LineStart  # of the tape
     cells: int  # table of Cell
     num_cells: int
     use_starts: int  # the entries that need cell i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
@@ -282,6 +276,6 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    total: Total  # begins at a line
+    total: Total
     large: Part
     small: Part

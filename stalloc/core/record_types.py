@@ -4,8 +4,9 @@ A record is declared once, as a class of annotated fields. Compiled code gets it
 pointer, so that `state.hits += 1` is one load, one addition and one store; Python gets the same memory as an object
 with the same attributes. A misspelt field is an error in both, and for mypy.
 
-Contract: each field is a 64-bit word, a record, or a number of words in a row. Never return a record from a compiled
-function that is not inlined: numba copies what it returns.
+Contract: each field is a 64-bit word, a record, or a number of words in a row. Where a field begins in its line of the
+cache is computed here, so that a field may be added anywhere. Never return a record from a compiled function that is
+not inlined: numba copies what it returns.
 """
 
 import ctypes
@@ -24,10 +25,21 @@ from numpy.typing import NDArray
 Words = NDArray[np.int64]
 
 _WORD = ir.IntType(64)
+_LINE_BYTES = 64  # of the cache
+
+
+class _LineStart:
+    """Marks a word."""
+
+
+LineStart = Annotated[int, _LineStart]
+"""A word that begins a line of the cache."""
 
 
 class Record:
     """Named words; a subclass declares them."""
+
+    begins_line = False  #: whether it begins a line of the cache wherever it is, and has whole ones
 
 
 _structures: dict[type[Record], type[ctypes.Structure]] = {}  # made once each: numba and ctypes compare types
@@ -41,18 +53,40 @@ def shares_word(name: str) -> Any:
     return name
 
 
+def _num_words(kind: Any) -> int:
+    """Words of a field that is several in a row; 0: it is one word, or a record."""
+    return get_args(kind)[1] if get_origin(kind) is Annotated and kind is not LineStart else 0
+
+
+def _is_word(kind: Any) -> bool:
+    return kind is int or kind is LineStart
+
+
+def _starts_line(kind: Any) -> bool:
+    return kind is LineStart or (isinstance(kind, type) and issubclass(kind, Record) and kind.begins_line)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _LINE_BYTES) * _LINE_BYTES
+
+
 def structure(record: type[Record]) -> type[ctypes.Structure]:
     """A record as Python's own view of memory: attributes are numbers."""
     if record in _structures:
         return _structures[record]
     fields: list[tuple[str, Any]] = []
-    for name, kind in get_annotations(record).items():
-        if hasattr(record, name):
-            continue  # ctypes knows no second name for a word
-        if get_origin(kind) is Annotated:
-            fields.append((name, ctypes.c_int64 * get_args(kind)[1]))
-        else:
-            fields.append((name, ctypes.c_int64 if kind is int else structure(kind)))
+    end, dtype = 0, dtype_of(record)
+    assert dtype.fields is not None
+    places = {name: dtype.fields[name][1] for name in get_annotations(record) if not hasattr(record, name)}
+    for name, offset in [*places.items(), ("", dtype.itemsize)]:
+        if offset > end:
+            fields.append((f"_{end}", ctypes.c_uint8 * (offset - end)))
+        if name:  # ctypes knows no second name for a word
+            kind = get_annotations(record)[name]
+            words = _num_words(kind)
+            of_field = ctypes.c_int64 * words if words else ctypes.c_int64 if _is_word(kind) else structure(kind)
+            fields.append((name, of_field))
+            end = offset + ctypes.sizeof(of_field)
     _structures[record] = type(record.__name__, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
     return _structures[record]
 
@@ -66,17 +100,16 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
     offsets: list[int] = []
     end = 0
     for name, kind in get_annotations(record).items():
-        form: Any = np.int64
-        if get_origin(kind) is Annotated:
-            form = (np.int64, get_args(kind)[1])
-        elif kind is not int:
-            form = dtype_of(kind)
+        words = _num_words(kind)
+        form: Any = (np.int64, words) if words else np.int64 if _is_word(kind) else dtype_of(kind)
         names.append(name)
         formats.append(form)
         other = getattr(record, name, None)
-        offsets.append(end if other is None else offsets[names.index(other)])
+        begin = _aligned(end) if _starts_line(kind) else end
+        offsets.append(begin if other is None else offsets[names.index(other)])
         end = max(end, offsets[-1] + np.dtype(form).itemsize)
-    columns: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": end}
+    size = _aligned(end) if record.begins_line else end
+    columns: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
     _dtypes[record] = np.dtype(columns, align=True)
     return _dtypes[record]
 

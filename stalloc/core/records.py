@@ -75,7 +75,7 @@ class Segment(Record):
     is_paged: int  # 1: it gets and loses memory by pages
     tail: int  # of a splice: the block whose memory it begins with, 0: none
     head: int  # the one that it ends with, 0: none
-    padding: Annotated[Words, 2]
+    begins_line = True
 
 
 class Pool(Record):
@@ -86,7 +86,7 @@ class Pool(Record):
     kind: int  # SMALL_KIND and so on
     root: int  # the tree of its free blocks, if it has no bins
     bins: int  # address of its Bins, 0: none
-    padding: Annotated[Words, 3]
+    begins_line = True
 
 
 class Bins(Record):
@@ -95,7 +95,7 @@ class Bins(Record):
     roots: Annotated[Words, 2176]  # the first block or the root of each bin
     filled: Annotated[Words, 40]
     summary: int  # a bit for each word of `filled` that is not 0
-    padding: Annotated[Words, 23]
+    begins_line = True
 
 
 class LiveBlock(Record):
@@ -152,7 +152,7 @@ class Key(Record):
     key: int  # 0: an empty row
     first: int
     end: int
-    padding: int
+    padding: int  # rows are reached by a shift
 
 
 class Ring(Record):
@@ -177,7 +177,7 @@ class Strand(Record):
     tapes: int
     num_tapes: int
     history: Annotated[Words, 4]
-    padding: int
+    begins_line = True
 
 
 class Asker(Record):
@@ -195,7 +195,7 @@ class StepRow(Record):
     misses: int
     allocated_peak: int
     reserved_peak: int
-    padding: Annotated[Words, 3]
+    begins_line = True
 
 
 class ExpectedStep(Record):
@@ -208,7 +208,7 @@ class ExpectedStep(Record):
     cursor: int
     tapes: int
     num_events: int  # in the record, when it was over
-    padding: int
+    begins_line = True
 
 
 class StreamUse(Record):
@@ -221,7 +221,7 @@ class StreamUse(Record):
     next: int  # another use of the block, 0: there is none; of a row that nobody uses: the next such row
     next_freed: int  # in the block's first use: that of the one that was freed after it
     number: int  # State.num_unrecorded when its event turned out not to be recorded
-    padding: int
+    begins_line = True
 
 
 class Owner(Record):

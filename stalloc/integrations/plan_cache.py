@@ -142,10 +142,7 @@ class PlanCache:
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # some versions of Python start no thread when they end
             timer.start()
-        made = [
-            plan(trace, stop=stop, streams=settings.streams, handover_bytes=settings.handover_bytes)
-            for trace, settings in found
-        ]
+        made = [plan(trace, stop=stop, streams=settings.streams) for trace, settings in found]
         plans = [plan for plan in made if plan.kind == "program"]
         timer.cancel()
         if plans:
@@ -193,7 +190,7 @@ def _prune(directory: Path) -> None:
                 file.unlink()
 
 
-def of_program(command: list[str], streams: tuple[str, int] = ("separate", 0)) -> PlanCache | None:
+def of_program(command: list[str], streams: str = "separate") -> PlanCache | None:
     """The cache of a program given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…].
 
     `streams` are the settings of that name and the price of a hand-over. The devices have to be decided. None if there
@@ -203,22 +200,20 @@ def of_program(command: list[str], streams: tuple[str, int] = ("separate", 0)) -
     return None if directory is None else _of_source(directory, program_source.of_command(command), streams)
 
 
-def of_this_program(streams: tuple[str, int] = ("separate", 0)) -> PlanCache | None:
+def of_this_program(streams: str = "separate") -> PlanCache | None:
     """The cache of the program that this interpreter runs; None too for what was typed in or given with -c."""
     directory = folder()
     return None if directory is None else _of_source(directory, program_source.of_this_process(), streams)
 
 
-def _of_source(
-    directory: Path, source: program_source.ProgramSource | None, streams: tuple[str, int]
-) -> PlanCache | None:
+def _of_source(directory: Path, source: program_source.ProgramSource | None, streams: str) -> PlanCache | None:
     if source is None:
         return None
     key = {
         "format": _VERSION,
         "script": [str(source.path), hashlib.sha256(source.content).hexdigest()],
         "arguments": source.arguments,
-        "streams": streams if streams[0] == "weigh" else streams[:1],
+        "streams": [streams],
         "devices": _devices(),
         "ranks": [os.environ.get(name, "") for name in _RANK_VARIABLES],
         "versions": _versions(),

@@ -23,14 +23,14 @@ _PATIENCE_SECONDS = 60.0  # for a rank that said it would plan
 _POLL_SECONDS = 0.02
 
 
-def plan_together(tape: "Tape", *, streams: "Streams" = "separate", handover_bytes: int = 0) -> "Plan":
+def plan_together(tape: "Tape", *, streams: "Streams" = "separate") -> "Plan":
     """The plan of a tape (options as of plan_tape), made here or by another rank of this job that has the same tape."""
     from stalloc.planner import plan_tape, plans_to_bytes
 
     store = _store()
     if store is None:
-        return plan_tape(tape, streams=streams, handover_bytes=handover_bytes)
-    key = f"stalloc/plan/{streams}/{handover_bytes}/{digest(tape)}"
+        return plan_tape(tape, streams=streams)
+    key = f"stalloc/plan/{streams}/{digest(tape)}"
     try:
         mine = store.add(f"{key}/ranks", 1) == 1
         found = None if mine else _take(store, key, tape, handovers=streams != "separate")
@@ -38,7 +38,7 @@ def plan_together(tape: "Tape", *, streams: "Streams" = "separate", handover_byt
         mine, found = False, None
     if found is not None:
         return found
-    plan = plan_tape(tape, streams=streams, handover_bytes=handover_bytes)
+    plan = plan_tape(tape, streams=streams)
     if mine:
         try:
             store.set(key, plans_to_bytes([plan]))

@@ -5,9 +5,8 @@ programs that never do are left alone; whatever goes wrong here costs one senten
 program.
 
 STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
-of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default), "share", or "weigh"
-with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_ARENA is "pages" (the default) or
-"pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
+of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default) or "share",
+STALLOC_ARENA "pages" (the default) or "pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
 as JSON; "{pid}" and "{rank}" in it are replaced. STALLOC_RECORD names the folder of the flight recorder, which runs
 without STALLOC=1 too. STALLOC_GUARD, which the pytest plugin sets, names the folder where a child process leaves a
 trace of what it allocated.
@@ -31,7 +30,6 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
     from stalloc.planner.sharing import Streams
     from stalloc.runtime.runtime_settings import Arena
 
-_HANDOVER_BYTES = 1 << 16  # as of stalloc run
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _lock = RLock()
@@ -72,7 +70,7 @@ def _arm() -> None:
     recorders = [(_follow_child, guard)] * (guard not in _OFF) + [(_begin_flight, flight)] * (flight not in _OFF)
     kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
     if is_on:
-        chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
+        chosen_streams()
         chosen_arena()
     is_virtual = kind == "virtual" and (is_on or guard not in _OFF)
 
@@ -125,23 +123,18 @@ def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, Virt
     return kind, dataclasses.replace(gpu, num_devices=count)
 
 
-def chosen_streams(text: str) -> "tuple[Streams, int]":
-    """What STALLOC_STREAMS says: the setting of that name, and the price of a hand-over in bytes.
-
-    Raises BadInputError for anything else.
-    """
-    name, _, price = text.partition(":")
-    is_price = name == "weigh" and price.isascii() and price.isdecimal() and len(price) <= 18
-    if name not in ("separate", "share", "weigh") or (price and not is_price):
-        raise BadInputError(f"STALLOC_STREAMS is {text[:40]!r}: set it to separate, share, weigh or weigh:65536.")
-    streams: Streams = name  # type: ignore[assignment]
-    return streams, int(price or _HANDOVER_BYTES)
+def chosen_streams() -> "Streams":
+    """What STALLOC_STREAMS says. Raises BadInputError for anything but a setting of that name."""
+    name = os.environ.get("STALLOC_STREAMS", "separate")
+    if name not in ("separate", "share"):
+        raise BadInputError(f"STALLOC_STREAMS is {name[:40]!r}: set it to separate or share.")
+    return "share" if name == "share" else "separate"
 
 
 def chosen_arena() -> "Arena":
     """What STALLOC_ARENA says. Raises BadInputError for anything but a setting of that name."""
     name = os.environ.get("STALLOC_ARENA", "pages")
-    if name not in ("pages", "pool", "mapped"):
+    if name not in ("pages", "pool"):
         raise BadInputError(f"STALLOC_ARENA is {name[:40]!r}: set it to pages or pool.")
     return "pool" if name == "pool" else "pages"
 
@@ -264,13 +257,13 @@ def _install_with_cache(kind: str) -> None:
     if not sees_gpus():
         return
     serve_torch, serve_cupy = served_libraries()
-    streams = chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
+    streams = chosen_streams()
     cache = plan_cache.of_this_program(streams)
     runtime = install(
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
         cupy=serve_cupy,
-        settings=Settings(streams=streams[0], handover_bytes=streams[1], arena=chosen_arena()),
+        settings=Settings(streams=streams, arena=chosen_arena()),
         known_plans=cache.load() if cache is not None else None,
     )
     if serve_torch:

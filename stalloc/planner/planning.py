@@ -48,7 +48,6 @@ def plan(
     stop: threading.Event | None = None,
     aim_bytes: int = 0,
     streams: Streams = "separate",
-    handover_bytes: int = 0,
 ) -> Plan:
     """The plan of one device's trace, or of bare lifespans given as (start, end, size), three arrays of (n,).
 
@@ -67,7 +66,7 @@ def plan(
     better packing of a part. A peak of at most `aim_bytes` will do. Equal arguments give an equal plan, unless a clock
     or `stop` ends the search.
 
-    `streams` and `handover_bytes` are for programs: see `plan_tape`.
+    `streams` is for programs: see `plan_tape`.
 
     Raises BadInputError, naming the row, for input that cannot be planned.
     """
@@ -85,7 +84,7 @@ def plan(
     given = constraints(len(size), alignment, fixed, forbidden)
     provenance = _provenance(source, given, fold, method, time_budget_seconds, seed)
     if fold == "auto" and given.plain and isinstance(source, Trace):
-        program = _program(source, given.granule, provenance, streams, handover_bytes, budget)
+        program = _program(source, given.granule, provenance, streams, budget)
         if program is not None:
             return _marked(program, budget)
     ids = source.extra.get("id") if isinstance(source, Trace) else None
@@ -120,9 +119,7 @@ def where_live(offset: Column, start: Column, end: Column, size: Column) -> Colu
     return np.where((start < end) | (size == 0), offset, -1)
 
 
-def _program(
-    trace: Trace, alignment: int, provenance: dict[str, Any], streams: Streams, handover_bytes: int, budget: Budget
-) -> Plan | None:
+def _program(trace: Trace, alignment: int, provenance: dict[str, Any], streams: Streams, budget: Budget) -> Plan | None:
     """The "program" plan of a recording of our own that repeats, its rows those of the trace."""
     if trace.info.get("source") != "stalloc recorder":
         return None
@@ -131,9 +128,7 @@ def _program(
     tape = tapes.fold(trace)
     if tape is None:
         return None
-    program = plan_tape(
-        tape, alignment, device=trace.device, streams=streams, handover_bytes=handover_bytes, budget=budget
-    )
+    program = plan_tape(tape, alignment, device=trace.device, streams=streams, budget=budget)
     return dataclasses.replace(
         program,
         offset=tapes.expand(tape, program.tape_offset, trace),
@@ -152,17 +147,15 @@ def plan_tape(
     *,
     device: int = 0,
     streams: Streams = "separate",
-    handover_bytes: int = 0,
     budget: Budget | None = None,
 ) -> Plan:
     """The "program" plan of a tape; its rows are the tape's entries, those not `planned` with offset -1.
 
     `streams`: "separate" gives every stream a region of its own; "share" plans all streams together and lists in
     `handover_earlier` and `handover_later` which entry takes over bytes of another stream's, which the runtime has to
-    secure with an event and a wait; "weigh" lets those streams share whose common region saves more bytes than
-    `handover_bytes` for each hand-over.
+    secure with an event and a wait.
     """
-    offset, region, method = place_streams(tape, alignment, streams, handover_bytes, budget)
+    offset, region, method = place_streams(tape, alignment, streams, budget)
     offset = where_live(offset, tape.start, tape.end, tape.size)
     earlier, later = handovers(tape, offset) if streams != "separate" else (None, None)
     bound = tape_bound(tape, alignment)

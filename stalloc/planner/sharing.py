@@ -5,7 +5,6 @@ pair of entries of different streams of which the later takes over a byte from t
 """
 
 from bisect import bisect_right
-from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -19,23 +18,17 @@ from stalloc.planner.layout import plan_arrays
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
 
-Streams = Literal["separate", "share", "weigh"]
+Streams = Literal["separate", "share"]
 
 
-def place_streams(
-    tape: "Tape", alignment: int, streams: Streams, handover_bytes: int, budget: Budget | None
-) -> tuple[Column, int, str]:
+def place_streams(tape: "Tape", alignment: int, streams: Streams, budget: Budget | None) -> tuple[Column, int, str]:
     """(offset, peak, method): offsets of (n,) tape entries in bytes, -1 for those that are not planned."""
-    if streams not in ("separate", "share", "weigh"):
-        raise BadInputError(f"streams is {streams!r}: give 'separate', 'share' or 'weigh'.")
-    if handover_bytes < 0:
-        raise BadInputError(f"a hand-over is priced at {handover_bytes} bytes: give a number from 0.")
+    if streams not in ("separate", "share"):
+        raise BadInputError(f"streams is {streams!r}: give 'separate' or 'share'.")
     planned = np.flatnonzero(tape.planned)
     names = distinct(tape.stream[planned]).tolist()
     groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
     layouts = {group: _together(tape, group, alignment, budget) for group in groups}
-    if streams == "weigh":
-        _merge(tape, layouts, alignment, handover_bytes, budget)
     offset = np.full(len(tape.size), -1, np.int64)
     region = 0
     placed = [layouts[group] for group in sorted(layouts)]
@@ -51,38 +44,6 @@ def _together(tape: "Tape", group: tuple[int, ...], alignment: int, budget: Budg
     return rows, plan_arrays(
         tape.start[rows], tape.end[rows], tape.size[rows], alignment=alignment, ring=ring, budget=budget
     )
-
-
-def _merge(
-    tape: "Tape",
-    layouts: dict[tuple[int, ...], tuple[Column, Layout]],
-    alignment: int,
-    handover_bytes: int,
-    budget: Budget | None,
-) -> None:
-    """Let the two groups share whose common region saves most, as long as any saves."""
-
-    def cost(group: tuple[int, ...], rows: Column, layout: Layout) -> int:
-        offset = np.full(len(tape.size), -1, np.int64)
-        offset[rows] = layout.offset
-        passed = len(handovers(tape, offset)[0]) if len(group) > 1 else 0
-        return layout.peak_bytes + handover_bytes * passed
-
-    while True:
-        best: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
-        merged: dict[tuple[int, ...], tuple[Column, Layout]] = {}
-        for one, two in combinations(sorted(layouts), 2):
-            both = tuple(sorted(one + two))
-            merged[both] = _together(tape, both, alignment, budget)
-            saved = cost(one, *layouts[one]) + cost(two, *layouts[two]) - cost(both, *merged[both])
-            if saved > best[0]:
-                best = saved, one, two
-        if best[0] == 0:
-            return
-        _, one, two = best
-        del layouts[one], layouts[two]
-        both = tuple(sorted(one + two))
-        layouts[both] = merged[both]
 
 
 def handovers(tape: "Tape", offset: Column) -> tuple[Column, Column]:

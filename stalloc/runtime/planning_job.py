@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
 
-    Planner = Callable[..., Plan]  # (tape, streams=, handover_bytes=), as plan_tape; called in any thread
+    Planner = Callable[..., Plan]  # (tape, streams=), as plan_tape; called in any thread
 
 _CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
 _MAX_UNROLLED = 2_000  # requests in such a ring
@@ -33,7 +33,6 @@ class PlanJob:
 
     tape: "Tape"  #: the ring that is planned; one of more periods in the end, where that takes less memory
     streams: "Streams" = "separate"
-    handover_bytes: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
     admitted: ArenaTape | None = None  #: the plan, as it is served
@@ -74,11 +73,11 @@ class PlanJob:
         from stalloc.planner import plan_tape
 
         make = planner or plan_tape
-        plan = make(self.tape, streams=self.streams, handover_bytes=self.handover_bytes)
+        plan = make(self.tape, streams=self.streams)
         for longer in _longer_rings(self.tape):
             if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
                 break
-            other = make(longer, streams=self.streams, handover_bytes=self.handover_bytes)
+            other = make(longer, streams=self.streams)
             if other.peak_bytes < plan.peak_bytes:
                 plan, self.tape = other, longer
         self.plan, self.admitted = plan, admit([plan], ring_only=True)

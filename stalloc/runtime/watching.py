@@ -190,7 +190,7 @@ class Watching:
             return
         self._arenas.give_back()
         streams = self._status.settings.streams if ordering() is not None else "separate"
-        self._follow(found, PlanJob(found.tape, streams, self._status.settings.handover_bytes), found.cursor)
+        self._follow(found, PlanJob(found.tape, streams), found.cursor)
 
     def _follow(self, found: Found, job: PlanJob, cursor: int) -> None:
         """Follow a ring that was found, whose plan a job is to make or has made."""
