@@ -6,10 +6,10 @@ program.
 
 STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
 of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default) or "share",
-STALLOC_ARENA "pages" (the default) or "pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
-as JSON; "{pid}" and "{rank}" in it are replaced. STALLOC_RECORD names the folder of the flight recorder, which runs
-without STALLOC=1 too. STALLOC_GUARD, which the pytest plugin sets, names the folder where a child process leaves a
-trace of what it allocated.
+STALLOC_ARENA "pages" (the default) or "pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT
+names a file for the figures of the run as JSON; "{pid}" and "{rank}" in it are replaced. STALLOC_RECORD names the
+folder of the flight recorder, which runs without STALLOC=1 too. STALLOC_GUARD, which the pytest plugin sets, names the
+folder where a child process leaves a trace of what it allocated.
 """
 
 import atexit
