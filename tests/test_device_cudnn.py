@@ -1,4 +1,4 @@
-"""cuDNN on the virtual GPU: torch takes its usual path, and the work spaces are those of the table."""
+"""cuDNN on the virtual GPU: torch takes its usual path, and the workspaces are those of the table."""
 
 import json
 from typing import Any
@@ -116,7 +116,7 @@ def test_whoever_asks_for_one_engine_is_not_told_of_two(on_h100: Any) -> None:
 
 def test_trials_of_algorithms_choose_the_first(on_h100: Any) -> None:
     num_requests, least = on_h100["chosen by trial"]
-    assert num_requests == 2  # the output and a work space
+    assert num_requests == 2  # the output and a workspace
     assert least > 0
 
 

@@ -116,7 +116,7 @@ def test_steps_that_differ_between_trials_are_said_so(tmp_path: Path) -> None:
 
 def test_blocks_that_cannot_be_computed_twice_are_left_as_they_are(tmp_path: Path) -> None:
     found, done = fit(tmp_path, "--budget", "66MiB", program(tmp_path, UNREPEATABLE), 6, code=1)
-    assert any("does not do the same when it is computed again" in note for note in found["notes"])
+    assert any("does not do the same when it is recomputed" in note for note in found["notes"])
     assert not any(one["fits"] for one in found["candidates"])
     assert "nothing can be recomputed" in done.stdout
 

@@ -1,4 +1,4 @@
-"""Programs on several streams, on the virtual GPU: regions apart by default, hand-overs where they are asked for."""
+"""Programs on several streams, on the virtual GPU: regions apart by default, handovers where they are asked for."""
 
 import dataclasses
 from pathlib import Path

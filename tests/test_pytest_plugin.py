@@ -222,7 +222,7 @@ def test_leak(batch): kept.append(grab(7))
 def test_next(batch): grab(1)
 def test_product():
     a = torch.zeros(512, 512, device="cuda")
-    a @ a  # cuBLAS keeps a work space
+    a @ a  # cuBLAS keeps a workspace
 @pytest.mark.limit_gpu_leaks("8 MiB")
 def test_allowed(): kept.append(grab(7))
 """,

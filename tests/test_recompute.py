@@ -20,7 +20,7 @@ EQUAL = (
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
     "grows_a_global": "its forward pass changes LOG, a variable outside of it",
-    "another_way": "does not do the same when it is computed again: its operation",
+    "another_way": "does not do the same when it is recomputed: its operation",
     "scripted": "it calls function, which is TorchScript",
 }
 SOMETIMES_REFUSED = ("weight_changes_later",)  #: by what is kept, and under autocast

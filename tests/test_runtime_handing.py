@@ -40,7 +40,7 @@ def start(seed: int, length: int = 60, streams: int = 3) -> tuple[Checked, Progr
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     ring = Ring(rng, length, streams=streams)
-    ring.size = -(-ring.size // 512) * 512  # the plan lists hand-overs of bytes, the runtime hands out units of 512
+    ring.size = -(-ring.size // 512) * 512  # the plan lists handovers of bytes, the runtime hands out units of 512
     machine, plan = Checked(streams), shared_plan(ring)
     assert len(plan.handover_later) > 5
     machine.follow(ring, plan)

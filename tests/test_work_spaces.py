@@ -1,4 +1,4 @@
-"""What `stalloc record --stacks` tells of cuDNN's work spaces, as rows that can be contributed to the table."""
+"""What `stalloc record --stacks` tells of cuDNN's workspaces, as rows that can be contributed to the table."""
 
 import csv
 import io

@@ -121,7 +121,7 @@ def trace() -> None:
     use_device()
     files = {}
     kind, _, gpu = DEVICE.partition(":")
-    if IS_REAL:  # the same model of card: cuBLAS's work space depends on it
+    if IS_REAL:  # the same model of card: cuBLAS's workspace depends on it
         from stalloc.device import find_gpu
         from stalloc.device.nvidia_driver import gpus
         from stalloc.errors import BadInputError

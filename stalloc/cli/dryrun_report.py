@@ -12,7 +12,7 @@ from stalloc.sandbox import files_from_json
 if TYPE_CHECKING:
     from stalloc.cli.dryrun import Need
 
-_SEEN_ABOVE = "8 %"  # SEW-ResNet18 on an RTX 4090: 14.21 GiB reserved, 13.17 with the largest work spaces
+_SEEN_ABOVE = "8 %"  # SEW-ResNet18 on an RTX 4090: 14.21 GiB reserved, 13.17 with the largest workspaces
 _SEEN_OFF = "up to 16 %"  # what other releases reserved, such as 15 % less for Qwen's image encoder (torch 2.7)
 _MOST_PLACES = 3  # of decisions, shown
 _ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
@@ -101,7 +101,7 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
     if convolutions.get("by_trial"):
         lines.append(
             "torch.backends.cudnn.benchmark is on: on a GPU the quickest algorithms are found by trying them, and the "
-            "work spaces of these trials, up to 4 GiB each, are not in these figures"
+            "workspaces of these trials, up to 4 GiB each, are not in these figures"
         )
     if shared := uncertain.get("shared_blocks"):
         of = f"at {shared['of']} " if "of" in shared else ""  # of a search, that of one value

@@ -3,7 +3,7 @@
   stalloc fit --gpu RTX-4090 train.py --batch 8
   stalloc fit --budget 24GiB -m package.train
 
-The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each, on a
+The program is run as it is and with parts of its repeated blocks recomputed in backward, three steps each, on a
 virtual GPU, which needs no GPU and computes nothing. Up to 256 steps are looked at first: where later ones need other
 memory (an evaluation, another length, the last batch of an epoch) all runs have as many steps, up to 64, or as
 --trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved at the

@@ -30,7 +30,7 @@ from stalloc.sandbox.ways import layer_place, way
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
-#: what a field of the table of work spaces means, in words
+#: what a field of the table of workspaces means, in words
 _WORDS = {
     "element_bytes": {"4": "32 bits", "2": "16 bits"},
     "layout": {"first": "channels first", "last": "channels last"},
@@ -44,7 +44,7 @@ _SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--json`, and the table of cuDNN's work spaces."""
+    """`--json`, and the table of cuDNN's workspaces."""
     parser.add_argument(
         "--cudnn-table",
         nargs="?",
@@ -133,7 +133,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _print_workspaces(rows: list[dict[str, str]]) -> None:
-    """One line a row: what it is for, the work space, the source."""
+    """One line a row: what it is for, the workspace, the source."""
     console, listed = table_console(), []
     for row in rows:
         counts = {name: row[f"{name}s"] for name in ("input", "filter", "output")}
@@ -145,8 +145,8 @@ def _print_workspaces(rows: list[dict[str, str]]) -> None:
         space = " + ".join([*tensors, f"{int(row['more_bytes']):,}"] if row["more_bytes"] else tensors) or "0"
         doubt = f" (± {int(row['unknown_bytes']):,})" if row["unknown_bytes"] not in ("", "0") else ""
         listed.append([_conditions(row), space + doubt, row["source"]])
-    console.print(Text("cuDNN's work spaces, the first that fits", "bold"))
-    print_table(console, ("convolutions", "work space", "source"), listed, text_columns=3)
+    console.print(Text("cuDNN's workspaces, the first that fits", "bold"))
+    print_table(console, ("convolutions", "workspace", "source"), listed, text_columns=3)
 
 
 def _conditions(row: dict[str, str]) -> str:
@@ -174,7 +174,7 @@ def _recorded_rows(path: str) -> list[WorkspaceRow]:
     notes = [trace.info["convolutions"] for trace in load_traces(path) if "convolutions" in trace.info]
     if not notes:
         raise BadInputError(
-            f"{printable(path)} tells no work spaces: record a program with convolutions with stalloc record --stacks."
+            f"{printable(path)} tells no workspaces: record a program with convolutions with stalloc record --stacks."
         )
     return [row for note in notes for row in rows_of(note, printable(path))]
 

@@ -4,7 +4,7 @@
 
 The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch's and CuPy's has its call site.
 With --stacks it runs under PyTorch's own allocator and history instead, so that the addresses and segments are those of
-PyTorch; requests of CuPy's are not in the recording then, but cuDNN's work spaces are told apart: `stalloc info
+PyTorch; requests of CuPy's are not in the recording then, but cuDNN's workspaces are told apart: `stalloc info
 --cudnn-table FILE` shows them. With --ops it does so too, and instead of call sites torch.profiler notes which
 operation of which module made, read and changed each request in the first four steps, and what each request is for; the
 program asks for the same memory in the same order.

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--streams",
         choices=("separate", "share"),
         default="separate",
-        help="one region of the arena per stream, or one that streams share, with a wait at each planned hand-over "
+        help="one region of the arena per stream, or one that streams share, with a wait at each planned handover "
         "(default: separate, shared where that does not fit or pages would move from stream to stream in every step)",
     )
     parser.add_argument(

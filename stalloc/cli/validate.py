@@ -2,7 +2,7 @@
 
 PLAN is a file of `stalloc plan -o`, TRACE the trace that it was made from. A plan is valid if its rows are those of the
 trace, every offset is aligned and below the stated peak, no two requests that are live together share a byte, and the
-stated lower bound is the maximum load; streams share bytes only where the plan lists a hand-over. Exit code 1 names the
+stated lower bound is the maximum load; streams share bytes only where the plan lists a handover. Exit code 1 names the
 reason for the first plan that is not.
 """
 

@@ -84,4 +84,4 @@ def check(tape: ArenaTape, cursor: int) -> None:
     if not 0 <= cursor < count:
         raise PlanError(f"entry {cursor} is none of a tape of {count} entries.")
     if tape.gives is not None and ((tape.gives < 0) | (tape.gives >= count)).any():
-        raise PlanError(f"a hand-over names an entry that is none of {count}.")
+        raise PlanError(f"a handover names an entry that is none of {count}.")

@@ -4,7 +4,7 @@ Source: Liao et al., "LoHan: Low-Cost High-Performance Framework to Fine-Tune 10
 (section on activation swapping): parameters are streamed, gradients leave in backward, where the processor updates at
 once; what takes longest to compute again for a byte is swapped first, so the time of a step is convex in the amount.
 Contract: no other amount takes less by this model. Of a layer that is swapped in part the same part of its forward pass
-is not computed again. The host has room for all; a disk behind it is not in the model.
+is not recomputed. The host has room for all; a disk behind it is not in the model.
 """
 
 from collections.abc import Sequence

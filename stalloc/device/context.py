@@ -1,7 +1,7 @@
 """What a process takes on a GPU beside its allocators: the CUDA context with the kernels it loads, and NCCL's buffers.
 
 Contract: no figure of allocated or reserved memory counts it, native ones included; where it matters it is a row of its
-own, with where it is from. cuBLAS's and cuDNN's work spaces are allocations of the program, and counted as such.
+own, with where it is from. cuBLAS's and cuDNN's workspaces are allocations of the program, and counted as such.
 """
 
 ASSUMED_BYTES = 512 << 20

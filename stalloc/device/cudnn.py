@@ -1,13 +1,13 @@
-"""The work spaces that cuDNN asks for, by convolution: the table, and what a program asked of it.
+"""The workspaces that cuDNN asks for, by convolution: the table, and what a program asked of it.
 
 Contract: `cudnn_workspaces.csv` beside this file holds a row for each kind of convolution, or for a single shape, with
 the source of its figure; the first row that fits answers. A row whose figure was not seen on a GPU says how far off it
 may be (`unknown_bytes`), so that whoever reads a peak can be told how certain it is.
 
-A row reads: work space = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
+A row reads: workspace = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
 channels rounded up to `channels`, and its bytes up to `round_bytes`. With `tile` they count as Winograd's algorithm
 transforms them: the filter with windows of that size, the others in so large tiles, which give two outputs a side less.
-What is not known is at most `unknown_bytes`, and with it the work space at most `unknown_tensors` times the three
+What is not known is at most `unknown_bytes`, and with it the workspace at most `unknown_tensors` times the three
 tensors and two filters: what cuDNN copies to another layout cannot be more than they are, and partial sums of a
 filter's gradient are as large as it.
 """
@@ -82,7 +82,7 @@ class WorkspaceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedConvolution:
-    """A convolution that a program made, and the work space that cuDNN was taken to ask for."""
+    """A convolution that a program made, and the workspace that cuDNN was taken to ask for."""
 
     direction: str
     input_sizes: tuple[int, ...]
@@ -110,9 +110,9 @@ class Certainty:
 
     num_convolutions: int
     num_unseen: int
-    """Those whose work space no GPU was seen to ask for."""
+    """Those whose workspace no GPU was seen to ask for."""
     unknown_bytes: int
-    """How far off a peak can be by it: work spaces of one stream live one at a time."""
+    """How far off a peak can be by it: workspaces of one stream live one at a time."""
 
 
 def certainty(convolutions: list[AskedConvolution]) -> Certainty:
@@ -156,7 +156,7 @@ def load_table(library: ctypes.CDLL) -> None:
 def table_answer(
     library: ctypes.CDLL, direction: str, sizes: Sequence[int], window: Sequence[int], stride: int, cudnn_version: int
 ) -> int:
-    """The work space that the table has for a convolution of fp32 tensors, channels first and without padding lost.
+    """The workspace that the table has for a convolution of fp32 tensors, channels first and without padding lost.
 
     `sizes` are those of the input and `window` those of the filter, batch and channels included.
     """

@@ -1,4 +1,4 @@
-"""Rows for the table of cuDNN's work spaces, from what a recording says of a program's convolutions.
+"""Rows for the table of cuDNN's workspaces, from what a recording says of a program's convolutions.
 
 Contract: `note_of` makes the plain value that a trace keeps, `rows_of` the rows of `cudnn_workspaces.csv` that follow
 from one, in the table's own form: one shape each, for that release of cuDNN and that architecture, with the card as
@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 62
 
 
 def note_of(convolutions: Iterable[tuple[Any, int]], *, card: str, architecture: int, cudnn: int) -> dict[str, Any]:
-    """What a trace keeps of its convolutions, each with the bytes of its work space."""
+    """What a trace keeps of its convolutions, each with the bytes of its workspace."""
     return {
         "card": card,
         "architecture": architecture,
@@ -56,7 +56,7 @@ def rows_of(note: Any, name: str) -> list[WorkspaceRow]:
         }
         return [_row(one, common) for one in note["work_spaces"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise BadInputError(f"{name} has a list of work spaces that is not whole: record it again.") from error
+        raise BadInputError(f"{name} has a list of workspaces that is not whole: record it again.") from error
 
 
 def _row(one: dict[str, Any], common: dict[str, str]) -> WorkspaceRow:

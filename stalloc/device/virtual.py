@@ -220,19 +220,19 @@ def is_initialised() -> bool:
 
 
 def convolutions() -> list[AskedConvolution]:
-    """The different convolutions that this process made so far, with the work spaces that cuDNN was taken to need."""
+    """The different convolutions that this process made so far, with the workspaces that cuDNN was taken to need."""
     return asked_convolutions(_active_library())
 
 
 def table_workspace(
     direction: str, sizes: Sequence[int], window: Sequence[int], stride: int, cudnn_version: int
 ) -> int:
-    """The work space in the table for a convolution of fp32 tensors, on this GPU, with this cuDNN (8902 for 8.9.2)."""
+    """The workspace in the table for a convolution of fp32 tensors, on this GPU, with this cuDNN (8902 for 8.9.2)."""
     return table_answer(_active_library(), direction, sizes, window, stride, cudnn_version)
 
 
 def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
-    """Let work spaces of cuDNN that no GPU was seen to ask for be none, the likely ones (as they are) or the most."""
+    """Let workspaces of cuDNN that no GPU was seen to ask for be none, the likely ones (as they are) or the most."""
     _active_library().stalloc_virtual_set_guesses({"least": -1, "likely": 0, "most": 1}[which])
 
 

@@ -1,4 +1,4 @@
-// A convolution as cuDNN is told of it, and the table of work spaces that it asks for.
+// A convolution as cuDNN is told of it, and the table of workspaces that it asks for.
 #ifndef STALLOC_VIRTUAL_CONVOLUTION_H
 #define STALLOC_VIRTUAL_CONVOLUTION_H
 
@@ -19,7 +19,7 @@ typedef struct {
     int64_t strides[MAX_RANK], dilations[MAX_RANK], paddings[MAX_RANK];
 } Convolution;
 
-// A row of the table: which convolutions it is for, and their work space.  -1 stands for any; a range of 0 to 0 too.
+// A row of the table: which convolutions it is for, and their workspace.  -1 stands for any; a range of 0 to 0 too.
 typedef struct {
     int64_t cudnn_from, cudnn_below, architecture_from, architecture_below;
     int64_t element_bytes, channels_last, direction, window, strided, grouped, several; // several: images

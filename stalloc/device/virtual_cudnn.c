@@ -1,7 +1,7 @@
 // cuDNN over the virtual GPU: as much of its graph interface as PyTorch uses for convolutions and attention, and what its
 // classic functions hand back.  Nothing is computed.
 //
-// Contract: every graph of operations has two engines, each with one plan: one whose work space virtual_workspaces.c
+// Contract: every graph of operations has two engines, each with one plan: one whose workspace virtual_workspaces.c
 // knows, and one that needs none, to which PyTorch turns if there is no memory for the first's.  A descriptor keeps by
 // value what is set in it (callers destroy the parts of a graph before the graph), and what is asked of it without having
 // been set has no elements.
@@ -43,7 +43,7 @@ typedef struct {
     int kind;
     Tensor tensor;
     Convolution convolution; // of an operation, and of the graph, engine, configuration and plan that it is in
-    bool is_spare;           // of an engine, configuration and plan: the one that needs no work space
+    bool is_spare;           // of an engine, configuration and plan: the one that needs no workspace
 } Descriptor;
 
 static int cudnn_version = 91300;

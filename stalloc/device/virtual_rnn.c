@@ -1,7 +1,7 @@
 // cuDNN's recurrent networks over the virtual GPU: the sizes of their weights, and where each lies.
 //
 // Contract: the weights are laid out as cuDNN does it, all matrices (by layer, direction and gate), then all biases, so
-// their sum is exact.  The work space and the reserve of a training step are an estimate: what a backward pass has to
+// their sum is exact.  The workspace and the reserve of a training step are an estimate: what a backward pass has to
 // keep, the gates and the states of every step.  Descriptors are as large as what is set in them.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"

@@ -1,6 +1,6 @@
-// The work space of a convolution, by the table that Python hands over (cudnn_workspaces.csv).
+// The workspace of a convolution, by the table that Python hands over (cudnn_workspaces.csv).
 //
-// Contract: the first row that fits answers; where none does, the work space is 0.  Each different convolution that is
+// Contract: the first row that fits answers; where none does, the workspace is 0.  Each different convolution that is
 // asked about is kept with the row that answered, so that a report can say how much of a peak is not known for certain.
 #define _GNU_SOURCE
 #include "virtual_convolution.h"
@@ -18,7 +18,7 @@ enum { MAX_ASKED = 4096 }; // different convolutions of a program; later ones ar
 static AskedConvolution *asked; // under asked_lock
 static int64_t num_asked;
 
-static int guesses; // -1: work spaces that no GPU was seen to ask for are none; 1: the most that they may be; 0: as said
+static int guesses; // -1: workspaces that no GPU was seen to ask for are none; 1: the most that they may be; 0: as said
 void stalloc_virtual_set_guesses(int which) { guesses = which; }
 
 int stalloc_virtual_set_workspaces(const WorkspaceRow *table, int64_t num) {

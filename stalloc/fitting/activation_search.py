@@ -49,7 +49,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is known of the program with some blocks computed again, from which its offloading is foreseen."""
+    """What is known of the program with some blocks recomputed, from which its offloading is foreseen."""
 
     proposed: Proposal
     run: RunSeen

@@ -1,9 +1,9 @@
-"""The graph of a program's blocks for Checkmate's program, and its answer as choices of what is computed again.
+"""The graph of a program's blocks for Checkmate's program, and its answer as choices of what is recomputed.
 
 Contract: a node for the forward pass of each block, which makes what the block saves, one for its backward pass, which
-needs that, and one for what lies between. What a block is given stays in memory, so that each can be computed again by
+needs that, and one for what lies between. What a block is given stays in memory, so that each can be recomputed by
 itself; this and all that blocks do not save is the `work_bytes` of the nodes, read off the run in which every block is
-computed again.
+recomputed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _BETWEEN: _Node = ("between", -1)
 def optimal_blocks(
     step: ProgramSeen, foresight: Foresight, whole: Mapping[int, Choice], target_bytes: int
 ) -> tuple[dict[int, Choice] | None, bool]:
-    """Of the blocks that can be computed again as a whole, those that cost least within what may be allocated.
+    """Of the blocks that can be recomputed as a whole, those that cost least within what may be allocated.
 
     None: all of them together are not enough, or no choice was found in time. Beside it whether it is proven that none
     costs less.

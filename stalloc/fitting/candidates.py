@@ -31,7 +31,7 @@ _RUNS_SHORT = "memory runs short within the budget, though its plan needs no mor
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
 _MOST_UNLIKE = 0.05
 _UNLIKE = (
-    "much of what the program allocates was not found again, in its place, in a run with blocks computed again (its "
+    "much of what the program allocates was not found again, in its place, in a run with blocks recomputed (its "
     "runs differ, or backward makes what it makes in another order): which choices are tried is less certain, and what "
     "each needs is measured as ever"
 )
@@ -118,7 +118,7 @@ class Fitting:
         self.note([ahead.note])
 
     def foresee(self) -> str:
-        """Run the program as it is and with all blocks computed again, from which other choices are foreseen.
+        """Run the program as it is and with all blocks recomputed, from which other choices are foreseen.
 
         Why that cannot be done comes back; empty if it can.
         """
@@ -150,7 +150,7 @@ class Fitting:
 
     def watch(self, settings: Settings) -> Measured:
         """Run the program under stalloc, and note which request is made for what."""
-        self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} computed again")
+        self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} recomputed")
         rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
         self._recorded[settings] = self.try_once(TrialWork("recorded", settings, watched=rows))
         return self._recorded[settings]

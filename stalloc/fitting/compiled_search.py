@@ -21,7 +21,7 @@ _FORWARD = 1 / 3  # of a step that recomputes nothing
 def try_compiled(fitting: "Fitting") -> None:
     """The largest share within the budget, between none and all.
 
-    Begun in the middle, since none may need more than some: a whole model in one graph is computed again all at once.
+    Begun in the middle, since none may need more than some: a whole model in one graph is recomputed all at once.
     """
     before, foresight = fitting.base, fitting.foresight
     fitting.foresight = None  # of the program as it is

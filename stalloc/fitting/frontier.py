@@ -1,6 +1,6 @@
 """Settings of recomputation from the cheapest to the one that needs least.
 
-Contract: every block may be left alone, or computed again with the results of some operations kept; of those choices
+Contract: every block may be left alone, or recomputed with the results of some operations kept; of those choices
 the ones that save most bytes for a second come first (the convex hull of each block, then all blocks together, the
 earlier ones first, as what they save is held longest).
 """
@@ -31,7 +31,7 @@ class Proposal:
 
     @property
     def kept(self) -> dict[int, tuple[int, ...]]:
-        """What is kept of each block that is computed again."""
+        """What is kept of each block that is recomputed."""
         return {row: choice.keep for row, choice in self.choices.items()}
 
 
@@ -55,7 +55,7 @@ def frontier(step: ProgramSeen) -> list[Proposal]:
 
 
 def between(step: ProgramSeen, cheap: Proposal, thorough: Proposal) -> list[Proposal]:
-    """Proposals by rising cost from one of the frontier to the next, in which more is computed again of one block: the
+    """Proposals by rising cost from one of the frontier to the next, in which more is recomputed of one block: the
     choices of that block which the hull leaves out, as others give more bytes for a second; the last is the next one.
     """
     changed = [row for row, choice in thorough.choices.items() if cheap.choices.get(row) != choice]
@@ -160,7 +160,7 @@ def describe(step: ProgramSeen, proposed: Proposal) -> str:
 
 
 def _calls_of(step: ProgramSeen) -> dict[int, int]:
-    """Blocks that can be computed again, with how often each is called in a step."""
+    """Blocks that can be recomputed, with how often each is called in a step."""
     counts: dict[int, int] = {}
     for call in step.calls:
         if not step.blocks[call.block].why_not and step.blocks[call.block].operations:

@@ -29,7 +29,7 @@ class LayerBytes:
 
 
 def layer_bytes(sequence: int, batch: int, width: int, heads: int, *, selective: bool = False) -> int:
-    """s·b·h·(34 + 5·a·s/h) bytes, or s·b·h·34 where the core of attention is computed again."""
+    """s·b·h·(34 + 5·a·s/h) bytes, or s·b·h·34 where the core of attention is recomputed."""
     core = 0 if selective else 5 * heads * sequence * sequence * batch
     return 34 * sequence * batch * width + core
 
@@ -39,7 +39,7 @@ def compare_layer(
 ) -> LayerBytes:
     """The formula for inputs (s, b, h), and what a call of the layer leaves allocated on their device.
 
-    A first call, which may make work spaces, is not counted. Raises BadInputError for inputs that are not of that form.
+    A first call, which may make workspaces, is not counted. Raises BadInputError for inputs that are not of that form.
     """
     import torch
 

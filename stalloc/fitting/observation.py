@@ -69,7 +69,7 @@ class ProgramSeen:
 
     @property
     def why_no_blocks(self) -> str:
-        """Why none of the blocks can be computed again."""
+        """Why none of the blocks can be recomputed."""
         reasons = [block.why_not for block in self.blocks if block.why_not]
         if not reasons and self.blocks:
             reasons = [f"{self.blocks[0].name} was not called with gradients in the steps that were looked at"]
@@ -78,7 +78,7 @@ class ProgramSeen:
 
     @property
     def why_some_stay(self) -> list[str]:
-        """Which blocks cannot be computed again, with the first reason."""
+        """Which blocks cannot be recomputed, with the first reason."""
         left = [block.why_not for block in self.blocks if block.why_not]
         return [f"{len(left)} of {plural(len(self.blocks), 'block')} stay as they are: {left[0]}"] if left else []
 

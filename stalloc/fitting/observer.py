@@ -164,7 +164,7 @@ def _in_reentrant_checkpoint() -> bool:
 
 
 def _why_nothing(results: Any, saved: set[int], *, checkpointed: bool) -> str:
-    """Why a block saves nothing that could be computed again."""
+    """Why a block saves nothing that could be recomputed."""
     if not any(one.requires_grad for one in tree_leaves(results) if isinstance(one, torch.Tensor)):
         return "has no gradients, so nothing of it is saved for backward"
     if checkpointed:

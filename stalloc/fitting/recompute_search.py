@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stalloc.fitting.candidates import Fitting
 
 ROUNDS = 3
-_NONE_FOUND = "checkmate found no choice of whole blocks within the budget in its time: all are computed again"
+_NONE_FOUND = "checkmate found no choice of whole blocks within the budget in its time: all are recomputed"
 _NOT_PROVEN = "the integer program of checkmate was stopped by its time limit: a cheaper choice of blocks may exist"
 ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
 

@@ -1,4 +1,4 @@
-"""Two runs, one as it is and one in which every block is computed again: from these, the peak of every other choice.
+"""Two runs, one as it is and one in which every block is recomputed: from these, the peak of every other choice.
 
 Contract: nothing is modelled that was not seen. In the second run each operation of a block allocates twice: in the
 forward pass, and again in backward. Where a result is kept the first allocation lives on until the second would have
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class CallRecorded:
-    """One call of a block that was computed again."""
+    """One call of a block that was recomputed."""
 
     block: int  #: row of the blocks
     inputs: list[int]  #: requests that hold what it was given; -1: of nothing that was requested
@@ -47,7 +47,7 @@ class RunSeen:
 
     @property
     def passes(self) -> list[Pass]:
-        """When each block that was computed again was called, and when backward reached it."""
+        """When each block that was recomputed was called, and when backward reached it."""
         return [
             Pass(call.block, call.forward[0][0], call.forward[-1][1], call.again[0][0] if call.again else -1)
             for call in self.calls
@@ -86,7 +86,7 @@ class _Call:
 
 
 class Foresight:
-    """What other choices would have made of a run in which every block is computed again."""
+    """What other choices would have made of a run in which every block is recomputed."""
 
     def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
         self._run, self._as_is = run, as_is
@@ -101,7 +101,7 @@ class Foresight:
 
     @property
     def calls(self) -> list[CallRecorded]:
-        """The calls of the run in which every block is computed again."""
+        """The calls of the run in which every block is recomputed."""
         return self._run.calls
 
     @property
@@ -110,11 +110,11 @@ class Foresight:
         return {one.block: int(self._run.size[one.requests].sum()) for one in self._run.layers if one.requests}
 
     def peak_bytes(self, kept: Mapping[int, Collection[int]]) -> int:
-        """The most that would be allocated, where the blocks of these rows are computed again with operations kept."""
+        """The most that would be allocated, where the blocks of these rows are recomputed with operations kept."""
         return int(self.load(kept).max(initial=0))
 
     def load(self, kept: Mapping[int, Collection[int]]) -> Column:
-        """What would be allocated after each event of the run; where nothing is computed again, of the first run."""
+        """What would be allocated after each event of the run; where nothing is recomputed, of the first run."""
         if not kept:
             return _load(self._as_is.start, self._as_is.end, self._as_is.size)
         live, end = self.lifespans(kept)
@@ -123,7 +123,7 @@ class Foresight:
     def peak_bytes_with(self, kept: Mapping[int, Collection[int]], tiers: TierSettings) -> int:
         """The same with a part of it in host memory."""
         run, end, size = self._as_is, self._as_is.end, self._as_is.size
-        if kept or tiers.streamed_window:  # passes are known of the run in which blocks are computed again
+        if kept or tiers.streamed_window:  # passes are known of the run in which blocks are recomputed
             run = self._run
             live, end = self.lifespans(kept)
             size = np.where(live, run.size, 0)

@@ -1,4 +1,4 @@
-"""Watching a run in which blocks are computed again: which events of the record belong to which operation.
+"""Watching a run in which blocks are recomputed: which events of the record belong to which operation.
 
 Contract: a note costs no memory of the device and changes nothing; the clock is the number of events in the record of
 the runtime.

@@ -33,7 +33,7 @@ def try_step_in_backward(fitting: "Fitting", *, is_named: bool) -> None:
 
 
 def _is_less(fitting: "Fitting", before: Foresight | None) -> bool:
-    """Whether less is foreseen than before, for the program as it is or with all blocks computed again."""
+    """Whether less is foreseen than before, for the program as it is or with all blocks recomputed."""
     now = fitting.foresight
     if before is None or now is None:
         return False

@@ -27,7 +27,7 @@ SYSTEMS: tuple[System, ...] = (
     System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
     System("keep-attention", "LoongTrain", "all but the results of attention", "executes", f"{_FIT} keep-attention"),
     System("selective", "Korthikanti et al.", "the core of attention alone", "executes", f"{_FIT} selective"),
-    System("remat-aware", "DistFlashAttn", "attention is never computed again", "executes", f"{_FIT} remat-aware"),
+    System("remat-aware", "DistFlashAttn", "attention is never recomputed", "executes", f"{_FIT} remat-aware"),
     System("checkmate", "Checkmate", "the cheapest choice of blocks, proven", "executes", f"{_FIT} checkmate"),
     System(
         "step-in-backward",

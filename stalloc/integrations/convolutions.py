@@ -1,8 +1,8 @@
-"""Which of a program's requests are cuDNN's work spaces, on a real GPU as on the virtual one.
+"""Which of a program's requests are cuDNN's workspaces, on a real GPU as on the virtual one.
 
 Contract: after `SeenConvolutions(torch)` each convolution that cuDNN runs, forward and backward, is noted with the
 numbers of the requests that it made; no request is added. `work_spaces` finds them in a history that was recorded from
-the first request on: what was asked for right after a result, before the next one, is its work space.
+the first request on: what was asked for right after a result, before the next one, is its workspace.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class SeenConvolutions:
     def _convolution(
         self, direction: str, sizes: Any, filters: Any, strides: Any, *operands: Any
     ) -> Convolution | None:
-        """None where PyTorch copies an operand to another layout first: that would pass for a work space."""
+        """None where PyTorch copies an operand to another layout first: that would pass for a workspace."""
         torch = self._torch
         layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(filters.dim(), torch.contiguous_format)
         all_operands = (*operands, filters)
@@ -123,7 +123,7 @@ class SeenConvolutions:
         found = []
         for convolution, call in self._calls.get(trace.device, {}).items():
             made = events[call.requests]
-            # the last request at an address is the result that is still there; a work space may have been there before
+            # the last request at an address is the result that is still there; a workspace may have been there before
             last = {int(address): number for number, address in enumerate(trace.address[made])}
             if call.address not in last:
                 continue  # the result is a view of something else

@@ -193,7 +193,7 @@ def _prune(directory: Path) -> None:
 def of_program(command: list[str], streams: str = "separate") -> PlanCache | None:
     """The cache of a program given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…].
 
-    `streams` are the settings of that name and the price of a hand-over. The devices have to be decided. None if there
+    `streams` are the settings of that name and the price of a handover. The devices have to be decided. None if there
     is no cache or no file that says what the program is.
     """
     directory = folder()

@@ -4,7 +4,7 @@ How a plan is found, from the outside to the inside; every step has a file of it
 
 - planning: `plan` takes a trace, bare lifespans or a tape, notes where the plan comes from, and makes the budget that
   everything below is given. Requests of a tape go through sharing: streams get regions of their own, or share with
-  hand-overs.
+  handovers.
 - layout: sizes are rounded up, requests of no bytes and of no time are put aside. What has constraints of its own
   (constraints) goes to constrained, a ring that repeats to ring, everything else to intervals.
 - ring: prologue and ring lie on one axis; what wraps round is live at its end and at its beginning, and is placed

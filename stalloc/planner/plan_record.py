@@ -22,7 +22,7 @@ from stalloc.npz import Columns
 from stalloc.printable import printable
 
 FORMAT, VERSION = "stalloc plan", 2
-#: files of version 1 lack the tables of constraints and of hand-overs, and the proven bound
+#: files of version 1 lack the tables of constraints and of handovers, and the proven bound
 READABLE = (1, VERSION)
 
 ROW_COLUMNS = ("offset", "size", "start", "end", "stream")

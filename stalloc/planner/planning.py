@@ -1,7 +1,7 @@
 """Plans from traces, from bare lifespans and from tapes.
 
 Contract: a plan made here passes the naive validator. In a program's plan requests of different streams share
-addresses only where the plan lists a hand-over, and never unless asked for; by default each stream has a region of its
+addresses only where the plan lists a handover, and never unless asked for; by default each stream has a region of its
 own. A trace's plan takes all requests and ignores streams, since it says where they could have lived, not where they
 will.
 """

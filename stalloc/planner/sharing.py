@@ -1,4 +1,4 @@
-"""Streams in one arena: regions apart, or shared with planned hand-overs.
+"""Streams in one arena: regions apart, or shared with planned handovers.
 
 Contract: entries of streams that do not share a region never share a byte; for those that do, `handovers` lists every
 pair of entries of different streams of which the later takes over a byte from the earlier, in any pass.

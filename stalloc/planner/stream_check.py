@@ -1,4 +1,4 @@
-"""Whether the streams of a program keep apart in a plan: by bytes of their own, or by hand-overs that are listed.
+"""Whether the streams of a program keep apart in a plan: by bytes of their own, or by handovers that are listed.
 
 Contract: as of validator.py, of which this is a part.
 """
@@ -30,14 +30,14 @@ def check_streams(*plans: Plan) -> Verdict:
 
 
 def check_handovers(plan: Plan) -> Verdict:
-    """Whether every byte that passes from one stream to another does so by a listed hand-over, and no other is listed.
+    """Whether every byte that passes from one stream to another does so by a listed handover, and no other is listed.
 
     Looks at who used each byte last, over prologue and two passes; what follows is like the second.
     """
     count = len(plan.tape_size)
     listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
     if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
-        return Verdict(False, "bad-handover", f"a hand-over names a tape entry that is none of {count}")
+        return Verdict(False, "bad-handover", f"a handover names a tape entry that is none of {count}")
     stream = plan.tape_stream.tolist()
     seen: set[tuple[int, int]] = set()
     last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last, by address
@@ -56,7 +56,7 @@ def check_handovers(plan: Plan) -> Verdict:
                 False,
                 "shared-by-streams",
                 f"tape entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
-                f"without a hand-over",
+                f"without a handover",
             )
         return Verdict(False, "bad-handover", f"tape entry {two} takes over no bytes of entry {one}")
     return Verdict(True)

@@ -35,7 +35,7 @@ class Lifespans(Protocol):
 def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = False) -> Verdict:
     """Judge a plan by itself and, if `trace` is given, as a plan of that trace.
 
-    With `handovers`, streams may share bytes where the plan lists a hand-over: for those who will secure each of them
+    With `handovers`, streams may share bytes where the plan lists a handover: for those who will secure each of them
     with an event and a wait. Without, they may not.
 
     A "program" plan is judged twice: its rows as a recording, its tape as prologue, first pass and second pass of the

@@ -32,13 +32,13 @@ REASONS = (
     "bad-tape",  # the tape is no prologue and ring, or the rows do not follow it
     "negative-offset",  # below the arena
     "misaligned",  # an offset is no multiple of the alignment
-    "bad-constraint",  # a table of constraints or hand-overs names what is not there
+    "bad-constraint",  # a table of constraints or handovers names what is not there
     "moved",  # a request that was placed beforehand is elsewhere
     "forbidden",  # a request uses bytes that it must not
     "beyond-peak",  # a request, its size rounded up, ends above the stated peak
     "overlap",  # two requests that are live together share bytes
     "shared-by-streams",  # requests of two streams share bytes in a plan that is to be followed
-    "bad-handover",  # a planned hand-over joins two tape entries that cannot follow each other in one place
+    "bad-handover",  # a planned handover joins two tape entries that cannot follow each other in one place
     "bad-handed-on",  # what one kind of step leaves to the next is not where all kinds keep a place free for it
     "wrong-lower-bound",  # the stated bound is not the maximum load
     "wrong-proven-bound",  # what is said to be proven contradicts the plan

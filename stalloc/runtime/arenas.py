@@ -61,7 +61,7 @@ class Arenas:
         self.state.arena.serve(memory.ptr, arena_bytes)
 
     def order_handovers(self, gives: Any) -> None:
-        """Get ready to secure the hand-overs of the tape that was just installed."""
+        """Get ready to secure the handovers of the tape that was just installed."""
         import cupy
 
         tables = self.state.arena.tape

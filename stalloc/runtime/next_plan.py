@@ -100,7 +100,7 @@ class NextPlan:
         if refusal.for_now:
             self.job = job  # the tape is followed on, and the boundary after the next mark tries again
         elif refusal.lacks_room and job.may_share:
-            self.make(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with hand-overs
+            self.make(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with handovers
         else:
             return False
         return True

@@ -34,7 +34,7 @@ class Settings:
     keep_events: int = 0  #: of that record so many of the last, once nobody looks for steps; 0: as many as have room
     exact_times: bool = True  #: of those; False: to a few milliseconds
     call_sites: bool = False  #: note which line of the program makes each request
-    streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
+    streams: "Streams" = "separate"  #: whether streams share the arena, with planned handovers: see plan_tape
     arena: Arena = "pages"  #: where memory comes from: pages, mapped where they are needed, or blocks of CuPy's pool
 
 

@@ -265,7 +265,7 @@ class Serving:
 
     @property
     def to_share(self) -> "Tape | None":
-        """The ring in force, if pages go from stream to stream in each pass: hand-overs wait for one event."""
+        """The ring in force, if pages go from stream to stream in each pass: handovers wait for one event."""
         return self._separate if self._tidying.moves_pages else None
 
     def at_boundary(self) -> None:

@@ -166,14 +166,14 @@ class BlockTape:
         if before is not operator:
             told = f"was {before} and is {operator} now" if before else f"is {operator}, and there was none"
             raise RecomputeError(
-                f"{self.block} does not do the same when it is computed again: its operation {position} {told}. "
+                f"{self.block} does not do the same when it is recomputed: its operation {position} {told}. "
                 "Leave this block as it is."
             )
         if position in self._effects:
             facts = facts_of(operator)
             if not self._effects[position] <= storages_of(changed_by(facts, args, kwargs)):
                 raise RecomputeError(
-                    f"{self.block} does not do the same when it is computed again: {facts.name} changed another tensor "
+                    f"{self.block} does not do the same when it is recomputed: {facts.name} changed another tensor "
                     "before. Leave this block as it is."
                 )
             return self._kept[position][0]
@@ -194,7 +194,7 @@ class BlockTape:
         if not facts_of(operator).is_view:
             if not self._former.is_as_it_was(reads, versions_of((args, kwargs))):
                 raise RecomputeError(
-                    f"{self.block} cannot be computed again: what its operation {position}, "
+                    f"{self.block} cannot be recomputed: what its operation {position}, "
                     f"{self._operators[position]}, reads was changed in place since. Leave this block as it is."
                 )
             args, kwargs = self._former.put_back(reads, args, kwargs)

@@ -27,7 +27,7 @@ def chunked_cross_entropy(
     """The loss of a language model's head; logits of one of `chunks` parts of the rows exist at a time, in float32.
 
     `hidden`: (…, D), what the head is given; `weight`: (V, D) and `bias`: (V,), of the head; `targets`: (…), classes.
-    Each part's logits are computed again in backward. The other arguments are those of `F.cross_entropy`. Works under
+    Each part's logits are recomputed in backward. The other arguments are those of `F.cross_entropy`. Works under
     autocast, with hooks on saved tensors and in checkpoints.
 
     Raises BadInputError for shapes that do not fit, or another reduction.

@@ -1,4 +1,4 @@
-"""Long sequences of layers, as of a VGG network, cut into rows that can be computed again one by one.
+"""Long sequences of layers, as of a VGG network, cut into rows that can be recomputed one by one.
 
 Contract: that of `module_rows`; when the program has exchanged a layer since, the sequence does what torch made it to
 do.
@@ -60,7 +60,7 @@ def has_weights(layer: Any) -> bool:
 def cut_at(begins_unit: Sequence[bool]) -> list[int]:
     """Where to cut things in a row, given which of them begin a unit: the begin of each row, and the end.
 
-    About as many rows as each has units, with which the least is held at once if all are computed again (Chen et al.
+    About as many rows as each has units, with which the least is held at once if all are recomputed (Chen et al.
     2016, section 4.1). Nothing where there are too few units.
     """
     starts = [place for place, begins in enumerate(begins_unit) if begins]

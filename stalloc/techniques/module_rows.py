@@ -1,4 +1,4 @@
-"""A module whose own forward pass is cut into rows, each of which can be computed again, or streamed, by itself.
+"""A module whose own forward pass is cut into rows, each of which can be recomputed, or streamed, by itself.
 
 Contract: a row is a module of its own over layers that stay where they are: names, parameters, hooks and state_dict of
 the model do not change. While a row has a forward of its own the module that is cut calls its rows; otherwise it does

@@ -32,7 +32,7 @@ class SpareStatistics:
     def put_in(
         self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments with which an operation is computed again."""
+        """The arguments with which an operation is recomputed."""
         spare = self._spare.get(position)
         if spare is None:
             return args, kwargs

@@ -1,4 +1,4 @@
-"""Blocks that save nothing that could be computed again, each for a reason of its own: prints what is said of them."""
+"""Blocks that save nothing that could be recomputed, each for a reason of its own: prints what is said of them."""
 
 import json
 

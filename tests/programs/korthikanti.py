@@ -1,7 +1,7 @@
 """The layer of Korthikanti et al. 2022 (figure 2) in half precision, attention written out.
 
 `korthikanti.py STEPS` trains four of them; `korthikanti.py formulas` prints what a layer saves, by their formulas and
-as measured on a virtual GPU, as it is and with the core of attention computed again.
+as measured on a virtual GPU, as it is and with the core of attention recomputed.
 """
 
 import json
@@ -56,7 +56,7 @@ def train(num_steps: int) -> None:
 
 
 def formulas() -> None:
-    """A row for each shape, as it is and with the core computed again."""
+    """A row for each shape, as it is and with the core recomputed."""
     from stalloc.fitting.korthikanti import compare_layer
 
     rows = []

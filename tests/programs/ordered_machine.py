@@ -121,7 +121,7 @@ class Checked(Machine):
         return 1
 
     def follow(self, ring: Ring, plan: Plan, *, has_memory: bool = True) -> None:
-        """Serve a ring from its plan, hand-overs secured; with `has_memory` from all of the arena, else from none."""
+        """Serve a ring from its plan, handovers secured; with `has_memory` from all of the arena, else from none."""
         ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
         arena_bytes = round_up(ring.peak)
         self.state.arena.install(ring.tape())

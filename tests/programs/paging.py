@@ -338,7 +338,7 @@ def layers_on_disk() -> dict[str, Any]:
     """Parameters of a device that keeps the bytes of every copy, in a file between passes, and changed there."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]).requires_grad_(False)
     wanted = [one.detach().clone() for one in model.parameters()]
-    model.cuda()(torch.ones(1, 256, device="cuda"))  # which makes work space of its own
+    model.cuda()(torch.ones(1, 256, device="cuda"))  # which makes workspace of its own
     layer_bytes = 4 * 256 * 257
     before, in_host = torch.cuda.memory_allocated(), held_bytes()
     with tempfile.TemporaryDirectory() as folder:

@@ -573,7 +573,7 @@ def noisy_after_all(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def twice() -> dict[str, Any]:
-    """Backward called twice on one forward pass: what was kept is computed again, or it is an error."""
+    """Backward called twice on one forward pass: what was kept is recomputed, or it is an error."""
     found = {}
     kept = {"nothing": [], "products": ["addmm"], "drawn": ["rand_like"], "cannot_be_drawn": ["rand_like"]}
     middles = {"drawn": noisy, "cannot_be_drawn": noisy_after_all}

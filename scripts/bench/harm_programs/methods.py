@@ -162,7 +162,7 @@ def resized_progressively(num_steps: int) -> None:
 
 @program(60)
 def recomputed_at_times(num_steps: int) -> None:
-    """Blocks are computed again in backward while batches are large, which changes every twelve steps."""
+    """Blocks are recomputed in backward while batches are large, which changes every twelve steps."""
     model, optimizer = new_training()
     for step in range(num_steps):
         model.recompute = step // 12 % 2 == 1
