@@ -111,7 +111,7 @@ def test_a_kind_that_comes_long_after_the_plan_is_planned_soon() -> None:
 def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
     print(f"seed {seed}")
     program, rng = Program(), np.random.default_rng(seed)
-    program.controller.watching.expects_marks = False
+    program.controller.expects_marks = False
     for _ in range(90):
         program.evaluate(int(rng.choice([1500, 2000, 2600])))
     held = program.state.record.reserved_bytes
@@ -165,7 +165,7 @@ def test_what_is_kept_until_a_step_ten_later_has_made_another_has_places() -> No
 def test_a_step_that_is_another_every_fourth_time_is_planned_although_nothing_marks_it() -> None:
     """The plan of the usual one serves until the record shows the four."""
     program = Program()
-    program.controller.watching.expects_marks = False
+    program.controller.expects_marks = False
     for number in range(40):
         before = program.counts()
         program.evaluate(1500 if number % 4 else 2600)

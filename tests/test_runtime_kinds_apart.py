@@ -69,7 +69,7 @@ def test_a_plan_outlasts_a_step_that_begins_as_the_planned_one_time_and_again() 
 @pytest.mark.parametrize("seed", [1, 3, 7])
 def test_a_step_that_keeps_more_is_followed_without_marks_too(seed: int) -> None:
     program, rng = Program(), np.random.default_rng(seed)
-    program.controller.watching.expects_marks = False
+    program.controller.expects_marks = False
 
     def step(width: int, *, keeps: bool) -> None:
         live = []

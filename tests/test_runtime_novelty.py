@@ -16,7 +16,7 @@ class Program:
 
     def __init__(self) -> None:
         self.controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-        self.controller.watching.expects_marks = True
+        self.controller.expects_marks = True
         self.state = self.controller.state
         self.state.malloc(50 * MIB, 0)
 

@@ -124,7 +124,7 @@ class Program:
         self.controller: Controller = make_controller(
             capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf)
         )
-        self.controller.watching.expects_marks = True
+        self.controller.expects_marks = True
         self.live, self.kept = Intervals(), []
         self.sizes = (self.rng.uniform(0.3, 12, 40) * MIB).astype(int)
         self.refused = 0
@@ -249,7 +249,7 @@ def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
     """A place of 40 MiB gives up a part to another stream, which asks for more later."""
     settings = Settings(plan_wait_seconds=1e6, max_effort=math.inf, arena="pages")
     controller = make_controller(48 * MIB, settings)
-    controller.watching.expects_marks = True
+    controller.expects_marks = True
     state = controller.state
     for _ in range(12):
         for size in (40 * MIB, MIB):

@@ -49,7 +49,7 @@ def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(n
     """Steps end in the middle of a backward pass; later after it, and what the first hand on is never there again."""
     rng = np.random.default_rng(0)
     controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.watching.expects_marks = True
+    controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     outputs, gradients = (rng.uniform(1, 10, (2, 16, 4)) * MIB).astype(int).tolist()
 
@@ -93,7 +93,7 @@ def test_what_a_plan_had_to_hold_once_does_not_move_away_again(seed: int, most_m
     """Steps of two kinds; two tensors are kept now and then, and lie where others have their places."""
     rng = np.random.default_rng(seed)
     controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.watching.expects_marks = True
+    controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     outputs, gradients = ((rng.uniform(1, most, 16) * MIB).astype(int).tolist() for most in (12, 10))
     batch_bytes, kept, moves = 27 * MIB // 8, [], []
@@ -140,7 +140,7 @@ def test_of_pages_that_are_needed_soon_those_move_that_are_needed_last(seed: int
     rng = np.random.default_rng(seed)
     sizes = (rng.uniform(2, 9, 60) * MIB).astype(int).tolist()
     controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.watching.expects_marks = True
+    controller.expects_marks = True
     state = controller.state
     for _ in range(8):
         for address in [state.malloc(size, 0) for size in sizes]:
@@ -159,7 +159,7 @@ def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
     """A side stream works when the activations are gone; the regions of both are more than was ever live."""
     rng = np.random.default_rng(0)
     controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.watching.expects_marks = True
+    controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     state.malloc(100 * MIB, 0)
     activations, gathered = ((rng.uniform(5, 15, number) * MIB).astype(int).tolist() for number in (20, 2))
@@ -181,7 +181,7 @@ def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
 def test_what_a_step_needs_again_at_once_is_given_back_ever_more_rarely() -> None:
     """A few bytes on each stream, free where a step ends, for which no plan has a place."""
     controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.watching.expects_marks = True
+    controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     growths = []
     for _ in range(2_000):

@@ -91,7 +91,7 @@ def test_inference_after_training_is_planned_although_nothing_marks_it() -> None
 def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> None:
     """Nothing marks the steps: at first only layers are seen to repeat, and each step begins with what they do not."""
     program = Program()
-    program.controller.watching.expects_marks = False
+    program.controller.expects_marks = False
 
     def run_step() -> None:
         x = program.allocate(3 * MIB)
@@ -121,7 +121,7 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
 def test_one_request_in_between_ends_no_plan_of_a_short_step(passes: int) -> None:
     """Nothing marks the steps, and the plan is young: what came in between does not make its ring a layer's."""
     program = Program()
-    program.controller.watching.expects_marks = False
+    program.controller.expects_marks = False
 
     def run_step() -> None:
         for address in [program.allocate(MIB + 4096 * i) for i in range(5)]:
@@ -155,7 +155,7 @@ def test_a_plan_stays_while_one_is_made_for_what_the_program_does_now(monkeypatc
 def test_what_is_known_to_outlive_a_step_stands_in_no_way_of_the_next() -> None:
     """Pages that are idle at the end of a step move to a copy that is kept, before more than was needed is held."""
     program = Program()
-    program.controller.watching.expects_marks = False
+    program.controller.expects_marks = False
     sizes = 16 * MIB, 15 * MIB, 14 * MIB, 13 * MIB
     state = program.allocate(sizes[0])
     for number in range(200):

@@ -104,7 +104,7 @@ def _compact(
         return
     _count_reserved(view, result, before=True)
     chosen = segments_to_empty(view, group, needed_bytes, result)
-    with view.controller.serving.full_device.moving():
+    with view.controller.full_device.moving():
         move_in_rounds(view, chosen, None, result, copy, slides=slides)
     _count_reserved(view, result, before=False)
 
@@ -190,5 +190,5 @@ def _adopt_by_segment(
     segments: dict[int, list[Candidate]] = {}
     for member in sorted(group, key=lambda member: member.address):
         segments.setdefault(view.segment_of(member.address), []).append(member)
-    with view.controller.serving.full_device.moving():
+    with view.controller.full_device.moving():
         move_in_rounds(view, list(segments.values()), cap_bytes, result, copy, slides=False)

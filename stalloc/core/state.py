@@ -21,6 +21,7 @@ from stalloc.core.device_arena import DeviceArena
 from stalloc.core.device_heap import DeviceHeap
 from stalloc.core.device_steps import DeviceSteps
 from stalloc.core.device_tables import MAX_RANGES, DeviceTables
+from stalloc.core.device_triggers import Triggers
 from stalloc.core.host_memory import forget_pages
 from stalloc.core.record_types import Words
 from stalloc.core.requests import free_entry, malloc_entry
@@ -49,7 +50,7 @@ class Step:
 class DeviceState:
     """One device: `record` are its fields, `tables` its tables; `heap` and `arena` are where memory is served from.
 
-    `expected` are the steps that a plan in force expects.
+    `expected` are the steps that a plan in force expects, `triggers` what Python is to be asked next.
     """
 
     def __init__(self, device: int, slow_function: int) -> None:
@@ -59,6 +60,7 @@ class DeviceState:
         self.heap = DeviceHeap(self.tables)
         self.arena = DeviceArena(self.tables, self.heap)
         self.expected = DeviceSteps(self.tables, self.arena)
+        self.triggers = Triggers(self.tables)
         self._parts = self.record.small, self.record.large
         self._texts: list[np.ndarray] = []
         self.tables.write({"slow_function": slow_function, "device": device})

@@ -16,8 +16,8 @@ from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
 from stalloc.replay.blocks import FIRST_ADDRESS
 from stalloc.replay.rounding import GRANULE
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.runtime_settings import Phase, Settings
-from stalloc.runtime.segment_sizes import round_up
+from stalloc.runtime.runtime_settings import Settings
+from stalloc.sizes import whole_pages
 
 _MAX_BYTES = 1 << 40  # of any device: more than any GPU has; each of its pages is counted
 
@@ -169,13 +169,6 @@ def let_go(controller: Controller) -> None:
 
 def serve_recording(controller: Controller, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
     """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-    controller.state.write(allocating_persistent=0, recording=0, check_at=0)
-    arena_bytes = round_up(peak_bytes)
-    memory = controller.memory.malloc(arena_bytes) if arena_bytes else None
-    if memory is None:
-        controller.status.phase = Phase.RESTING
-        return False
-    controller.status.phase = Phase.PLANNED
-    controller.state.arena.install(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
-    controller.arenas.serve_from(memory, arena_bytes)
-    return True
+    return controller.serve_recording(
+        ArenaTape(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset)
+    )

@@ -163,7 +163,7 @@ class Planned:
         """Positions at which feeding pauses, the end last, and whether it does for the mark of a step."""
         stops = [(at, False) for at in np.flatnonzero(events.kind == Kind.EMPTY_CACHE).tolist()]
         if self._observes and events.step_marks is not None and len(events.event):
-            self._controller.watching.expects_marks = True
+            self._controller.expects_marks = True
             due = events.step_marks[events.step_marks <= int(events.event[-1])][self._num_marks :]
             self._num_marks += len(due)
             stops += [(at, True) for at in np.searchsorted(events.event, due).tolist()]

@@ -51,7 +51,8 @@ class Arenas:
         if tape.cross_streams:
             self.order_handovers(tape.gives)
         self.serve_from(memory, tape.arena_bytes)
-        state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
+        state.write(expected_peak=expected_bytes, memory_is_short=0)
+        state.triggers.at_boundary()
         return True
 
     def serve_from(self, memory: Any, arena_bytes: int) -> None:

@@ -1,26 +1,39 @@
-"""One device under stalloc: watch the program, plan its steady step in the background, switch, recover.
+"""One device under stalloc: watch the program, plan the steps that repeat, switch to the plan, recover.
 
 The compiled core serves requests; this module is where it turns when it needs Python: for a segment, a look at what was
-recorded, the boundary of a step, memory that other streams still use. It holds the phase that a device is in, and asks
-its parts. Contract: no method raises into the core; a failure of any of them leaves the heap serving.
+recorded, the boundary of a step, memory that other streams still use. It holds the phase that a device is in; every
+transition is here, and docs/runtime.md has them as a table.
+
+Contract: no method raises into the core; a failure of any of them leaves the heap serving. A plan that finds no room,
+or would hold far more than the program needs without it, leaves what served before in place.
 """
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.host_memory import trim
 from stalloc.device import Device
+from stalloc.device.ordering import ordering
+from stalloc.errors import PlanError
+from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
 from stalloc.runtime.effort import Effort
+from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.interruptions import is_interruption, is_passing
+from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.lasting import Lasting
+from stalloc.runtime.looking import Found, Looking
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.next_plan import NextPlan
 from stalloc.runtime.paged_arena import back
+from stalloc.runtime.planning_job import PlanJob
+from stalloc.runtime.probation import Probation
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.runtime_settings import Phase, Settings
-from stalloc.runtime.serving import Refusal, Serving
+from stalloc.runtime.runtime_settings import Observed, Phase, Settings
 from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.sources import Source
 from stalloc.runtime.standing_aside import StandingAside
@@ -29,12 +42,37 @@ from stalloc.runtime.steady_marks import SteadyMarks
 from stalloc.runtime.steps import Steps
 from stalloc.runtime.strands import Strands
 from stalloc.runtime.tidying import Tidying
-from stalloc.runtime.watching import Watching
 from stalloc.trace import MARK_STEP
+from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+    from stalloc.planner import Plan
     from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
+    from stalloc.runtime.strand_search import StrandSearch
+    from stalloc.trace import Trace
+
+_DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps of which none recurs, after which it is asked what keeps them from it
+_THREADS_DOUBTED = 6  # of these, before which threads are not told apart
+_STRAYS = 64  # a ring is of a part of a step if it does not know one request in so many
+_MISSED = 8  # one request in so many: less is no reason to leave a ring for what may be steps of several kinds
+_POLL_REQUESTS = 64  # from one look at a search that is not over to the next
+_SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
+_DOUBT_PASSES = 8  # over several kinds of steps found without marks, after which they are judged
+_DOUBT_REQUESTS = 1024  # that much is served first: where the program stands has to show
+_DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
+_WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
+_DEARER, _DEARER_BYTES = 1.5, 16 << 20  # times, and bytes, by which a switch may hold more than what came before it
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a plan was not put in force."""
+
+    note: str
+    lacks_room: bool = False  #: the arena does not fit
+    for_now: bool = False  #: there may be room at a later boundary
 
 
 class Controller:
@@ -60,17 +98,21 @@ class Controller:
         self.steps = Steps(self.state, self.recording, self.status.effort)
         self.lasting = Lasting(self.memory, self.recording)
         self.shortage = Shortage(self.arenas, self.recording, self.status)
-        self._tidying = Tidying(self.arenas, self.status.effort)
+        self.full_device = FullDevice(self.memory)
         self.strands = Strands(self.status, self.memory, self.recording, self.steps)
-        self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self.shortage, self._tidying)
-        self.next_plan = NextPlan(self.status, self.arenas, self.recording, planner)
-        self.watching = Watching(
-            self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, self.next_plan
-        )
+        self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
+        self._tidying = Tidying(self.arenas, self.status.effort)
+        self._looking = Looking(self.state, self.recording)
+        self._probation = Probation(self.status, self.state, self.recording)
+        self._next_plan = NextPlan(self.status, self.state, self.recording, planner)
         self._aside = StandingAside(self.status, self.arenas, self.recording)
-        told = self.status.effort, self.memory.paging.allowance, self.serving.full_device, self.lasting, self._aside
+        self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
+        self._began = time.monotonic()
+        told = self.status.effort, self.memory.paging.allowance, self.full_device, self.lasting, self._aside
         self.steady = SteadyMarks(self.memory, self.recording, self.steps, told)
         self.observe()
+
+    # --- what the core asks for
 
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
@@ -92,7 +134,7 @@ class Controller:
                 self._rest_if_refused()
             elif reason == constants.AT_BOUNDARY:
                 if self.memory.is_capturing:
-                    self.state.record.ask_at_boundary = 1
+                    self.state.triggers.at_boundary()
                 else:
                     self._at_boundary()
             elif reason == constants.CHECK:
@@ -105,28 +147,30 @@ class Controller:
                 self.memory.free_deferred()
         return True
 
-    def _rest_if_refused(self) -> None:
-        """Follow no plan once the driver gives no pages any more: an arena would have none."""
-        refusal = self.memory.source.refusal
-        if refusal and self.status.phase is not Phase.RESTING:
-            self.rest(f"the driver refused memory by pages: {refusal}")
-
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
-        expects_marks = self.watching.expects_marks
-        if self.memory.free_deferred() or self.lasting.ends_here(expects_marks=expects_marks) or self._aside.begins():
+        if (
+            self.memory.free_deferred()
+            or self.lasting.ends_here(expects_marks=self.expects_marks)
+            or self._aside.begins()
+        ):
             return True  # the core asks again, if it needs to
-        is_planned = self.status.phase is Phase.PLANNED
-        if is_planned and not self.steps.keep_plan and self.serving.full_device.is_left(size_bytes):
+        if self._is_planned and not self.steps.keep_plan and self.full_device.is_left(size_bytes):
             self._drop_plan("the program left the plan, and fills the device")
-        planned, record = self.status.phase is Phase.PLANNED, self.state.record
+        planned = self._is_planned
         if planned:
-            record.ask_at_boundary = max(record.ask_at_boundary, 1)  # to give it back when it is no longer used
+            self.state.triggers.at_boundary()  # to give it back when it is no longer used
         served = self.shortage.add_segment(pool, size_bytes, planned=planned)
         if not served and planned and self.shortage.is_enough_in_pieces(size_bytes):
             self._drop_plan("memory ran out beside the plan")  # then what is free in its arena is one with the rest
             served = self.shortage.add_segment(pool, size_bytes, planned=False)
         self._rest_if_refused()
         return served
+
+    def _rest_if_refused(self) -> None:
+        """Follow no plan once the driver gives no pages any more: an arena would have none."""
+        refusal = self.memory.source.refusal
+        if refusal and self.status.phase is not Phase.RESTING:
+            self.rest(f"the driver refused memory by pages: {refusal}")
 
     def _forget_streams(self) -> bool:
         """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
@@ -162,6 +206,17 @@ class Controller:
         else:
             self.rest(f"{type(error).__name__}: {error}")
 
+    # --- what the program says
+
+    @property
+    def expects_marks(self) -> bool:
+        """Whether the program marks steps, or has an optimizer, whose steps will be marked."""
+        return bool(self.state.record.expects_marks)
+
+    @expects_marks.setter
+    def expects_marks(self, expects: bool) -> None:
+        self.state.record.expects_marks = expects
+
     def mark(self, kind: int, name: str) -> None:
         """Note a mark of the program (trace.MARK_STEP, …)."""
         if kind != MARK_STEP or not self.steady.ends_step(name):
@@ -171,32 +226,60 @@ class Controller:
         """The same for one that is not of a steady step: if it is of a step, look for a plan."""
         with self.lock:
             self.steady.end()
-            self.recording.num_planned += kind == MARK_STEP and self.status.phase is Phase.PLANNED
-            if kind == MARK_STEP and (note := self.watching.note_step(self.strands, self.serving.probation)):
-                self._drop_plan(note)
+            if kind != MARK_STEP:
+                self.recording.note_mark(kind, name)
+                return
+            self.recording.num_planned += self._is_planned
+            self._note_step()
             self.recording.note_mark(kind, name)
-            if kind == MARK_STEP:
-                try:
-                    if not self.strands.end_step(self.serving.serve_strands):
-                        self._heed(self.serving.end_step())
-                        self._aside.end()
-                        self.watching.follow_cycle(self.serving.full_device)
-                except Exception as error:  # whatever it is, the program must not see it: it only marked a step
-                    if is_interruption(error):
-                        raise
-                    self.rest(f"following the steps failed: {type(error).__name__}: {error}")
-                self._look()
-                if self.memory.poison is not None:
-                    self.memory.poison.check()
-                elif self.status.phase is Phase.PLANNED and self.strands.is_one and self._aside.is_far:
-                    self.steady.begin()
+            try:
+                if not self.strands.end_step(self._serve_strands):
+                    self._heed(self._end_step())
+                    self._aside.end()
+                    self._follow_cycle()
+            except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+                if is_interruption(error):
+                    raise
+                self.rest(f"following the steps failed: {type(error).__name__}: {error}")
+            self._look()
+            if self.memory.poison is not None:
+                self.memory.poison.check()
+            elif self._is_planned and self.strands.is_one and self._aside.is_far:
+                self.steady.begin()
+
+    def _note_step(self) -> None:
+        """The program marks a step: tell the parts, and give up what does not follow the marks."""
+        self.status.effort.note_step()
+        self.memory.paging.allowance.note_step(self.memory.source.free_bytes)
+        self.expects_marks = True
+        self.lasting.end_step()
+        self._probation.end()
+        is_first = not self.recording.marks and self.status.settings.plan
+        if is_first:
+            self.steps.search = None  # steps that it found where there are no marks are none
+            if self.status.phase is Phase.PLANNING:
+                self.arenas.drop_tape()
+                self.steps.forget()
+                self._next_plan.forget()
+                self.status.phase = Phase.OBSERVING
+        if self._is_planned and (note := self._why_plan_goes(is_first=is_first)):
+            self._drop_plan(note)
+
+    def _why_plan_goes(self, *, is_first: bool) -> str | None:
+        """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
+        record = self.state.record
+        if is_first and 10 * record.misses > record.hits:
+            return "the first plan did not follow the steps that are marked now"
+        if self.strands.follow_something_else:
+            return "its threads do something else now"
+        return "most of its steps were new to it" if self.steps.novelty.ends_plan() else None
 
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
             self.steady.end()
             watching = self.status.phase is Phase.OBSERVING and self.status.settings.plan
-            self.lasting.expect(watching=watching, planned=self.status.phase is Phase.PLANNED)
+            self.lasting.expect(watching=watching, planned=self._is_planned)
 
     def begin_in_child(self) -> None:
         """This process is a fork: other threads are gone, wherever they were; serve from the heap from now on."""
@@ -204,91 +287,11 @@ class Controller:
         self.arenas.forked()
         self.lock = self.memory.lock
         self.steady.end()
-        self.next_plan.forget()
+        self._next_plan.forget()
         self.state.arena.drop_tape()
-        self.state.write(recording=0, check_at=0, allocating_persistent=0)
+        self.state.write(recording=0, allocating_persistent=0)
+        self.state.triggers.at_recorded(0)
         self.status.phase, self.status.note = Phase.RESTING, "a forked process is served without a plan"
-
-    def observe(self) -> None:
-        """Watch from here on."""
-        self.steady.end()
-        self.shortage.forget_arena()
-        self.serving.probation.leave()
-        self.watching.begin()
-
-    def _look(self) -> None:
-        one = not self.strands.are_apart
-        if one and (note := self.watching.look()) is not None:
-            self.rest(note)
-        if one and self.watching.first_kinds_are_ready():
-            self._heed(self.serving.serve_first_kinds())
-        if self.next_plan.is_at_begin:
-            self._at_boundary()
-
-    def rest(self, note: str) -> None:
-        """Leave everything to the heap, and say why."""
-        self.status.phase, self.status.note = Phase.RESTING, note
-        self.arenas.drop_tape()
-        self.memory.paging.end_gathering()
-        self._tidying.settle()
-        self.recording.end(self.status.settings)
-
-    def _heed(self, refusal: Refusal | None) -> None:
-        if refusal is not None:
-            self.rest(refusal.note)
-
-    def _at_boundary(self) -> None:
-        if self.status.phase is Phase.PLANNED:
-            if self.serving.moves_in_pass() or (self.serving.probation.is_over and self._judge_plan()):
-                return
-            self.serving.at_boundary()
-            if not self.next_plan.leaves_to_share(self.serving.to_share):
-                return
-        if (job := self.next_plan.take_made()) is None:
-            return
-        refusal = self.serving.switch(job)
-        if refusal is None or not self.next_plan.outlasts(refusal, job):
-            self._heed(refusal)
-        del job  # and with it the tape, which is large
-        trim()
-
-    def _doubt_plan(self) -> None:
-        """Requests were not served from the plan, ever more of them or after so many passes that it is to be judged."""
-        if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
-            self._judge_plan()
-        elif not self.watching.is_patient(self.serving.full_device):
-            self.watching.expects_marks &= not self.recording.marks_are_overdue
-            self._drop_plan("the program left the plan and did not return to it")
-
-    def _judge_plan(self) -> bool:
-        """A plan that was found without marks was in force for some passes; whether it goes."""
-        is_part = self.watching.is_part(self.serving.probation)
-        if is_part:
-            self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
-        return is_part
-
-    def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
-        """Go back to the heap and, unless there were too many plans, watch anew; `is_part`: what repeats is longer."""
-        if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
-            return
-        goes_on = self.status.note_dropped(note, self.state.record.step_count)
-        follows_ring = self.steps.tapes is None
-        self._forget_plans()
-        self.arenas.drop_tape()
-        if follows_ring:
-            self.watching.was_misled(is_part=is_part)
-        if not goes_on:
-            self.rest(f"{note} (after {self.status.num_plans} plans)")
-            return
-        self.status.note = note
-        self.shortage.forget_arena()
-        self.watching.begin(anew=not self.serving.probation.leave() or not is_part)
-
-    def _forget_plans(self) -> None:
-        self.next_plan.forget()
-        self.steps.forget()
-        self.strands.forget()
-        self.memory.paging.end_gathering()
 
     def drop_plan(self) -> None:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""
@@ -305,3 +308,496 @@ class Controller:
             self.steady.end()
             self.status.note = ""
             self.observe()
+
+    # --- transitions
+
+    @property
+    def _is_planned(self) -> bool:
+        return self.status.phase is Phase.PLANNED
+
+    def observe(self) -> None:
+        """Any phase -> OBSERVING, with a fresh record."""
+        self.steady.end()
+        self.shortage.forget_arena()
+        self._probation.leave()
+        self._observe(anew=True)
+
+    def _observe(self, *, anew: bool) -> None:
+        """The same; if not `anew` with the record that was begun beside a plan."""
+        self.status.phase = Phase.OBSERVING
+        self._next_plan.forget()
+        self._looking.begin()
+        self._tidying.settled = False
+        if anew:
+            self.recording.begin(lasting=self.lasting.begin(watching=self.status.settings.plan))
+        else:
+            self.state.triggers.at_recorded(1)
+
+    def _follow(self, job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
+        """OBSERVING or PLANNED -> PLANNING: follow a ring until its plan is there, which a job makes or has made."""
+        self.status.phase = Phase.PLANNING
+        self._next_plan.make(job, cursor, is_sure=is_sure)
+
+    def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
+        """The same for a ring that was found in the record."""
+        self.status.observed_steps = job.tape.covered_requests // job.tape.period_requests
+        self.recording.kept = KeptTrace(found.trace)
+        self._follow(job, cursor, is_sure=found.is_sure)
+        if self.recording.marks:
+            self.steps.follow_marks(found.trace, job.tape, found.sizable, found.first)
+            self.state.triggers.at_any_request()  # this is where a step begins
+
+    def _put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
+        """Any phase -> PLANNED: serve what was admitted; False, and no change, if the device has no room for it.
+
+        `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
+        """
+        status, record = self.status, self.state.record
+        hits, misses = record.hits, record.misses + record.conflicts
+        with status.effort.counted():
+            if not self.arenas.put_in_force(tape):
+                return False
+        status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
+        self._separate, status.steps_per_ring = None, 1
+        self._tidying.begin_plan()
+        status.effort.note_plan()
+        status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
+        status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
+        self.full_device.begin_plan(ask_after_misses)
+        return True
+
+    def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
+        """PLANNED or PLANNING -> OBSERVING, or RESTING after too many plans; `is_part`: what repeats is longer."""
+        if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
+            return
+        goes_on = self.status.note_dropped(note, self.state.record.step_count)
+        follows_ring = self.steps.tapes is None
+        self._forget_plans()
+        self.arenas.drop_tape()
+        record = self.state.record
+        was_found = self.status.observed is not None and not self.recording.marks  # in this run
+        if follows_ring and was_found and (is_part or 4 * record.misses > record.hits):
+            self._looking.was_misled(is_part=is_part)
+        if not goes_on:
+            self.rest(f"{note} (after {self.status.num_plans} plans)")
+            return
+        self.status.note = note
+        self.shortage.forget_arena()
+        self._observe(anew=not self._probation.leave() or not is_part)
+
+    def rest(self, note: str) -> None:
+        """Any phase -> RESTING: leave everything to the heap, and say why."""
+        self.status.phase, self.status.note = Phase.RESTING, note
+        self.arenas.drop_tape()
+        self.memory.paging.end_gathering()
+        self._tidying.settle()
+        self.recording.end(self.status.settings)
+
+    def _heed(self, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            self.rest(refusal.note)
+
+    def _forget_plans(self) -> None:
+        self._next_plan.forget()
+        self.steps.forget()
+        self.strands.forget()
+        self.memory.paging.end_gathering()
+
+    # --- looking for what repeats
+
+    @property
+    def is_settled(self) -> bool:
+        """So many steps were seen without one that repeats that no plan is expected soon."""
+        return self._tidying.settled
+
+    def _look(self) -> None:
+        """See whether a step repeats in the record, or a plan is there: at marks and every so often."""
+        one = not self.strands.are_apart
+        if one and (note := self._why_looking_ends()) is not None:
+            self.rest(note)
+        if one and self._first_kinds_are_ready():
+            ready = self.steps.take_ready()
+            refusal = self._serve_kinds(ready) if ready is not None else None
+            self.steps.places.find()
+            self._heed(refusal)
+        if self.status.phase is Phase.PLANNING and self._next_plan.is_at_begin:
+            self._at_boundary()
+
+    def _why_looking_ends(self) -> str | None:
+        """Look for a repeating step in the record and start planning it; why the device is to rest, if it is."""
+        status = self.status
+        if status.phase is not Phase.OBSERVING or not status.settings.plan:
+            return None
+        if self.recording.is_full:
+            return "no repeating step was found before the record's table was full"
+        if not self._looking.is_due(status.settings, expects_marks=self.expects_marks) or status.effort.is_spent:
+            return None
+        if self.arenas.arena is not None and self.state.record.arena_live:
+            return None  # the last arena could not be dissolved: its tape stays until its last block is gone
+        try:
+            with status.effort.counted():
+                self._start_planning()
+        except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+            if is_passing(error):
+                raise
+            return f"looking for a repeating step failed: {type(error).__name__}: {error}"
+        return None
+
+    def _start_planning(self) -> None:
+        marks = self.recording.marks
+        if not marks and not self._looking.may_find():
+            return
+        if marks and not self.steps.recorded.recurring and not self._recur_in_part():
+            return
+        if marks and not self.steps.may_be_planned:
+            self._settle()
+            return
+        found = self._looking.find(self.status.settings)
+        if found is None:
+            return
+        if found.tape is not None:
+            self.arenas.give_back()
+            streams = self.status.settings.streams if ordering() is not None else "separate"
+            self._follow_found(found, PlanJob(found.tape, streams), found.cursor)
+        elif not marks:
+            self._look_for_unmarked_kinds(found.trace)
+        else:
+            if self.steps.look_for_kinds(found.trace):
+                self.steps.await_search(self.status.settings.plan_wait_seconds)
+            self._settle()
+
+    def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
+        """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
+        if not self.memory.source.paged or not self._looking.shows_kinds:
+            return
+        if self.steps.look_for_unmarked_kinds(trace):
+            self.steps.await_search(self.status.settings.plan_wait_seconds)
+            self.state.triggers.at_recorded(self.state.record.num_sizable + 1)
+
+    def _first_kinds_are_ready(self) -> bool:
+        """Whether plans of kinds of steps are made, and none is in force."""
+        if self.status.phase is not Phase.OBSERVING or self.steps.search is None:
+            return False
+        if self.steps.search.done.is_set():
+            return True
+        if not self.recording.marks:
+            self.state.triggers.at_recorded(self.state.record.num_sizable + _POLL_REQUESTS)
+        return False
+
+    def _recur_in_part(self) -> bool:
+        """No marked step recurs: whether they do without requests of any size.
+
+        If not, see whether a thread is to blame, or take what is held as held for good.
+        """
+        num_steps = len(self.recording.step_events)
+        if num_steps not in _DOUBT_STEPS or self.status.settings.keep_recording:
+            self._settle()
+        elif self.steps.recorded.leave_out_strays():
+            self.steps.novelty.forget()
+            return True
+        elif num_steps >= _THREADS_DOUBTED and self.recording.leave_out_threads():
+            self.steps.forget()
+            self.steps.novelty.forget()
+        return False
+
+    def _settle(self) -> None:
+        if len(self.recording.step_events) >= _SETTLE_STEPS:
+            self._tidying.settle()
+
+    # --- at a boundary: the ring that is followed begins anew
+
+    def _at_boundary(self) -> None:
+        if self._is_planned:
+            if self._moves_in_pass() or (self._probation.is_over and self._judge_plan()):
+                return
+            self._tidy()
+            # pages that go from stream to stream in each pass wait for the device: handovers wait for one event
+            to_share = self._separate if self._tidying.moves_pages else None
+            job = self._next_plan.take_shared(to_share) if to_share is not None else None
+            if job is None:
+                return
+            self.arenas.drop_tape()
+            self._follow(job, 0)
+        if self.status.phase is not Phase.PLANNING or (job := self._next_plan.take_made()) is None:
+            return
+        refusal = self._switch(job)
+        if refusal is not None and not self._tries_again(refusal, job):
+            self._heed(refusal)
+        del job  # and with it the tape, which is large
+        trim()
+
+    def _moves_in_pass(self) -> bool:
+        """At an entry in a pass: whether many of its requests were displaced, so that the arena moves, if it may."""
+        tapes, record, are_many = self.steps.tapes, self.state.record, self._tidying.are_many_displaced
+        if are_many and tapes is not None and (longer := tapes.longer_lived(record.ring_start, record.cursor)):
+            self.state.arena.begin_step(*longer)  # more lives than the kind of step has that was followed so far
+        return self._tidying.moves_in_pass()
+
+    def _tidy(self) -> None:
+        plan, was_observed = self.status.plan, self.status.observed is not None
+        # what the switch left behind has died meanwhile; a plan from a file may be one that a budget needs
+        patience = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        self.state.triggers.after_misses(self.full_device.most_misses(patience) if was_observed else patience)
+        self.state.triggers.after_passes(self._tidying.at_boundary())
+        if self._probation.is_on:
+            self.state.triggers.at_boundary()
+
+    def _tries_again(self, refusal: Refusal, job: PlanJob) -> bool:
+        """Whether the plan that was made and refused, or another of its ring, is to be tried at a later boundary."""
+        if refusal.for_now:
+            self._next_plan.job = job  # the tape is followed on, and the boundary after the next mark tries again
+        elif refusal.lacks_room and job.may_share:
+            self._follow(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with handovers
+        else:
+            return False
+        return True
+
+    def _switch(self, job: PlanJob) -> Refusal | None:
+        """Put the plan of a ring in force, which a job has made."""
+        tape, plan, record = job.admitted, job.plan, self.state.record
+        if tape is None or plan is None:
+            return Refusal(job.error or "planning failed")
+        if not self.full_device.may_begin(tape.arena_bytes):
+            self.state.triggers.at_boundary()
+            return Refusal("", for_now=True)
+        self.steps.unroll(job.tape)
+        self._note_observed()
+        if not record.recording:
+            self.state.forget_record()
+        if self._ask_for_arena(tape.arena_bytes):
+            return Refusal("", for_now=True)
+        has_room = not self.memory.source.paged and self.memory.has_room(tape.arena_bytes)
+        if has_room and (dearer := self._dearer(tape)):  # where pages move the switch holds no more than there was
+            return dearer
+        begun = record.cursor - record.ring_start  # with marks, in any of its periods
+        # a plan that was just made has to be far off before it goes
+        if self._put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+            self._separate, self.status.steps_per_ring = job.tape if job.may_share else None, job.periods
+            begin, end = record.ring_start, record.ring_end
+            self.state.arena.begin_step(begin, end, begin + begun % (end - begin))
+            if not self.recording.step_times_ns:
+                self._probation.begin()
+            return None
+        return Refusal(
+            f"an arena of {plan.peak_bytes} bytes does not fit beside the {record.reserved_bytes} bytes "
+            "that hold live blocks",
+            lacks_room=True,
+        )
+
+    def _note_observed(self) -> None:
+        """Keep what the steps before the plan were like, and end watching."""
+        state = self.state
+        self.status.observed = Observed(
+            allocated_peak_bytes=state.allocated_peak_bytes,
+            reserved_peak_bytes=state.reserved_peak_bytes,
+            num_requests=state.record.total.num_allocs,
+            seconds=time.monotonic() - self._began,
+        )
+        self._release_unused()
+        goes_on = bool(self.recording.marks) and self.steps.goes_on()
+        self.recording.end(self.status.settings, goes_on=goes_on)
+
+    def _release_unused(self) -> None:
+        """Give back what is free beside the arena, which pages are not: they move to where they are needed."""
+        if not self.memory.source.paged:
+            self.memory.release_unused()
+
+    def _ask_for_arena(self, arena_bytes: int) -> bool:
+        """Whether an arena waits for a mark at which there may be room."""
+        if self.memory.source.paged:
+            return False
+        marked = bool(self.recording.marks or self.recording.step_times_ns)
+        return self.shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
+
+    def _dearer(self, tape: ArenaTape) -> Refusal | None:
+        """Why the heap goes on serving, if the switch would hold far more than was needed so far; else None.
+
+        What the steps carry over lies beside the arena until the next one is over, and keeps its segments. A part of
+        them is usual; where it is nearly all, the plan gains nothing.
+        """
+        assert self.status.observed is not None
+        needed = self.state.record.reserved_bytes + tape.arena_bytes
+        held = self.status.observed.reserved_peak_bytes
+        if needed <= _DEARER * held + _DEARER_BYTES:
+            return None
+        self._tidying.settled = True  # what the heap holds has served so far
+        return Refusal(f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it")
+
+    # --- at a mark: a step of the program ended
+
+    def _end_step(self) -> Refusal | None:
+        """What it was, where the tape goes on, and whether there are kinds of steps to be planned."""
+        self.full_device.note_step()
+        refusal = self._serve_ready_kinds()
+        steps, state, settings = self.steps, self.state, self.status.settings
+        steps.note_step()
+        if self._is_planned:
+            records = settings.plan and not settings.keep_recording
+            is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
+            if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
+                self._release_unused()  # no pass over the plan ends, after which unused segments go back
+            steps.places.find()
+            if steps.tapes is not None and state.triggers.boundary_is_asked:
+                state.triggers.at_any_request()  # whichever kind of step comes
+        elif self.status.phase is Phase.PLANNING:
+            steps.places.find()
+            if state.triggers.boundary_is_asked:
+                state.triggers.at_any_request()  # in whichever period of its ring
+        if self.status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
+            return refusal
+        if steps.search_for_more(pages_move=self.memory.paging.allowance.never_rests):
+            steps.await_search(settings.plan_wait_seconds)
+            before = self.status.num_plans
+            refusal = self._serve_ready_kinds()
+            if self.status.num_plans != before:
+                steps.places.find()
+        return refusal
+
+    def _serve_ready_kinds(self) -> Refusal | None:
+        """Put plans of kinds of steps in force that were made meanwhile."""
+        ready = self.steps.take_ready()
+        return self._serve_kinds(ready) if ready is not None else None
+
+    def _serve_kinds(self, search: KindSearch) -> Refusal | None:
+        """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""
+        if self.status.phase is Phase.RESTING:
+            return None
+        self.steps.are_planned(search)
+        self._release_unused()
+        arena_bytes = search.served.arena_bytes
+        if not self.full_device.may_begin(arena_bytes) or self._ask_for_arena(arena_bytes):
+            self.steps.search = search  # the next mark tries again
+            return None
+        if not self._is_planned:
+            self._note_observed()
+        if not self._put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
+            self.steps.were_refused()
+            serves = self.state.record.mode == constants.MODE_REPLAY
+            return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
+        if self.recording.marks:
+            self.steps.follow(search)
+        else:
+            self.steps.follow_unmarked(search)
+            self.state.triggers.after_requests(max(_DOUBT_PASSES * search.longest, _DOUBT_REQUESTS))
+        return None
+
+    def _serve_strands(self, search: "StrandSearch") -> bool:
+        """Put the plans of several threads in force; False if there is no room, and what served before goes on."""
+        assert search.admitted is not None
+        if not self.full_device.may_begin(search.admitted.arena_bytes):
+            return False
+        if not self._is_planned:
+            self._note_observed()
+        self.state.forget_record()
+        if not self._put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
+            return False
+        self.steps.forget()
+        self.steps.novelty.forget()
+        return True
+
+    def _follow_cycle(self) -> None:
+        """If the steps in force were found to make a cycle, serve it from the next request on."""
+        cycle, state = self.steps.cycles.take(), self.state
+        tape = cycle.job.admitted if cycle is not None else None
+        if cycle is None or tape is None or not self._is_planned or state.record.has_handovers:
+            return
+        if self.memory.source.paged and self.full_device.may_begin(tape.arena_bytes):
+            self.arenas.drop_tape()
+            cursor = (state.record.num_sizable - cycle.found.first) % cycle.job.tape.ring_length
+            self._follow_found(cycle.found, cycle.job, cursor)
+            self.steps.recorded.begin_anew()  # kinds that came before it are over
+
+    # --- doubting a plan
+
+    def _doubt_plan(self) -> None:
+        """Requests were not served from the plan, ever more of them or after so many passes that it is to be judged."""
+        if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
+            self._judge_plan()
+        elif not self._is_patient():
+            self.expects_marks &= not self.recording.marks_are_overdue
+            self._drop_plan("the program left the plan and did not return to it")
+
+    def _is_patient(self) -> bool:
+        """Whether the plan stays although much is not served from it: one for what the program does is being made.
+
+        Or the program marks steps, and did not leave the plan in many in a row: the next one may be another again.
+        """
+        record = self.state.record
+        if record.ask_after_misses or self.full_device.may_fill():
+            return False
+        marked = bool(self.recording.step_times_ns) and not self.recording.marks_are_overdue
+        if self.steps.search is None and not (marked and self.steps.misses.are_few):
+            return False
+        self.state.triggers.after_misses(2 * record.excess_misses)
+        return True
+
+    def _judge_plan(self) -> bool:
+        """A plan that was found without marks was in force for some passes; whether it goes."""
+        is_part = self._is_part()
+        if is_part:
+            self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
+        return is_part
+
+    @property
+    def _seems_a_part(self) -> bool:
+        """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
+        record = self.state.record
+        lost = record.misses + (record.conflicts if self.steps.tapes is not None else 0)
+        return self._is_planned and not self.recording.step_times_ns and _STRAYS * lost > record.hits
+
+    def _is_part(self) -> bool:
+        """Whether a ring found without marks is a part of what repeats; it stays on probation while that is not known.
+
+        The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
+        Where it ended before anything was missed it begins again.
+        """
+        seems, probation, record = self._seems_a_part, self._probation, self.state.record
+        if not (seems or probation.went_on):
+            probation.end()
+            return False
+        if not probation.is_on:
+            if self.steps.tapes is not None or self.status.settings.keep_recording:
+                return True
+            probation.begin()
+            return False
+        with self.status.effort.counted():
+            if self._looking.shows_longer_ring():
+                return True
+        if not self._looking.is_long:
+            probation.go_on()
+            return False
+        if seems and _MISSED * record.misses > record.hits:
+            return True
+        probation.end()
+        return False
+
+    # --- a plan of an earlier run
+
+    def use(self, plan: "Plan") -> None:
+        """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""
+        tape = admit([plan], ring_only=False)
+        if tape.cross_streams and ordering() is None:
+            raise PlanError(
+                "the plan hands memory from stream to stream, but no driver orders streams here: plan it without that."
+            )
+        if self.state.record.total.num_allocs:
+            raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
+        self.recording.end(self.status.settings)
+        # it is given up sooner than one that was just made, before much of another program lives in its arena
+        if not self._put_in_force(tape, plan, ask_after_misses=_DOUBT):
+            free, total = self.memory.device.memory_info()
+            raise PlanError(
+                f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "
+                "bytes free: close what uses it, or plan a smaller step."
+            )
+
+    def serve_recording(self, tape: ArenaTape) -> bool:
+        """Serve the plan of a whole recording from the first request on, in one block; False if it does not fit."""
+        self.state.write(allocating_persistent=0, recording=0)
+        self.state.triggers.at_recorded(0)
+        memory = self.memory.malloc(tape.arena_bytes) if tape.arena_bytes else None
+        self.status.phase = Phase.PLANNED if memory is not None else Phase.RESTING
+        if memory is not None:
+            self.state.arena.install(tape)
+            self.arenas.serve_from(memory, tape.arena_bytes)
+        return memory is not None

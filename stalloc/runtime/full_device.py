@@ -58,7 +58,7 @@ class FullDevice:
 
     def begin_plan(self, most_misses: int) -> None:
         """A plan is put in force; elsewhere it is left once misses outnumber hits by so many."""
-        self._state.record.ask_after_misses = self.most_misses(most_misses)
+        self._state.triggers.after_misses(self.most_misses(most_misses))
         self._note_peak()
 
     def _note_peak(self) -> None:

@@ -113,17 +113,18 @@ class Looking:
             return False
         self._look_at = state.record.num_sizable * 5 // 4
         if not marks and state.record.num_sizable < self._min_record:
-            state.record.check_at = self._min_record
+            state.triggers.at_recorded(self._min_record)
             return False
         if marks:  # they come at the right moments
-            state.record.check_at = 0
+            state.triggers.at_recorded(0)
             return num_steps >= settings.observe_steps
         if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
-            state.record.check_at = self._recording.overdue_requests
+            state.triggers.at_recorded(self._recording.overdue_requests)
             return False
         num_requests = state.record.num_sizable
         is_short = num_requests < SHORT_RECORD
-        state.record.check_at = min(num_requests + _SOON, SHORT_RECORD) if is_short else self._look_at + SHORT_RECORD
+        soon = min(num_requests + _SOON, SHORT_RECORD)
+        state.triggers.at_recorded(soon if is_short else self._look_at + SHORT_RECORD)
         return True
 
     def may_find(self) -> bool:
@@ -164,6 +165,7 @@ class Looking:
             self._look_at = 0 if waits else self._look_at  # at the next mark, however long the record is by now
         else:
             waits = waits and tape.covered_requests < _TOLD * tape.period_requests
-            self._look_at = self._state.record.check_at = self._state.record.num_sizable + tape.period_requests
+            self._look_at = self._state.record.num_sizable + tape.period_requests
+            self._state.triggers.at_recorded(self._look_at)
         self._patience -= waits
         return waits

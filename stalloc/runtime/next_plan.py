@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.runtime.arenas import Arenas
+from stalloc.core.state import DeviceState
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.runtime_settings import Phase
-from stalloc.runtime.serving import Refusal
 from stalloc.runtime.status import Status
 
 if TYPE_CHECKING:
@@ -23,9 +21,9 @@ if TYPE_CHECKING:
 class NextPlan:
     """Of one device."""
 
-    def __init__(self, status: Status, arenas: Arenas, recording: Recording, planner: "Planner | None") -> None:
+    def __init__(self, status: Status, state: DeviceState, recording: Recording, planner: "Planner | None") -> None:
         """`planner` stands in for `plan_tape`."""
-        self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
+        self._status, self._state, self._recording = status, state, recording
         self._planner = planner
         self.job: PlanJob | None = None  #: that makes it; None: no plan is in the making
         self._wait_seconds = 0.0  # that the next boundary waits for it
@@ -46,61 +44,52 @@ class NextPlan:
         tape, first = job.tape, job.tape.num_prologue
         length = tape.ring_length if self._recording.marks else tape.period_requests
         ring, nowhere = slice(first, first + length), np.full(length, -1, np.int64)
-        self._state.write(check_at=0)
+        self._state.triggers.at_recorded(0)
         cursor %= length
         self._state.arena.install(
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
-        self._state.write(ask_at_boundary=1, ask_after_misses=8 * tape.ring_length + 1024)
+        self._state.triggers.at_boundary()
+        self._state.triggers.after_misses(8 * tape.ring_length + 1024)
         if is_sure:
             self._state.arena.begin_step(0, length, cursor)
 
     @property
     def is_at_begin(self) -> bool:
         """Whether the ring that is to be planned, found without marks, begins anew with the request that comes now."""
-        record, is_found = self._state.record, self._status.phase is Phase.PLANNING and not self._recording.marks
-        return is_found and record.cursor == record.ring_start and record.history_count == 0 > record.last_miss
+        record = self._state.record
+        return (
+            not self._recording.marks
+            and record.cursor == record.ring_start
+            and record.history_count == 0 > record.last_miss
+        )
 
-    def leaves_to_share(self, tape: "Tape | None") -> bool:
-        """At its begin: whether the ring in force, if it is `tape`, is left for its plan whose streams share memory.
+    def take_shared(self, tape: "Tape") -> PlanJob | None:
+        """The plan of the ring in force in which streams share memory, which is waited for once; None: not made.
 
-        That is waited for once. Should it take longer, or fail, the plan in force goes on.
+        Should it take longer, or fail, the plan in force goes on.
         """
-        if tape is None or self._status.phase is not Phase.PLANNED:
-            return False
         if self._shared is None or self._shared[0] is not tape:
             self._shared = tape, PlanJob(tape, "share")
             self._shared[1].start(self._planner, None, self._status.effort)
             self._shared[1].done.wait(self._status.settings.plan_wait_seconds)
         job = self._shared[1]
         if not job.done.is_set():
-            self._state.record.ask_at_boundary = 1
-            return False
+            self._state.triggers.at_boundary()
+            return None
         if job.admitted is None:
-            return False
-        self._arenas.drop_tape()
-        self._status.phase, self._shared = Phase.PLANNING, None
-        self.make(job, 0)
-        return True
+            return None
+        self._shared = None
+        return job
 
     def take_made(self) -> PlanJob | None:
         """At a boundary: the job, if it is done; once it is waited for."""
         job = self.job
-        if self._status.phase is not Phase.PLANNING or job is None:
+        if job is None:
             return None
         wait, self._wait_seconds = self._wait_seconds, 0.0
         if not job.done.wait(wait):
-            self._state.record.ask_at_boundary = 1
+            self._state.triggers.at_boundary()
             return None
         self.job = None
         return job
-
-    def outlasts(self, refusal: Refusal, job: PlanJob) -> bool:
-        """Whether the plan that was made and refused, or another of its ring, is to be tried at a later boundary."""
-        if refusal.for_now:
-            self.job = job  # the tape is followed on, and the boundary after the next mark tries again
-        elif refusal.lacks_room and job.may_share:
-            self.make(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with handovers
-        else:
-            return False
-        return True

@@ -32,7 +32,8 @@ def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bo
         return False
     _serve_on(arenas, memory, tape, 0, anew=True)
     arenas.memory.paging.gather()
-    arenas.state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
+    arenas.state.write(expected_peak=expected_bytes, memory_is_short=0)
+    arenas.state.triggers.at_boundary()
     return True
 
 
@@ -51,14 +52,16 @@ def move(arenas: "Arenas") -> bool:
     followed = {name: int(getattr(record, name)) for name in (*names, "excess_misses", "bad_passes")}
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
-        state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
+        state.write(mode=constants.MODE_REPLAY)
+        state.triggers.after_misses(ask_after)
         return False
     _serve_on(arenas, memory, tape, cursor, anew=False)
     state.arena.tape.lifespans[:] = learnt
     state.arena.begin_step(begin, end, cursor)
     for index, place in enumerate(strands):
         state.arena.begin_strand_step(index, *place)
-    state.write(ask_after_misses=ask_after, **followed)
+    state.write(**followed)
+    state.triggers.after_misses(ask_after)
     return True
 
 
@@ -76,4 +79,4 @@ def back(arenas: "Arenas", position: int) -> None:
     if arenas.arena is not None and arenas.memory.source.paged:
         arenas.memory.paging.back(position)
     if record.ask_at_step:  # passes are counted in which pages move
-        record.ask_at_boundary = max(record.ask_at_boundary, 1)
+        arenas.state.triggers.at_boundary()

@@ -22,18 +22,18 @@ class Probation:
     def begin(self) -> None:
         """The plan in force, of a ring that was found without marks, is to be judged."""
         record = self._state.record
-        record.doubt_at = record.total.num_allocs + _PASSES * (record.ring_end - record.ring_start)
+        self._state.triggers.after_requests(_PASSES * (record.ring_end - record.ring_start))
         self.went_on = False
         if not self._status.settings.keep_recording:
             self.is_on = True
             self._recording.begin_beside()
-            record.ask_at_boundary = 1
+            self._state.triggers.at_boundary()
 
     def go_on(self) -> None:
         """What was recorded does not show yet what the program repeats: a quarter more of it may."""
-        record = self._state.record
-        record.doubt_at = record.total.num_allocs + record.num_sizable // 4
-        record.ask_at_boundary, self.went_on = 1, True
+        self._state.triggers.after_requests(self._state.record.num_sizable // 4)
+        self._state.triggers.at_boundary()
+        self.went_on = True
 
     @property
     def is_over(self) -> bool:

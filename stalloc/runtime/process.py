@@ -82,7 +82,7 @@ class Runtime:
                     f"the plan is for device {plan.device}, but there are {len(self.controllers)} devices: "
                     "make it from a trace of this machine's devices."
                 )
-            self.controllers[plan.device].serving.use(plan)
+            self.controllers[plan.device].use(plan)
         self.pid = os.getpid()
         #: makes room at marks: (device, bytes that were lacking, whether less is of use too); None: nothing may move
         self.room_maker: Callable[[int, int, bool], None] | None = None
@@ -151,7 +151,7 @@ class Runtime:
                 continue
             controller = self.controllers[plan.device]
             try:
-                controller.serving.use(plan)
+                controller.use(plan)
             except Exception as error:
                 if not isinstance(error, PlanError) and not driver_status(error):  # this run may not use that device
                     raise
@@ -243,13 +243,13 @@ class Runtime:
         """Let `room_maker` move what lives at marks of steps when memory was short; None: no longer."""
         self.room_maker = room_maker
         for controller in self.controllers:
-            controller.serving.may_move = room_maker is not None
+            controller.may_move = room_maker is not None
             controller.shortage.take_lacking()
 
     def expect_marks(self, devices: Collection[int]) -> None:
         """The program will mark its steps on these devices: look for them at the marks only."""
         for index in devices:
-            self.controllers[index].watching.expects_marks = True
+            self.controllers[index].expects_marks = True
 
     def expect_lasting(self, devices: Collection[int]) -> None:
         """What is allocated on these devices up to the next mark of a step is meant to last."""

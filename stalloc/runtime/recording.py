@@ -67,7 +67,8 @@ class Recording:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
         self.begin_beside()
         began = self._state.record.total.num_allocs == 0
-        self._state.write(allocating_persistent=int(lasting), check_at=_FIRST_LOOK if began else SHORT_RECORD)
+        self._state.write(allocating_persistent=int(lasting))
+        self._state.triggers.at_recorded(_FIRST_LOOK if began else SHORT_RECORD)
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""
@@ -92,7 +93,8 @@ class Recording:
 
     def end(self, settings: "Settings", *, goes_on: bool = False) -> None:
         """Nobody looks for steps from here on; the record ends unless the program keeps one, or it `goes_on`."""
-        self._state.write(allocating_persistent=0, recording=int(settings.keep_recording or goes_on), check_at=0)
+        self._state.write(allocating_persistent=0, recording=int(settings.keep_recording or goes_on))
+        self._state.triggers.at_recorded(0)
         if settings.keep_recording:
             self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
 
@@ -116,7 +118,7 @@ class Recording:
             self.step_times_ns.append(time.monotonic_ns())
             before, self._allocs_before = self._allocs_before, self._state.record.total.num_allocs
             self.longest_step = max(self.longest_step, self._allocs_before - before if before >= 0 else 0)
-            self._state.record.doubt_at = self._allocs_before + self.overdue_requests
+            self._state.triggers.after_requests(self.overdue_requests)
         if self._state.record.recording or not self.marks:
             self.marks.append((self._state.record.num_events, kind, name))
             if kind == MARK_STEP:

@@ -134,5 +134,5 @@ class Shortage:
         with self._memory.lock:
             lacking, self._memory.lacking_bytes = self._memory.lacking_bytes, 0
             if self._lacks_arena and self._status.phase is Phase.PLANNING:
-                self._state.record.ask_at_boundary = 1
+                self._state.triggers.at_boundary()
             return lacking, self._lacks_arena

@@ -108,7 +108,7 @@ _LONG = 50  # marked steps after which a plan is hardly to come any more
 def _phase(controller: "Controller", num_marks: int) -> str:
     """What the device is at; watching that has gone on for long without a plan is no longer called so."""
     phase = controller.status.phase
-    if phase is Phase.OBSERVING and (controller.watching.settled or num_marks >= _LONG):
+    if phase is Phase.OBSERVING and (controller.is_settled or num_marks >= _LONG):
         return _SETTLED
     return phase.value
 

@@ -118,6 +118,11 @@ class Tidying:
             least_bytes, _PAGES_EACH * self._state.num_displaced * constants.GRANULE
         )
 
+    @property
+    def are_many_displaced(self) -> bool:
+        """Whether many requests of this pass were served elsewhere than where they have their place."""
+        return self._state.num_displaced >= constants.MANY_DISPLACED
+
     def moves_in_pass(self) -> bool:
         """Whether many requests of a pass were displaced, at an entry in it, so that the arena is moved right away.
 
@@ -126,13 +131,13 @@ class Tidying:
         is asked for in any case.
         """
         record = self._state.record
-        if record.cursor == record.ring_start or self._state.num_displaced < constants.MANY_DISPLACED:
+        if record.cursor == record.ring_start or not self.are_many_displaced:
             return False
         is_astray = record.excess_misses > 2 * (record.ring_end - record.ring_start)  # more than two passes of it
         stays = is_astray or record.has_handovers or record.num_strands or self._arenas.memory.paging.fills_device()
         if not stays and self._moves_out_of_the_way():
             self._state.write(conflicts_before=record.conflicts - record.step_unplanned)  # none is displaced since
-        self._state.write(ask_at_boundary=1)
+        self._state.triggers.at_boundary()
         return True
 
     def settle(self) -> None:

@@ -118,7 +118,7 @@ def _put_in_force(controller: Controller, plan: Plan, tape: Tape, way: str, file
         if not fits(plan, claimed):
             raise StallocError("bad-rank: the plan does not fit the tape.")
         admitted = admit([plan], ring_only=True)
-        controller.serving.put_in_force(admitted, plan)
+        controller.put_in_force(admitted, plan)
         return
     save_plans(file, [plan])
     with contextlib.redirect_stderr(io.StringIO()) as said:  # of kept plans that are ignored
@@ -126,7 +126,7 @@ def _put_in_force(controller: Controller, plan: Plan, tape: Tape, way: str, file
     assert said.getvalue().count("\n") == (not plans), said.getvalue()
     if not plans:
         raise StallocError("bad-file: the kept plan is ignored.")
-    controller.serving.use(plans[0])
+    controller.use(plans[0])
 
 
 def _change(plan: Plan, rng: np.random.Generator) -> Plan:

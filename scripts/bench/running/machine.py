@@ -64,7 +64,7 @@ class Machine:
         self.controller = make_controller(
             capacity_bytes, settings or Settings(plan_wait_seconds=1e6, max_effort=math.inf)
         )
-        self.controller.watching.expects_marks = marked
+        self.controller.expects_marks = marked
         self.state = self.controller.state
         self.marked = marked
         for size in (standing if standing is not None else np.zeros(0, np.int64)).tolist():

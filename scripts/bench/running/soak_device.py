@@ -148,8 +148,8 @@ class Soak:
         with controller.lock:
             controller.steady.end()  # as whoever enters Python
             if controller.status.phase is not Phase.PLANNED:
-                controller.serving.note_observed()
-            if controller.serving.put_in_force(tape):
+                controller.note_observed()
+            if controller.put_in_force(tape):
                 self._note("plans put in force")
             else:
                 controller.rest("the arena does not fit")
