@@ -38,18 +38,52 @@ def test_what_the_driver_says_is_kept_call_by_call(tmp_path):
     assert {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"} <= set(timed[0]["median_us"])
 
 
+LOST = "700 (CUDA_ERROR_ILLEGAL_ADDRESS)"
+#: what is told to fail: the part that names it, and how its sentence begins
 FAULTS = {
     "cuInit:3": ("driver", "cuInit says 3 (CUDA_ERROR_NOT_INITIALIZED)"),
+    "device1:busy": ("driver", "cuDevicePrimaryCtxRetain says 46 (CUDA_ERROR_DEVICE_UNAVAILABLE): device 1"),
+    "device0:999": ("driver", "cuDevicePrimaryCtxRetain says 999 (CUDA_ERROR_UNKNOWN): device 0"),
+    "attribute20:2": ("driver", "device 0 is in compute mode prohibited"),
+    "attribute102:none": ("pages", "memory by pages is not offered by the driver"),
+    "memory:none": ("pages", "cuMemGetInfo tells 0 of "),
+    "range:2": ("pages", "cuMemAddressReserve says 2 (CUDA_ERROR_OUT_OF_MEMORY): "),
     "cuMemSetAccess:801": ("pages", "cuMemSetAccess says 801 (CUDA_ERROR_NOT_SUPPORTED): 2 MiB alone"),
+    "cuMemSetAccess:999@20": ("pages", "cuMemSetAccess says 999 (CUDA_ERROR_UNKNOWN): 2 MiB for network cards"),
     "cuMemCreate:2@7": ("pages", "cuMemCreate says 2 (CUDA_ERROR_OUT_OF_MEMORY): 16 MiB alone"),
     "cuMemCreate:999@40": ("pages", "cuMemCreate says 999 (CUDA_ERROR_UNKNOWN)"),
-    "cuMemAddressReserve:1": ("pages", "cuMemAddressReserve says 1 (CUDA_ERROR_INVALID_VALUE): 2 MiB alone"),
-    "device1:busy": ("driver", "cuDevicePrimaryCtxRetain says 46 (CUDA_ERROR_DEVICE_UNAVAILABLE): device 1"),
+    "cuMemMap:1": ("pages", "cuMemMap says 1 (CUDA_ERROR_INVALID_VALUE): 2 MiB alone"),
+    "cuMemUnmap:1@3+": ("pages", "cuMemUnmap says 1 (CUDA_ERROR_INVALID_VALUE): 2 MiB alone"),
+    "cuMemRelease:999": ("pages", "cuMemRelease says 999 (CUDA_ERROR_UNKNOWN): 2 MiB alone"),
+    "cuMemAddressFree:1": ("pages", "cuMemAddressFree says 1 (CUDA_ERROR_INVALID_VALUE): "),
+    "cuMemAddressReserve:1": ("pages", "cuMemAddressReserve says 1 (CUDA_ERROR_INVALID_VALUE): "),
     "peer1:refused": ("pages", "cuMemSetAccess says 801 (CUDA_ERROR_NOT_SUPPORTED): 2 MiB for peers"),
     "rdma:refused": ("pages", "cuMemCreate says 801 (CUDA_ERROR_NOT_SUPPORTED): 2 MiB for network cards"),
     "export:refused": ("pages", "cuMemCreate says 801 (CUDA_ERROR_NOT_SUPPORTED): 2 MiB for other processes"),
+    "cudaMemcpy:214@2": ("pages", "cuMemcpyDtoH_v2 says 214 (CUDA_ERROR_ECC_UNCORRECTABLE): 2 MiB alone"),
+    "cudaGetDeviceCount:35": ("runtime", "cudaGetDeviceCount says 35 (cudaErrorInsufficientDriver"),
+    "cudaMalloc:2": ("runtime", "cudaMalloc says 2 (cudaErrorMemoryAllocation"),
+    "cudaHostAlloc:2": ("runtime", "cudaHostAlloc says 2 (cudaErrorMemoryAllocation"),
+    "cudaStreamCreate:999": ("runtime", "cudaStreamCreateWithFlags says 999 (cudaErrorUnknown"),
+    "cudaEventCreate:999": ("runtime", "cudaEventCreate says 999 (cudaErrorUnknown"),
+    "cuEventQuery:999": ("runtime", "cuEventQuery says 999 (CUDA_ERROR_UNKNOWN)"),
+    "cuEventRecord:999": ("runtime", "cuEventRecord says 999 (CUDA_ERROR_UNKNOWN)"),
+    "cuStreamWaitEvent:999": ("runtime", "cuStreamWaitEvent says 999 (CUDA_ERROR_UNKNOWN)"),
+    "cuStreamIsCapturing:999": ("runtime", "cuStreamIsCapturing says 999 (CUDA_ERROR_UNKNOWN)"),
+    "cuCtxSynchronize:700": ("runtime", f"cuCtxSynchronize says {LOST}"),
     "cudaDeviceSynchronize:700": ("runtime", "cudaDeviceSynchronize says 700 (cudaErrorIllegalAddress"),
+    "cuModuleLoadData:209": ("runtime", "cupy_backends.cuda.api.driver.CUDADriverError: "),
+    "cuLaunchKernel:719": ("runtime", "cupy_backends.cuda.api.driver.CUDADriverError: CUDA_ERROR_LAUNCH_FAILED"),
 }
+
+
+@pytest.mark.parametrize("fault", ["device1:busy", "cuMemMap:1", "cuCtxSynchronize:700"])
+def test_a_fault_is_named_by_the_part_that_asks_for_it(tmp_path, fault):
+    part, sentence = FAULTS[fault]
+    code, printed, found = checked(tmp_path, "--only", part, fault=fault)
+    assert code == 1
+    assert found["first_failure"].startswith(f"{part}: {sentence}")
+    assert f"FIRST FAILURE  {found['first_failure']}" in printed
 
 
 @pytest.mark.slow
@@ -61,6 +95,24 @@ def test_each_fault_is_named_first_and_the_other_parts_run(tmp_path, fault):
     assert found["first_failure"].startswith(f"{part}: {sentence}")
     assert f"FIRST FAILURE  {found['first_failure']}" in printed
     assert list(found["parts"]) == ASKED
+
+
+def test_devices_that_do_not_reach_each_other_are_noted(tmp_path):
+    code, printed, found = checked(tmp_path, "--only", "pages", fault="peers:none")
+    assert code == 0, printed
+    assert {"told": "no other device reaches device 0"} in found["parts"]["pages"]["notes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["cuMemMap:hang@9", "cudaDeviceSynchronize:700@9", "cuMemSetAccess:801"])
+def test_under_a_fault_each_part_has_its_turn_within_ten_minutes(tmp_path, fault):
+    code, printed, found = checked(tmp_path, fault=fault)
+    assert code == 1
+    assert found["seconds"] < 600
+    assert found["left_out"] == []
+    failed = {name: entry for name, entry in found["parts"].items() if not entry["passed"]}
+    assert next(iter(failed)) in found["first_failure"]
+    assert all("exit code" not in entry["failure"] for entry in failed.values()), printed
 
 
 @pytest.mark.slow

@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from part import check, note, step, use_device
+from part import IS_REAL, check, note, step, use_device
 
 MIB = 1 << 20
+MODE, PROHIBITED = "compute mode (0: shared, 3: one process)", 2
+BY_PAGES = 102
 ATTRIBUTES = {
-    "compute mode (0: shared, 3: one process)": 20, "memory by pages": 102, "exported as file descriptors": 103,
+    MODE: 20, "memory by pages": BY_PAGES, "exported as file descriptors": 103,
     "RDMA with it": 110, "memory pools": 115, "capability major": 75, "capability minor": 76,
 }  # fmt: skip
 
@@ -61,9 +63,13 @@ class Driver:
         if status:
             number = len(self.times_us[function])
             sentence = f"{function} says {self.name(status)}{f': {about}' if about else ''}, call {number}"
-            self.failures.append(sentence)
-            note(failed=sentence)
+            self.fails(sentence)
         return status == 0
+
+    def fails(self, sentence: str) -> None:
+        """Keep something that is wrong."""
+        self.failures.append(sentence)
+        note(failed=sentence)
 
     def integer(self, function: str, *arguments: Any, about: str = "") -> int:
         """A function that writes an int first."""
@@ -100,6 +106,8 @@ def driver() -> None:
             facts = {text: own.integer("cuDeviceGetAttribute", number, device) for text, number in ATTRIBUTES.items()}
             peers = [peer for peer in range(count) if peer != index and _reaches(own, device, peer)]
             note(device=index, name=name.value.decode(), total_bytes=total.value, peers=peers, **facts)
+            if facts[MODE] == PROHIBITED:
+                own.fails(f"device {index} is in compute mode prohibited (attribute 20 is 2): nvidia-smi -c 0 ends it")
         for index in range(count):
             context = ctypes.c_void_p()
             if own.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), index, about=f"device {index}"):
@@ -117,6 +125,13 @@ def pages() -> None:
     context = ctypes.c_void_p()
     if own.call("cuInit", 0) and own.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0, about="device 0"):
         own.call("cuCtxSetCurrent", context)
+        if own.integer("cuDeviceGetAttribute", BY_PAGES, 0) == 0:
+            own.fails("memory by pages is not offered by the driver (attribute 102 is 0): stalloc takes blocks")
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        own.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        note(free_bytes=free.value, total_bytes=total.value)
+        if free.value < 64 * MIB:
+            own.fails(f"cuMemGetInfo tells {free.value} of {total.value} bytes free: somebody else has the memory")
         peers = [one for one in range(1, own.integer("cuDeviceGetCount")) if _reaches(own, one, 0)]
         rdma = own.integer("cuDeviceGetAttribute", 110, 0) == 1
         exported = own.integer("cuDeviceGetAttribute", 103, 0) == 1
@@ -127,14 +142,25 @@ def pages() -> None:
         }
         if peers:
             ways["for peers"] = {"peers": peers}
+        elif not own.failures:
+            note(told="no other device reaches device 0")
         for way, is_offered in (("for network cards", rdma), ("for other processes", exported)):
             if not is_offered:
                 note(told=f"memory by pages {way} is not offered by the driver")
                 del ways[way]
+        _reserves_twice(own, total.value)
         for way, what in ways.items():
             for mib in (2, 16, 64):
                 _one_size(own, mib * MIB, f"{mib} MiB {way}", **what)
     own.check()
+
+
+def _reserves_twice(own: Driver, total_bytes: int) -> None:
+    """Addresses for twice the device's memory, as stalloc wants them."""
+    address, length, none = ctypes.c_uint64(), ctypes.c_size_t(total_bytes // MIB * MIB * 2), ctypes.c_uint64(0)
+    about = f"{length.value} bytes of addresses"
+    if own.call("cuMemAddressReserve", ctypes.byref(address), length, none, none, none, about=about):
+        own.call("cuMemAddressFree", address, length, about=about)
 
 
 def _one_size(own: Driver, size: int, about: str, rdma: int = 0, export: int = 0, peers: Sequence[int] = ()) -> None:
@@ -164,7 +190,21 @@ def _keeps_bytes(own: Driver, address: int, size: int, about: str) -> None:
     if own.call("cuMemcpyHtoD_v2", at, written, ctypes.c_size_t(4096), about=about):
         own.call("cuMemcpyDtoH_v2", read, at, ctypes.c_size_t(4096), about=about)
         if read.raw != written.raw:
-            own.failures.append(f"{about}: what is written to mapped memory is not what is read there")
+            own.fails(f"{about}: what is written to mapped memory is not what is read there")
+
+
+def _orders_streams(event: int, stream: int) -> None:
+    """The calls that stalloc orders streams by, and asks what is done."""
+    own, handles = Driver(), (ctypes.c_void_p(event), ctypes.c_void_p(stream))
+    own.call("cuStreamIsCapturing", handles[1], ctypes.byref(ctypes.c_int()))
+    own.call("cuEventRecord", *handles)
+    own.call("cuStreamWaitEvent", handles[1], handles[0], 0)
+    mode = ctypes.c_int(2)  # relaxed: a query is allowed whatever is captured
+    for _ in range(2):
+        own.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    own.call("cuCtxSynchronize")
+    own.call("cuEventQuery", handles[0])
+    own.check()
 
 
 def runtime() -> None:
@@ -173,8 +213,7 @@ def runtime() -> None:
     with step("import cupy"):
         import cupy
     calls = cupy.cuda.runtime
-    with step("getDeviceCount"):
-        note(devices=calls.getDeviceCount(), runtime=calls.runtimeGetVersion(), cupy=cupy.__version__)
+    note(cupy=cupy.__version__)
     found: dict[str, Any] = {}
 
     def take(name: str, *arguments: Any) -> Any:
@@ -184,6 +223,7 @@ def runtime() -> None:
             except calls.CUDARuntimeError as error:
                 check(False, f"cuda{name[0].upper()}{name[1:]} says {error.status} ({error})")
 
+    note(devices=take("getDeviceCount"), runtime=take("runtimeGetVersion"))
     take("setDevice", 0)
     note(free_and_total=take("memGetInfo"))
     address, host = take("malloc", MIB), take("hostAlloc", MIB, 0)
@@ -194,10 +234,14 @@ def runtime() -> None:
     event = take("eventCreate")
     take("eventRecord", event, found["stream"])
     take("eventSynchronize", event)
+    _orders_streams(event, found["stream"])
     take("deviceSynchronize")
     read = ctypes.string_at(host, MIB)
     check(read == b"\x01" * MIB, "memset and a copy to the host give other bytes than were set")
     take("free", address)
+    with step("a kernel of CuPy"):
+        total = int((cupy.arange(5) + 1).sum())
+    check(total == 15 or not IS_REAL, "a kernel of CuPy gives another sum")
     take("freeHost", host)
 
 

@@ -74,7 +74,7 @@ def installed(**options: Any) -> Any:
 def check_paged(runtime: Any) -> None:
     """Fail where memory came in blocks, although nobody asked for that."""
     source = runtime.controllers[0].memory.source
-    check(source.paged and not source.refusal, source.refusal or "memory comes in blocks, not by pages: see stderr")
+    check(source.paged and not source.refusal, source.refusal or "memory comes in blocks, not by pages")
 
 
 def run_program(allocator: str, *program: str, **variables: str) -> tuple[str, dict[str, Any]]:

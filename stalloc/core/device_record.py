@@ -191,6 +191,9 @@ class State(Record):
     wait_event: int
     is_capturing: int
     query_event: int
+    exchange_mode: int
+    mode_of_asker: int  # how the thread that asks which uses are over heeds captures, while it does not
+    capture_is_untold: int  # Python, 1: private_kind is for a capture that nobody told of, and may be over
     num_waits: int  # of a stream for an event of another
 
     # blocks that several streams use

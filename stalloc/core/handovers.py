@@ -12,6 +12,7 @@ previous users, and its block keeps the arena and its tables in place.
 """
 
 from stalloc.compiled import inner, njit
+from stalloc.core.captured import is_captured
 from stalloc.core.cells import cells_empty
 from stalloc.core.constants import (
     DRIVER_STATUS,
@@ -22,8 +23,8 @@ from stalloc.core.constants import (
     UNMAPPED,
     UNRECORDED_USER,
 )
-from stalloc.core.intrinsics import address_of, call3, locked, unlock
-from stalloc.core.records import cell_at, entry_at, previous_user_at, segment_at, slot_at, status_of, stream_at
+from stalloc.core.intrinsics import call3, locked, unlock
+from stalloc.core.records import cell_at, entry_at, previous_user_at, segment_at, slot_at, stream_at
 from stalloc.core.slots import find_slot
 
 
@@ -42,10 +43,10 @@ def _stream_of(entry):
 def record_free(state, position):
     """Record an entry's event on its stream, without the lock: True if it holds what the stream was given so far."""
     entry = entry_at(state, position)
-    stream = stream_at(state, _stream_of(entry)).value
-    if not _is_handle(stream):
+    stream = _stream_of(entry)
+    if not _may_be_ordered(state, stream):
         return False
-    return call3(state.record_event, entry.event, stream, 0) & DRIVER_STATUS == 0
+    return call3(state.record_event, entry.event, stream_at(state, stream).value, 0) & DRIVER_STATUS == 0
 
 
 @inner()
@@ -82,7 +83,7 @@ def wait_for_users(state, position):
         user = previous_user_at(state, i).value
         if user == NO_PREVIOUS_USER or _using_stream(state, user) == stream:
             continue
-        if waits == 0 and not _may_wait(state, entry, stream):
+        if waits == 0 and not _may_be_ordered(state, stream):
             return -1
         if not _wait_for(state, entry, user, stream):
             return -1
@@ -94,14 +95,10 @@ def wait_for_users(state, position):
 
 
 @inner()
-def _may_wait(state, entry, stream):
-    """Whether the stream is not being captured into a graph, which may not depend on work outside."""
+def _may_be_ordered(state, stream):
+    """Whether a stream (index) is not being captured into a graph: what is outside of that may not depend on it."""
     handle = stream_at(state, stream).value
-    if not _is_handle(handle):
-        return False
-    entry.status = 0
-    status = call3(state.is_capturing, handle, address_of(status_of(entry)), 0) & DRIVER_STATUS
-    return status == 0 and entry.status & DRIVER_STATUS == 0
+    return _is_handle(handle) and not is_captured(state, handle)
 
 
 @inner()
@@ -110,8 +107,10 @@ def _wait_for(state, entry, user, stream):
     if user > NO_PREVIOUS_USER:
         event = entry_at(state, user).event
     else:
-        used_on = stream_at(state, UNRECORDED_USER - user).value
-        if not _is_handle(used_on) or call3(state.record_event, event, used_on, 0) & DRIVER_STATUS != 0:
+        used_on = UNRECORDED_USER - user
+        if not _may_be_ordered(state, used_on):
+            return False
+        if call3(state.record_event, event, stream_at(state, used_on).value, 0) & DRIVER_STATUS != 0:
             return False
     return call3(state.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
 

@@ -152,6 +152,20 @@ def call3(typingctx, function, a, b, c):
 
 
 @intrinsic
+def answer_of(typingctx, function, argument):
+    """What a function of the driver `CUresult f(argument, int *answer)` answers, or its status where that is not 0."""
+
+    def codegen(context, builder, signature, args):
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(int32, [_WORD, int32.as_pointer()])
+        answer = cgutils.alloca_once_value(builder, int32(0))
+        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1], answer])
+        return builder.zext(builder.or_(status, builder.load(answer)), _WORD)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
 def address_of(typingctx, record):
     """The address of a record."""
 

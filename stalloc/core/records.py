@@ -125,7 +125,7 @@ class TapeEntry(Record):
     slot: int  # row of the slot of its offset
     event: int  # of the driver; 0: none of its cells is another stream's
     hands_over: int  # 1: the event is to be recorded when it is freed
-    status: int  # where the driver writes
+    begins_line = True
 
 
 class Slot(Record):
@@ -268,5 +268,5 @@ word_at = row_at(Word)  # (address of words, which one)
 left_of = field_of("left", Word)
 right_of = field_of("right", Word)
 root_of = field_of("root", Word)
-status_of = field_of("status", Word)
+mode_of_asker = field_of("mode_of_asker", Word)
 owner_at = record_at(Owner)  # (address)

@@ -14,6 +14,7 @@ the cache: those that `State` names as read by every request, its counts, the en
 """
 
 from stalloc.compiled import cfunc, inner
+from stalloc.core.captured import is_captured
 from stalloc.core.constants import (
     ACTION_ALLOC,
     ACTION_OOM,
@@ -25,6 +26,8 @@ from stalloc.core.constants import (
     FULL_STREAMS,
     GOT_PAGES,
     HEAP_ONLY,
+    IN_CAPTURE,
+    IS_LENT,
     LITTLE,
     MAX_REQUEST,
     MODE_HEAP,
@@ -76,6 +79,10 @@ def malloc(device, requested, handle):
         if outcome.address != 0:
             _count(state, stream, outcome.address, size, requested)
             unlock(state)
+            if handle != 0 and stage == FIRST_TRY and _is_captured(state, handle, outcome):
+                _give_up(state, outcome.address)
+                stage = _ask(state, IN_CAPTURE, 0, size, stage)
+                continue
             if state.has_handovers == 0 or _secure(state, outcome.address):
                 return outcome.address
             stage = HEAP_ONLY
@@ -121,6 +128,8 @@ def _try(state, stream, size, requested, stage, position):
         elif stage == FIRST_TRY and state.num_sizable >= state.check_at > 0:
             state.check_at = 0
             return Outcome(0, CHECK, 0)
+    if stage == FIRST_TRY and state.capture_is_untold != 0:
+        return Outcome(0, IN_CAPTURE, 0)
     return heap_allocate(state, stream, size, requested, stage)
 
 
@@ -141,7 +150,7 @@ def _serve_unplanned(state, stream, size, requested):
     address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
         state.num_lent += 1
-        return Outcome(address, 0, 0)
+        return Outcome(address, IS_LENT, 0)
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
@@ -151,7 +160,7 @@ def _serve_unplanned(state, stream, size, requested):
         address = lend(state, stream, size, requested, row, True)
         if address != 0:
             state.num_lent += 1
-            return Outcome(address, 0, 0)
+            return Outcome(address, IS_LENT, 0)
     return outcome
 
 
@@ -162,7 +171,7 @@ def _ask(state, reason, subject, size, stage):
     helped = polls and free_those_over(state)
     if not helped:
         helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
-    if reason in (AT_BOUNDARY, POLL, CHECK):
+    if reason in (AT_BOUNDARY, POLL, CHECK, IN_CAPTURE):
         return ASKED  # the tape has not moved yet
     if reason == POLL_FOR_PLACE:
         return POLLED
@@ -180,15 +189,35 @@ def _secure(state, address):
     waits = wait_for_users(state, slot_at(state, slot).entry) if slot >= 0 else 0
     if waits == 0:
         return True
+    if waits < 0:
+        _give_up(state, address)
+        return False
     lock(state)
-    if waits > 0:
-        state.num_waits += waits
-    else:
-        state.conflicts += 1
-        slot, block = find_block(state, address)
-        release(state, address, slot, block)
+    state.num_waits += waits
     unlock(state)
-    return waits > 0
+    return True
+
+
+@inner()
+def _is_captured(state, handle, outcome):
+    """Whether what was served may be for a graph that is captured, of which nobody has told.
+
+    The driver is asked where the plan does not serve, and at the first request of each pass where it does.
+    """
+    if state.private_kind != 0:
+        return False
+    is_planned = outcome.reason != IS_LENT and in_arena(state, outcome.address)
+    return (not is_planned or state.cursor == state.ring_start + 1) and is_captured(state, handle)
+
+
+@inner()
+def _give_up(state, address):
+    """Take back what was just served, since its stream may not use it."""
+    lock(state)
+    state.conflicts += in_arena(state, address)
+    slot, block = find_block(state, address)
+    release(state, address, slot, block)
+    unlock(state)
 
 
 @inner()

@@ -7,6 +7,7 @@ thread at a time asks which uses are over, and it alone takes blocks out of the 
 """
 
 from stalloc.compiled import BORROWING, inner, njit
+from stalloc.core.captured import is_captured, relax, restore
 from stalloc.core.constants import (
     BLOCK_SHARED,
     DRIVER_STATUS,
@@ -110,7 +111,9 @@ def record_uses(state, first):
 
 @inner()
 def _record(state, use):
-    return state.record_event != 0 and call3(state.record_event, use.event, use.stream, 0) & DRIVER_STATUS == 0
+    if state.record_event == 0 or is_captured(state, use.stream):
+        return False
+    return call3(state.record_event, use.event, use.stream, 0) & DRIVER_STATUS == 0
 
 
 @inner()
@@ -141,6 +144,9 @@ def ask_uses(state, before):
     lock(state)
     first = state.first_freed_use
     unlock(state)
+    if first == 0:
+        return True
+    relax(state)
     while first != 0:
         row = first
         while row != 0:
@@ -155,6 +161,7 @@ def ask_uses(state, before):
         lock(state)
         first = stream_use_at(state, first).next_freed
         unlock(state)
+    restore(state)
     return knew
 
 

@@ -128,7 +128,7 @@ def active() -> Kind | None:
 def devices() -> list[Device]:
     """The devices of this process, in the order of their index; imports CuPy.
 
-    Raises SetupError before `activate` and if CuPy is not installed.
+    Raises SetupError before `activate`, if CuPy is not installed, and if CUDA says no.
     """
     if _active is None:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
@@ -137,7 +137,14 @@ def devices() -> list[Device]:
     import cupy
 
     runtime, found = cupy.cuda.runtime, []
-    for index in range(runtime.getDeviceCount()):
+    try:
+        num_devices = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise SetupError(
+            f"CUDA names no devices to CuPy ({error}): see whether nvidia-smi answers, and whether its CUDA version is "
+            "not below that of this CuPy."
+        ) from error
+    for index in range(num_devices):
         properties = runtime.getDeviceProperties(index)
         capability = (int(properties["major"]), int(properties["minor"]))
         name, total = properties["name"].decode(), int(properties["totalGlobalMem"])

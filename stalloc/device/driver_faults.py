@@ -4,8 +4,11 @@
 
 Each entry is NAME:STATUS, with @N for the N-th call alone and @N+ for all from there on. NAME is a function of the
 driver or the runtime, `deviceN` (no context can be made on it), `peerN` (no other device may map its memory for it),
-`rdma` or `export` (memory that network cards, or other processes, may reach is refused). STATUS is a number of CUDA's,
-or `busy` (46), `refused` (801), or `hang`: the call does not return.
+`rdma` or `export` (memory that network cards, or other processes, may reach is refused), or `range` (addresses for more
+than 1 GiB are). STATUS is a number of CUDA's, or `busy` (46), `refused` (801), or `hang`: the call does not return.
+After 214 and most from 700 on the context is lost, as on a GPU: every later call that uses it says the same.
+What the driver answers is changed by NAME:NUMBER or NAME:none: `attributeN` of a device, `peers` (whether devices reach
+each other), `memory` (what is free, in MiB).
 """
 
 import ctypes
@@ -15,7 +18,7 @@ from stalloc.errors import BadInputError
 
 VARIABLE = "STALLOC_VIRTUAL_FAULTS"
 _ENTRY = re.compile(r"([A-Za-z]\w{0,30}):(?:([0-9]{1,4})|([a-z]+))(?:@([1-9][0-9]{0,8})(\+?))?", re.ASCII)
-_WORDS = {"busy": 46, "refused": 801, "hang": 1 << 20}
+_WORDS = {"busy": 46, "refused": 801, "hang": 1 << 20, "none": 1 << 21}
 _ALWAYS = (1 << 64) - 1
 
 

@@ -17,6 +17,7 @@ class Ordering:
     wait_event: int  #: (stream, event, flags)
     is_capturing: int  #: (stream, address of an int: not 0 while the stream is captured into a graph)
     query_event: int  #: (event): 600 as long as what came before it is not done
+    exchange_mode: int  #: (address of an int): how this thread heeds captures, for how it did
 
 
 @cache
@@ -24,7 +25,10 @@ def ordering() -> Ordering | None:
     """The functions of the driver that this process uses; None where there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        functions = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuStreamIsCapturing, driver.cuEventQuery
+        functions = (
+            *(driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuStreamIsCapturing, driver.cuEventQuery),
+            driver.cuThreadExchangeStreamCaptureMode,
+        )
     except (OSError, AttributeError):
         return None
     return Ordering(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))

@@ -8,7 +8,6 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -70,13 +69,11 @@ bool context_made(int device) {
 }
 
 int context_make(int device) {
-    if (context_made(device)) return SUCCESS;
+    if (context_made(device)) return context_lost();
     devices_initialise();
     if (gpu.num_devices == 0) return NO_DEVICE;
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
-    char name[16];
-    snprintf(name, sizeof name, "device%d", device_on_machine(device));
-    int status = fault_of(name);
+    int status = fault_of_number("device", device_on_machine(device));
     if (status == SUCCESS) atomic_fetch_or(&contexts, 1ULL << device);
     return status;
 }

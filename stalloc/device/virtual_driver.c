@@ -31,6 +31,7 @@ static const struct {
     {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
     {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"},
     {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
     {304, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
@@ -88,7 +89,7 @@ Result cuDeviceGetUuid(char *uuid, int device) {
 Result cuDeviceGetUuid_v2(char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 
 Result cuDeviceCanAccessPeer(int *can, int device, int peer) {
-    *can = device != peer;
+    if (!fault_answers(fault_of("peers"), can)) *can = device != peer;
     return SUCCESS;
 }
 
@@ -142,6 +143,7 @@ Result cuCtxCreate_v2(Handle *context) { return cuCtxCreate(context); }
 Result cuCtxDestroy_v2(Handle context) { return SUCCESS; }
 Result cuCtxDestroy(Handle context) { return cuCtxDestroy_v2(context); }
 Result cuCtxSynchronize(void) {
+    MAY_FAIL(cuCtxSynchronize);
     count(COUNT_DEVICE_WAIT);
     if (order_forbids_on_device("cuCtxSynchronize")) return STREAM_CAPTURE_UNSUPPORTED;
     pools_wait();
@@ -155,19 +157,23 @@ Result cuCtxGetLimit(size_t *value, int limit) {
 Result cuCtxSetLimit(int limit, size_t value) { return SUCCESS; }
 Result cuStreamGetCtx(Handle stream, Handle *context) { return cuCtxGetCurrent(context); }
 Result cuEventRecord(Handle event, Handle stream) {
+    MAY_FAIL(cuEventRecord);
     count(COUNT_RECORD);
     return event_record(event, stream);
 }
 Result cuEventQuery(Handle event) {
+    MAY_FAIL(cuEventQuery);
     return order_forbids_on("cuEventQuery", event_capture(event)) ? STREAM_CAPTURE_UNSUPPORTED : event_query(event);
 }
 Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+    MAY_FAIL(cuStreamWaitEvent);
     count(COUNT_WAIT);
     if (order_forbids_wait(stream, event_capture(event))) return STREAM_CAPTURE_ISOLATION;
     stream_wait(stream, event);
     return SUCCESS;
 }
 Result cuStreamIsCapturing(Handle stream, int *status) {
+    MAY_FAIL(cuStreamIsCapturing);
     *status = capture_id(stream) != 0;
     return SUCCESS;
 }
@@ -195,8 +201,9 @@ Result cuMemFree_v2(Address address) {
     return result;
 }
 Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
+    MAY_FAIL(cudaMemGetInfo);
     *total_bytes = gpu.total_bytes;
-    *free_bytes = gpu.total_bytes - memory_used_bytes(current_device);
+    *free_bytes = memory_free_bytes(current_device);
     return SUCCESS;
 }
 Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
@@ -207,11 +214,13 @@ Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
     return SUCCESS;
 }
 Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size) {
+    MAY_FAIL(cudaMemcpy);
     order_copy(NULL, (void *)to, from, size, true);
     memory_copy((void *)to, from, size);
     return SUCCESS;
 }
 Result cuMemcpyDtoH_v2(void *to, Address from, size_t size) {
+    MAY_FAIL(cudaMemcpy);
     order_copy(NULL, to, (void *)from, size, true);
     memory_copy(to, (void *)from, size);
     return SUCCESS;
@@ -267,10 +276,12 @@ Result cuPointerGetAttribute(void *value, int attribute, Address address) {
 }
 
 Result cuModuleLoad(Handle *module, const char *path) {
+    MAY_FAIL(cuModuleLoadData);
     *module = new_handle();
     return SUCCESS;
 }
 Result cuModuleLoadData(Handle *module, const void *image) {
+    MAY_FAIL(cuModuleLoadData);
     *module = new_handle();
     kernels_loaded(*module, image);
     return SUCCESS;
@@ -300,6 +311,7 @@ Result cuLibraryGetKernel(Handle *kernel) {
 }
 Result cuLaunchKernel(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                       unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream, void **parameters) {
+    MAY_FAIL(cuLaunchKernel);
     count(COUNT_LAUNCH);
     kernel_launched(function, stream, parameters);
     return SUCCESS;

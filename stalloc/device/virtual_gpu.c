@@ -71,6 +71,7 @@ void *find_function(const char *name) {
 // is as in the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 int device_attribute(int *value, int attribute, int device) {
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
+    if (fault_answers(fault_of_number("attribute", attribute), value)) return SUCCESS;
     int capability = 10 * gpu.major + gpu.minor;
     bool small_core = capability == 75 || capability == 86 || capability == 89 || capability == 120;
     int shared_optin = capability >= 120                      ? 101376

@@ -100,15 +100,23 @@ int context_make(int device); // SUCCESS, or what the driver says of a device th
 
 // What a call is to fail with now; SUCCESS unless that was asked for.
 int fault_of(const char *name);
+int fault_of_number(const char *what, int number); // of "device", "peer" or "attribute"
+enum { ANSWER_NONE = 1 << 21 };
+bool fault_answers(int answer, int *value); // whether a fault is an answer other than the true one
+int context_lost(void); // the status of an error that a process does not recover from; SUCCESS: there was none
+static inline int status_of_call(const char *name) {
+    int status = context_lost();
+    return status != SUCCESS ? status : fault_of(name);
+}
 #define MAY_FAIL(call)                              \
     do {                                            \
-        int its_fault = fault_of(#call);            \
+        int its_fault = status_of_call(#call);      \
         if (its_fault != SUCCESS) return its_fault; \
     } while (0)
 // The same at the head of a function of the runtime, and for one that needs the current device, hence its context.
 #define RUNTIME_MAY_FAIL(call)                              \
     do {                                                    \
-        int its_fault = fault_of(#call);                    \
+        int its_fault = status_of_call(#call);              \
         if (its_fault != SUCCESS) return failed(its_fault); \
     } while (0)
 #define NEEDS_CONTEXT()                               \
@@ -124,6 +132,7 @@ bool memory_find(const void *address, Block *found); // the block that holds `ad
 bool memory_is_address(const void *address);         // whether it can be memory of a device, or was
 void *memory_start(const Block *block);
 size_t memory_used_bytes(int device);
+size_t memory_free_bytes(int device); // as the driver tells it
 bool memory_charge(int device, size_t size_bytes); // false when the device has too little left
 void memory_refund(int device, size_t size_bytes);
 void memory_drop_pages(void *address, size_t size_bytes);

@@ -4,7 +4,6 @@
 #include "virtual_order.h"
 
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -50,11 +49,13 @@ Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int 
 }
 Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
     MAY_FAIL(cuMemAddressReserve);
+    if (size > (size_t)1 << 30) MAY_FAIL(range);
     Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
     if (result == SUCCESS) order_addresses_reserved(*address, size);
     return result;
 }
 Result cuMemAddressFree(Address address, size_t size) {
+    MAY_FAIL(cuMemAddressFree);
     order_addresses_freed(address, size);
     return memory_free((void *)address);
 }
@@ -153,9 +154,8 @@ Result cuMemSetAccess(Address address, size_t size, const Access *list, size_t n
         Mapping *mapping = mapping_at(slot);
         int own = mapping ? mapping->physical->device : -1;
         for (size_t i = 0; i < num && slot == address; i++) {
-            char peer[16];
-            snprintf(peer, sizeof peer, "peer%d", device_on_machine(list[i].location_id));
-            if (list[i].location_id != own && result == SUCCESS) result = fault_of(peer);
+            int peer = list[i].location_id;
+            if (peer != own && result == SUCCESS) result = fault_of_number("peer", device_on_machine(peer));
         }
         if (mapping && result == SUCCESS) mapping->users |= users;
     }

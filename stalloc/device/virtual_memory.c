@@ -16,6 +16,11 @@
 static atomic_size_t used_bytes[MAX_DEVICES], peak_bytes[MAX_DEVICES];
 
 size_t memory_used_bytes(int device) { return device >= 0 && device < MAX_DEVICES ? used_bytes[device] : 0; }
+size_t memory_free_bytes(int device) {
+    int told;
+    if (fault_answers(fault_of("memory"), &told)) return (size_t)told << 20; // MiB
+    return gpu.total_bytes - memory_used_bytes(device);
+}
 
 bool memory_charge(int device, size_t size_bytes) {
     size_t now = atomic_fetch_add(&used_bytes[device], size_bytes) + size_bytes;

@@ -22,7 +22,7 @@ Error failed(Error error) {
 }
 
 Error cudaGetLastError(void) {
-    Error error = last_error;
+    Error error = context_lost() ? context_lost() : last_error;
     last_error = SUCCESS;
     return error;
 }
@@ -35,9 +35,11 @@ static const struct {
     {SUCCESS, "cudaSuccess", "no error"},
     {INVALID_VALUE, "cudaErrorInvalidValue", "invalid argument"},
     {OUT_OF_MEMORY, "cudaErrorMemoryAllocation", "out of memory"},
+    {35, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"},
     {46, "cudaErrorDevicesUnavailable", "CUDA-capable device(s) is/are busy or unavailable"},
     {NO_DEVICE, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {214, "cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"},
     {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
@@ -157,6 +159,7 @@ Error cudaDeviceGetAttribute(int *value, int attribute, int device) {
     return failed(device_attribute(value, attribute, device));
 }
 Error cudaGetDeviceCount(int *num) {
+    RUNTIME_MAY_FAIL(cudaGetDeviceCount);
     devices_initialise();
     *num = gpu.num_devices;
     return failed(*num ? SUCCESS : NO_DEVICE);
@@ -186,7 +189,7 @@ Error cudaDeviceSynchronize(void) {
 }
 Error cudaDeviceReset(void) { return SUCCESS; }
 Error cudaDeviceCanAccessPeer(int *can, int device, int peer) {
-    *can = device != peer;
+    if (!fault_answers(fault_of("peers"), can)) *can = device != peer;
     return SUCCESS;
 }
 Error cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return SUCCESS; }

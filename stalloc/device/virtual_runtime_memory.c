@@ -64,7 +64,7 @@ Error cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     NEEDS_CONTEXT();
     RUNTIME_MAY_FAIL(cudaMemGetInfo);
     *total_bytes = gpu.total_bytes;
-    *free_bytes = gpu.total_bytes - memory_used_bytes(current_device);
+    *free_bytes = memory_free_bytes(current_device);
     return SUCCESS;
 }
 
@@ -87,12 +87,14 @@ Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *addres
 
 Error cudaMemcpy(void *to, const void *from, size_t size, int kind) {
     NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaMemcpy);
     if (order_forbids("cudaMemcpy")) return failed(STREAM_CAPTURE_UNSUPPORTED);
     order_copy(NULL, to, from, size, kind != 3); // a copy on the device is not waited for
     memory_copy(to, from, size);
     return SUCCESS;
 }
 Error cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, Handle stream) {
+    RUNTIME_MAY_FAIL(cudaMemcpyAsync);
     order_copy(stream, to, from, size, false);
     memory_copy(to, from, size);
     return SUCCESS;

@@ -14,6 +14,7 @@ typedef struct {
 
 Error cudaStreamCreateWithFlags(Handle *stream, unsigned flags) {
     NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaStreamCreate);
     *stream = new_handle();
     order_stream_made(*stream, !(flags & 1)); // 1: cudaStreamNonBlocking
     return SUCCESS;
@@ -28,6 +29,7 @@ Error cudaStreamDestroy(Handle stream) {
 }
 Error cudaStreamSynchronize(Handle stream) {
     NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaStreamSynchronize);
     if (order_forbids_on("cudaStreamSynchronize", capture_id(stream))) return failed(STREAM_CAPTURE_UNSUPPORTED);
     pools_wait();
     order_host_waits_for_stream(stream);
@@ -68,6 +70,7 @@ Error cudaLaunchHostFunc(Handle stream, void (*function)(void *), void *data) {
 }
 Error cudaEventCreate(Handle *event) {
     NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaEventCreate);
     *event = event_create();
     return failed(*event ? SUCCESS : OUT_OF_MEMORY);
 }
@@ -76,13 +79,18 @@ Error cudaEventDestroy(Handle event) {
     event_destroy(event);
     return SUCCESS;
 }
-Error cudaEventRecord(Handle event, Handle stream) { return failed(event_record(event, stream)); }
+Error cudaEventRecord(Handle event, Handle stream) {
+    RUNTIME_MAY_FAIL(cudaEventRecord);
+    return failed(event_record(event, stream));
+}
 Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) { return cudaEventRecord(event, stream); }
 Error cudaEventQuery(Handle event) {
+    RUNTIME_MAY_FAIL(cudaEventQuery);
     if (order_forbids_on("cudaEventQuery", event_capture(event))) return failed(STREAM_CAPTURE_UNSUPPORTED);
     return failed(event_query(event));
 }
 Error cudaEventSynchronize(Handle event) {
+    RUNTIME_MAY_FAIL(cudaEventSynchronize);
     if (order_forbids_on("cudaEventSynchronize", event_capture(event))) return failed(STREAM_CAPTURE_UNSUPPORTED);
     pools_wait();
     host_waits_for_event(event);

@@ -7,7 +7,10 @@ without any are done together, and what has been counted is known.
 import threading
 
 from stalloc.core import constants
+from stalloc.device.capture import is_captured
 from stalloc.runtime.memory import DeviceMemory
+
+_UNTOLD = -2, -1  # torch's pools begin with 0, that of CuPy's captures is -1
 
 
 class Captures:
@@ -17,6 +20,7 @@ class Captures:
         self._memory, self._state = memory, memory.state
         self.pools: dict[tuple[int, int], tuple[int, int]] = {}  #: torch's pool of graphs -> kind of pool, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._untold_stream = 0  # that is captured without a word
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
     def begin(self, graph_pool: tuple[int, int]) -> None:
@@ -33,11 +37,26 @@ class Captures:
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
             self._state.record.private_kind = kind
+            self._state.record.capture_is_untold = 0
         self._counted[me] = False
 
     def end(self) -> None:
         """The capture is over; what it allocated stays where it is."""
-        self._state.record.private_kind = 0
+        self._state.write(private_kind=0, capture_is_untold=0)
+
+    def heed(self, captured_stream: int) -> None:
+        """At a request on a stream that somebody captures, 0: on none: serve what follows as for a graph of torch.
+
+        It ends at the first request after that capture. When such a graph is gone nobody says, so its memory stays, for
+        others of the kind. With the lock held.
+        """
+        record = self._state.record
+        if record.capture_is_untold and not is_captured(self._untold_stream):
+            self.end()
+        if captured_stream and not record.private_kind:
+            self._untold_stream = captured_stream
+            self.begin(_UNTOLD)
+            record.capture_is_untold = 1
 
     def release(self, graph_pool: tuple[int, int]) -> None:
         """A graph is gone; with the last one of its pool the pool's memory may be given back."""

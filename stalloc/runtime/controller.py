@@ -117,7 +117,8 @@ class Controller:
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
         reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
-        with self.lock, self.memory.serving():
+        with self.lock, self.memory.serving() as captured_stream:
+            self.captures.heed(captured_stream)
             if reason not in (constants.POLL, constants.POLL_FOR_PLACE, constants.NEED_EVENTS):
                 self.steady.end()
             if reason == constants.NEED_SEGMENT:

@@ -12,7 +12,7 @@ import numpy as np
 
 from stalloc.core import shared_blocks
 from stalloc.core.state import DeviceState
-from stalloc.device.capture import relaxed_capture
+from stalloc.device.capture import is_captured, relaxed_capture
 from stalloc.device.current_device import AtDevice
 from stalloc.device.ordering import ordering
 
@@ -48,11 +48,13 @@ class Deferred:
         """Free the waiting blocks that other streams are done with; not while a graph is captured."""
         import cupy
 
-        with AtDevice(self._device):  # what has no event yet gets it on a stream of this device
+        with AtDevice(self._device), relaxed_capture():  # what has no event yet gets it on a stream of this device
             if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
                 num_idle = self._state.record.num_unrecorded
                 _, streams = self._state.awaited()
-                if all(cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams):
+                if not any(map(is_captured, streams)) and all(
+                    cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams
+                ):
                     self._ask(num_idle)
 
     def wait(self) -> None:
@@ -61,12 +63,14 @@ class Deferred:
             return
         import cupy
 
-        with AtDevice(self._device):
+        with AtDevice(self._device), relaxed_capture():
             self._ask()
             num_idle = self._state.record.num_unrecorded
             events, streams = self._state.awaited()
             for event in events:
                 cupy.cuda.runtime.eventSynchronize(event)
+            if any(map(is_captured, streams)):  # what they were given is done once the graph is launched
+                num_idle, streams = 0, []
             for stream in streams:
                 cupy.cuda.runtime.streamSynchronize(stream)
             self._ask(num_idle)

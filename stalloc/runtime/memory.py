@@ -63,13 +63,17 @@ class DeviceMemory:
         return self._is_captured or self.state.record.private_kind != 0
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Heed a capture of the stream that a request is made on, by whomever; with the lock held."""
+    def serving(self) -> Iterator[int]:
+        """Heed a capture of the stream that a request is made on, by whomever: the stream, 0: none is captured.
+
+        With the lock held.
+        """
         handle = int(self.state.record.last_stream)
         of_thread = handle & _HANDLE_BITS == _PER_THREAD  # a name of ours: the driver has one handle for all threads
-        self._is_captured = is_captured(_PER_THREAD if of_thread else handle)
+        stream = _PER_THREAD if of_thread else handle
+        self._is_captured = is_captured(stream)
         try:
-            yield
+            yield stream if self._is_captured else 0
         finally:
             self._is_captured = False
 

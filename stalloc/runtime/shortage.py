@@ -15,6 +15,9 @@ from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.segment_sizes import round_up, segment_bytes, tight_segment_bytes
 from stalloc.runtime.status import Status
 
+#: after these "the process must be terminated and relaunched" (CUDA driver API, CUresult); and an error of the memory
+_CONTEXT_LOST = frozenset((214, 700, 702, 714, 715, 716, 717, 718, 719))
+
 
 class Shortage:
     """The segments that requests lack, on one device."""
@@ -107,11 +110,19 @@ class Shortage:
 
     def explain_failure(self, size_bytes: int, error: BaseException) -> None:
         """Say that an error stopped the search for memory."""
+        status, advice = driver_status(error), "try it again"
+        if status in _CONTEXT_LOST:
+            advice = (
+                "the GPU does nothing more for this process, and what it was given before may be the reason: run the "
+                "program anew with CUDA_LAUNCH_BLOCKING=1, which stops at the call that fails"
+            )
+        elif status:
+            advice = f"see with nvidia-smi whether device {self._memory.device.index} is in use, and in which mode"
         text = (
             f"stalloc: a request of {size_bytes} bytes was not served, since the way to memory failed "
-            f"({type(error).__name__}: {error}): try it again."
+            f"({type(error).__name__}: {error}): {advice}."
         )
-        self._state.set_out_of_memory_text(text, driver_status(error))
+        self._state.set_out_of_memory_text(text, status)
 
     # --- room for an arena, made by moving what lives
 

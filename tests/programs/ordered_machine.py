@@ -25,7 +25,8 @@ class Driver:
         self.calls: list[tuple[str, int, int]] = []
         self.fails: set[str] = set()
         self.before_record: Callable[[], None] = lambda: None
-        self._callbacks = [_CALL(call) for call in (self._record, self._wait, self._capturing, self._query)]
+        calls = self._record, self._wait, self._capturing, self._query, self._exchange
+        self._callbacks = [_CALL(call) for call in calls]
         self.ordering = Ordering(*(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks))
 
     def work(self, stream: int) -> int:
@@ -60,6 +61,9 @@ class Driver:
 
     def _capturing(self, stream: int, status: int, _: int) -> int:
         ctypes.c_int.from_address(status).value = int("capture" in self.fails)
+        return 0
+
+    def _exchange(self, *_: int) -> int:
         return 0
 
     def _query(self, event: int, *_: int) -> int:
