@@ -92,8 +92,27 @@ def test_no_splice_ends_while_a_graph_is_captured() -> None:
 
 
 def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
-    assert told("blocks_of_layers.py", "late", order="") == [4, 2]
-    assert told("blocks_of_layers.py", "at once", order="") == [1, 2]
+    assert told("blocks_of_layers.py", "at-waits", "32", order="") == [4, 2]
+    assert told("blocks_of_layers.py", "at-once", "32", order="") == [1, 2]
+
+
+def test_on_the_timeline_blocks_pile_up_where_the_device_takes_longer_than_the_host_asks() -> None:
+    assert told("blocks_of_layers.py", "timeline", "1024", order="") == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("completion", "depth", "num"),
+    [
+        ("timeline", 64, 8),  # a result is computed in some microseconds, and copied in 0.7 ms
+        ("timeline", 1 << 16, 2),  # it is computed in some milliseconds: the one before it has been copied by then
+        ("at-once", 1 << 16, 1),
+        ("at-waits", 1 << 16, 8),
+    ],
+)
+def test_results_that_are_copied_to_the_host_pile_up_where_copies_are_slower(
+    completion: str, depth: int, num: int
+) -> None:
+    assert told("offloaded_layers.py", completion, str(depth), order="") == num
 
 
 @pytest.mark.slow
