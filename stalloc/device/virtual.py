@@ -259,7 +259,7 @@ def complete(how: Completion) -> None:
     library.stalloc_virtual_set_order(_LEVELS[how])
     if how == "timeline" and gpu is not None:
         # by its name: prices stand above the devices, and are looked for only where somebody asks for a timeline
-        importlib.import_module("stalloc.cost.timeline").begin(library, gpu.name)
+        importlib.import_module("stalloc.cost.running_timeline").begin(library, gpu.name)
 
 
 def findings() -> dict[str, Any]:
