@@ -20,11 +20,11 @@ for size in (100, 150, 220):  # MiB, one at a time
 """
 
 
-def dryrun(program: Path, *options: str, code: int = 0) -> tuple[dict[str, Any], str, str]:
+def dryrun(program: Path, *options: str, code: int = 0, words: tuple[str, ...] = ()) -> tuple[dict[str, Any], str, str]:
     """The JSON object, and what was printed on both streams."""
     out = program.with_name("result.json")
     variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    done = run_stalloc("dryrun", "--json", out, "--headroom", "0", *options, program, variables=variables)
+    done = run_stalloc("dryrun", "--json", out, "--headroom", "0", *options, program, *words, variables=variables)
     assert done.returncode == code, done.stderr
     return json.loads(out.read_text()) if out.exists() else {}, done.stdout, done.stderr
 
@@ -73,7 +73,24 @@ def test_blocks_of_several_streams_may_be_live_until_the_host_waits(
     assert (bound and bound["live_peak_bytes"]) == (blocks and blocks * 32 << 20)
     assert ("several streams use blocks that are freed" in shown) == (blocks is not None)
     if bound:
+        assert 64 << 20 <= bound["timeline"]["live_peak_bytes"] <= bound["live_peak_bytes"]
+        assert "on the timeline of estimated times" in " ".join(shown.split())
         assert bound["taken_bytes"] >= bound["live_peak_bytes"] > result["native"]["taken_bytes"]
+
+
+@pytest.mark.slow
+def test_an_error_that_only_the_order_of_streams_decides_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "pending.py"
+    program.write_text((Path(__file__).parent / "programs" / "pending_block.py").read_text())
+    result, shown, _ = dryrun(program, "--memory", "128MiB", words=("32",))
+    told = {one["allocator"]: one for one in result["uncertain"]["order_decides"]}
+    assert told["native"]["at_once"] == {"fits": True, "num_retries": 0}
+    assert not told["native"]["at_waits"]["fits"]
+    assert told["expandable"]["at_waits"] == {"fits": True, "num_retries": 1}
+    assert "stalloc" not in told
+    text = " ".join(shown.split())
+    assert "PyTorch: when the streams are done decides: the program completes without a retry if all is done at" in text
+    assert "runs out of memory if nothing is done before the host waits; PyTorch looks for a free block before" in text
 
 
 @pytest.mark.slow

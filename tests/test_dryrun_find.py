@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from warm_programs import run_stalloc, run_warm
 
+from stalloc.device.known_gpus import KNOWN_GPUS
+
 pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
 
 PIECES = """
@@ -239,3 +241,40 @@ def test_blocks_of_several_streams_have_their_bound_in_a_search_too(tmp_path: Pa
     bound = result["uncertain"]["shared_blocks"]
     assert (bound["live_peak_bytes"], bound["of"]) == (9 * 32 << 20, "n=32")
     assert "at n=32 288.00 MiB are live" in " ".join(shown.split())
+    assert "order_decides" not in result["uncertain"]
+
+
+@pytest.mark.parametrize(
+    ("options", "of"), [(("--find", "n=32..32"), "n=32"), (("--ranks", "2", "--rank", "1"), "rank 1")]
+)
+def test_errors_that_only_the_order_of_streams_decides_are_told_of_searches_and_ranks(
+    tmp_path: Path, options: tuple[str, ...], of: str
+) -> None:
+    program, out = Path(__file__).parent / "programs" / "pending_block.py", tmp_path / "result.json"
+    value = "{n}" if "--find" in options else "32"
+    variables = {name: text for name, text in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    words = "--memory", "128MiB", "--headroom", "0", "--json", str(out), *options, "--", str(program), value
+    done = run_stalloc("dryrun", *words, variables=variables)
+    assert done.returncode == 0, done.stderr
+    uncertain = json.loads(out.read_text())["uncertain"]
+    assert uncertain["shared_blocks"]["taken_bytes"] == 160 << 20
+    told = {one["allocator"]: one for one in uncertain["order_decides"]}
+    assert set(told) == {"native", "expandable"}
+    assert [told["native"][when]["fits"] for when in ("at_once", "at_waits")] == [True, False]
+    assert told["native"]["of"] == of
+    assert f"{of}, PyTorch: when the streams are done decides" in " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_the_smallest_card_says_what_only_the_order_of_streams_decides(tmp_path: Path) -> None:
+    program, out = Path(__file__).parent / "programs" / "pending_block.py", tmp_path / "result.json"
+    variables = {name: text for name, text in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    smallest = min(gpu.total_bytes for gpu in KNOWN_GPUS.values())
+    unit = (smallest >> 20) // 4
+    words = "--headroom", "0", "--json", str(out), "--find", "gpu", "--", str(program), str(unit)
+    done = run_stalloc("dryrun", *words, variables=variables)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    told = {one["allocator"]: one for one in result["uncertain"]["order_decides"]}
+    assert not told["native"]["at_waits"]["fits"]
+    assert result["native"]["memory_bytes"] == smallest

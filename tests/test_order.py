@@ -28,9 +28,9 @@ MISSING = {
 }
 
 
-def told(program: str, *arguments: str, order: str = "strict") -> Any:
+def told(program: str, *arguments: str, order: str = "strict", completion: str = "") -> Any:
     """What a program prints that is checked, or (order "") is not."""
-    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": order}
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": order, "STALLOC_VIRTUAL_COMPLETION": completion}
     done = run_file(PROGRAMS / program, *arguments, variables=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -100,8 +100,37 @@ def test_no_splice_ends_while_a_graph_is_captured() -> None:
 
 
 def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
-    assert told("blocks_of_layers.py", "late", order="") == [4, 2]
-    assert told("blocks_of_layers.py", "at once", order="") == [1, 2]
+    assert told("blocks_of_layers.py", "at-waits", "32", order="") == [4, 2]
+    assert told("blocks_of_layers.py", "at-once", "32", order="") == [1, 2]
+
+
+def test_work_takes_on_the_timeline_what_links_and_operations_need() -> None:
+    took = told("times_of_work.py", order="", completion="timeline")
+    assert took["copy"] == pytest.approx(1e3 * (512 << 20) / (0.8 * 64e9), rel=0.01)
+    assert took["both_to_the_device"] == pytest.approx(2 * took["copy"], rel=0.01)
+    assert took["one_each_way"] == pytest.approx(took["copy"], rel=0.01)
+    assert took["product"] > 1e3 * 2 * 8192**3 / 989e12
+    assert took["by_a_graph"] == pytest.approx(4 * took["product"], rel=0.01)
+    assert took["by_polling"] == pytest.approx(took["product"], rel=0.01)
+
+
+def test_on_the_timeline_blocks_pile_up_where_the_device_takes_longer_than_the_host_asks() -> None:
+    assert told("blocks_of_layers.py", "timeline", "1024", order="") == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("completion", "depth", "num"),
+    [
+        ("timeline", 64, 8),  # a result is computed in some microseconds, and copied in 0.7 ms
+        ("timeline", 1 << 16, 2),  # it is computed in some milliseconds: the one before it has been copied by then
+        ("at-once", 1 << 16, 1),
+        ("at-waits", 1 << 16, 8),
+    ],
+)
+def test_results_that_are_copied_to_the_host_pile_up_where_copies_are_slower(
+    completion: str, depth: int, num: int
+) -> None:
+    assert told("offloaded_layers.py", completion, str(depth), order="") == num
 
 
 @pytest.mark.slow

@@ -25,12 +25,13 @@ torchrun would start, rank by rank without the others. Both run the program in f
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
-`taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know,
-`files` what was discarded.
+`taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know
+(`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded.
 The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -48,10 +49,14 @@ from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
+from stalloc.device.completion import VARIABLE, Completion
 from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.sandbox import ProgramFiles, files_from_json
+
+Measure = Callable[..., dict[str, Any]]
+"""Of a size, and of when work is done: what came of the program on a device of that size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
+    os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     if args.find or args.ranks is not None:
         with assuming(args):
             return _in_forks(args)
@@ -145,11 +151,11 @@ def _results(
 
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         history = Path(folder) / "history.pickle"
-        measures: dict[str, Callable[[int], dict[str, Any]]] = {"native": lambda size: native(size, history)}
+        measures: dict[str, Measure] = {"native": lambda size, **how: native(size, history, **how)}
         settings = dict(zip(("native", "expandable"), [conf for _, conf, _ in native_settings()], strict=False))
         if "expandable" in settings:
-            measures["expandable"] = lambda size: native(size, conf=settings["expandable"])
-        measures["stalloc"] = lambda size: _noted(files, _stalloc(options, size, command))
+            measures["expandable"] = lambda size, **how: native(size, conf=settings["expandable"], **how)
+        measures["stalloc"] = lambda size, **how: _noted(files, _stalloc(options, size, command, **how))
         results: dict[str, Need] = {}
         uncertain: dict[str, Any] = {}
         for number, (name, measure) in enumerate(measures.items(), start=1):
@@ -167,6 +173,13 @@ def _results(
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
             results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
+        if (shared := uncertain["shared_blocks"]) and shared["taken_bytes"] > offered:
+            tell("running the program with work done later")
+            uncertain["order_decides"] = [
+                told
+                for name, need in results.items()
+                if need.fits and (told := _what_order_decides(name, need, measures[name], offered)) is not None
+            ]
     return results, uncertain
 
 
@@ -216,15 +229,26 @@ def _uncertain(
     return uncertain
 
 
-def _shared_blocks(
-    tried: dict[str, Any], uncertain: dict[str, Any], measure: Callable[..., dict[str, Any]]
-) -> dict[str, int] | None:
-    """The most that blocks of several streams (record_stream) may take, if none is done with before the host waits."""
+def _shared_blocks(tried: dict[str, Any], uncertain: dict[str, Any], measure: Measure) -> dict[str, Any] | None:
+    """What blocks of several streams (record_stream) take if they are not done with at once."""
     if not uncertain.pop("shares_blocks", False):
         return None
     from stalloc.sizing.delayed_events import shared_blocks
 
-    return shared_blocks(tried["devices"], measure(late_events=True)["devices"])
+    return shared_blocks(tried["devices"], lambda how: measure(completion=how)["devices"])
+
+
+def _what_order_decides(name: str, need: Need, measure: Measure, offered: int) -> dict[str, Any] | None:
+    from stalloc.sizing.delayed_events import Outcome, outcome_of, what_order_decides
+
+    def outcome(how: Completion) -> Outcome:
+        if how == "at-once" and need.taken_bytes <= offered:
+            return Outcome(fits=True, num_retries=0)
+        result = measure(offered, completion=how)
+        _refuse_failure(name, result)
+        return outcome_of(result["exit_code"] == 0, result["devices"])
+
+    return what_order_decides(name, outcome)
 
 
 def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
@@ -255,16 +279,19 @@ def _native(
     *,
     conf: str | None = None,
     workspaces: str = "likely",
-    late_events: bool = False,
+    completion: Completion = "at-once",
 ) -> dict[str, Any]:
     wanted = ["--history", str(history)] if history is not None and offered == PLENTY else []
-    wanted += ["--late-events"] * late_events
+    wanted += ["--completion", completion]
     all_options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *options, "--memory", f"{offered}B"]
     return compare(all_options, command, quiet=True, conf=conf)
 
 
-def _stalloc(options: list[str], offered: int, command: list[str]) -> dict[str, Any]:
-    all_options = ["--discard-files", "--device", "virtual", *options, "--memory", f"{offered}B"]
+def _stalloc(
+    options: list[str], offered: int, command: list[str], *, completion: Completion = "at-once"
+) -> dict[str, Any]:
+    wanted = ["--discard-files", "--completion", completion]
+    all_options = [*wanted, "--device", "virtual", *options, "--memory", f"{offered}B"]
     result = run_apart(["-m", "stalloc", "run", "--json"], [*all_options, *command], quiet=True)
     for device in result["devices"]:
         device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]

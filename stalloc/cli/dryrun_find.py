@@ -54,7 +54,7 @@ def _result(offer: Offer, parameter: Parameter, tries: Tries, found: Largest) ->
         "needed": None if needed is None else dataclasses.asdict(needed_figures(tries, needed)),
         **{name: dataclasses.asdict(answer(tries, name, index)) for name, index in found.by_allocator.items()},
         "notes": found.notes,
-        "uncertain": tries.findings(),
+        "uncertain": tries.findings(found.by_allocator),
         "num_runs": tries.num_runs,
     }
 

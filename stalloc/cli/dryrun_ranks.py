@@ -37,11 +37,12 @@ def try_ranks(args: argparse.Namespace) -> int:
     tries.do([Wanted("observe", NEEDED, at) for at in everything])
     tries.do([Wanted("find out", one.name, at) for one in tried for at in everything])
     tries.do([Wanted("fail", one.name, at) for one in tried for at in _first_failing(tries, one)])
+    most = max(everything, key=lambda at: tries.needed_bytes(at) or 0)
     result = {
         **offer.as_json(),
         "num_ranks": ranks[0].num_ranks,
         "ranks": [_entry(tries, at) for at in everything],
-        "uncertain": tries.findings(),
+        "uncertain": tries.findings(dict.fromkeys(tries.contenders, most)),
         "num_runs": tries.num_runs,
         "files": runs.files.all().as_json(),
     }

@@ -71,6 +71,39 @@ def _between(ends: list[int]) -> str:
     return " to ".join(dict.fromkeys(human_bytes(end) for end in ends))
 
 
+def _held(told: dict[str, Any]) -> str:
+    return f"{human_bytes(told['live_peak_bytes'])} are live and {human_bytes(told['taken_bytes'])} taken"
+
+
+def _what_order_decides(one: dict[str, Any]) -> str:
+    """A sentence on an error, or on retries, that only the order in which work is done decides."""
+    of, name = f"{one['of']}, " if "of" in one else "", one["allocator"]
+    told = f"{of}{allocator_name(name)}: when the streams are done decides: the program " + ", ".join(
+        f"{_came_of(one[key])} {when}" for key, when in _WHEN.items()
+    )
+    if not one["at_waits"]["fits"] and name != "stalloc":
+        return (
+            f"{told}; PyTorch looks for a free block before it waits for streams and not again after "
+            "(pytorch/pytorch#189504): keep references until the other stream is done in place of record_stream, or "
+            "leave more memory"
+        )
+    return f"{told}; a retry waits for the GPU and gives back what is cached: leave more memory, or wait sooner"
+
+
+_WHEN = {
+    "at_once": "if all is done at once",
+    "timeline": "on the timeline of estimated times",
+    "at_waits": "if nothing is done before the host waits",
+}
+
+
+def _came_of(outcome: dict[str, Any]) -> str:
+    if not outcome["fits"]:
+        return "runs out of memory"
+    num = outcome["num_retries"]
+    return f"completes after {num} {'retries' if num > 1 else 'retry'}" if num else "completes without a retry"
+
+
 def last_lines(result: dict[str, Any]) -> list[str]:
     """What follows every table of a dry run: what it cannot know, and what became of the program's files."""
     return [*doubts(result["uncertain"]), *files_from_json(result["files"]).sentences()]
@@ -107,9 +140,10 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
         of = f"at {shared['of']} " if "of" in shared else ""  # of a search, that of one value
         lines.append(
             "several streams use blocks that are freed (record_stream), which a GPU gives back once all of them are "
-            f"done: {of}{human_bytes(shared['live_peak_bytes'])} are live and {human_bytes(shared['taken_bytes'])} "
-            "taken given plenty if none is before the host waits, at the most"
+            f"done: {of}{_held(shared)} given plenty if none is before the host waits, at the most, and "
+            f"{_held(shared['timeline'])} on the timeline of estimated times"
         )
+    lines += [_what_order_decides(one) for one in uncertain.get("order_decides", [])]
     if decisions:
         shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
         more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""

@@ -21,6 +21,7 @@ from typing import Any
 from stalloc.allocator_conf import VARIABLES, conf_in_force, split_conf
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.cli.program_writes import sandboxed_run
+from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.notices import say
@@ -126,20 +127,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
     parser.add_argument("--result", required=True)
     parser.add_argument("--workspaces", choices=("least", "likely", "most"), default="likely")
-    parser.add_argument("--late-events", action="store_true")
+    parser.add_argument("--completion", choices=COMPLETIONS)
     parser.add_argument("--history")  # where torch's history of the run is to go
     add_program_arguments(parser)
     args = parser.parse_args()
     try:
         command = program_command(args)
         from stalloc import device
-        from stalloc.device.virtual import delay_events, guess_workspaces
+        from stalloc.device.virtual import complete, guess_workspaces
 
         kind = device.activate(args.device, chosen_gpu(args))
         if kind == "virtual":
             guess_workspaces(args.workspaces)
-            if args.late_events:
-                delay_events()
+            if args.completion:
+                complete(args.completion)
     except StallocError as error:
         say(str(error))
         return 2

@@ -50,7 +50,8 @@ from stalloc.cli.program import (
 )
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
-from stalloc.device import VirtualGPU, order_checker
+from stalloc.device import VirtualGPU, completion, order_checker
+from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
@@ -107,6 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="find work of several streams that no event or wait orders, and memory that is handed on too early "
         "(with --device virtual); exit code 1 if there is any",
     )
+    parser.add_argument(
+        "--completion",
+        choices=COMPLETIONS,
+        help="when work is done (with --device virtual): by the time anybody asks (default), on a timeline of "
+        "estimated times, or not before the host waits for it",
+    )
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -132,10 +139,14 @@ def run(args: argparse.Namespace) -> int:
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
 
-    if args.check_order:
-        if args.device != "virtual":
-            raise BadInputError("--check-order is for the virtual GPU: add --device virtual.")
-        os.environ[order_checker.VARIABLE] = "strict"
+    for option, variable, value in (
+        ("--check-order", order_checker.VARIABLE, "strict" if args.check_order else None),
+        ("--completion", completion.VARIABLE, args.completion),
+    ):
+        if value:
+            if args.device != "virtual":
+                raise BadInputError(f"{option} is for the virtual GPU: add --device virtual.")
+            os.environ[variable] = value
     is_virtual = device.activate(args.device, gpu) == "virtual"
     outputs = (args.save_plan, args.report)
     inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None

@@ -1,10 +1,13 @@
 """How much known GPUs compute and move in a second, at the most, as their makers state it.
 
 FLOP/s are dense, without sparsity; float32 is without TF32, which torch leaves off for products of matrices. Links are
-PCIe 4 of 16 lanes (32 GB/s each way) unless it says otherwise.
+PCIe 4 of 16 lanes (32 GB/s each way) unless it says otherwise; GPUs reach each other over the same unless they have
+NVLink, of which the data sheet states both ways together.
 """
 
 from dataclasses import dataclass
+
+LINK_SHARE, LINK_START = 0.8, 1e-5  #: of what a link promises, that copies of pinned memory reach; seconds to begin
 
 
 @dataclass(frozen=True)
@@ -17,25 +20,26 @@ class GpuRates:
     multiprocessors: int
     source: str
     link_bytes_per_second: float = 32e9  #: to the host, and as much at once from it
+    peer_bytes_per_second: float = 0.0  #: to other GPUs of the machine; 0: as to the host
     threads: int = 2048  #: that a multiprocessor holds at once, by NVIDIA's table of compute capabilities
 
 
 _NVIDIA = "NVIDIA's data sheet of the card"
 _T, _G = 1e12, 1e9
 _RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the driver gives; the first that fits
-    ("GB300", GpuRates(2500 * _T, 80 * _T, 8000 * _G, 152, _NVIDIA, 450 * _G)),
-    ("GB200", GpuRates(2500 * _T, 80 * _T, 8000 * _G, 152, _NVIDIA, 450 * _G)),
-    ("B300", GpuRates(2250 * _T, 75 * _T, 8000 * _G, 148, _NVIDIA, 128 * _G)),
-    ("H800", GpuRates(989 * _T, 67 * _T, 3350 * _G, 132, _NVIDIA, 64 * _G)),
-    ("A800-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, 108, _NVIDIA)),
-    ("GH200", GpuRates(989 * _T, 67 * _T, 4000 * _G, 132, _NVIDIA, 450 * _G)),
-    ("H200", GpuRates(989 * _T, 67 * _T, 4800 * _G, 132, _NVIDIA, 64 * _G)),
+    ("GB300", GpuRates(2500 * _T, 80 * _T, 8000 * _G, 152, _NVIDIA, 450 * _G, 900 * _G)),
+    ("GB200", GpuRates(2500 * _T, 80 * _T, 8000 * _G, 152, _NVIDIA, 450 * _G, 900 * _G)),
+    ("B300", GpuRates(2250 * _T, 75 * _T, 8000 * _G, 148, _NVIDIA, 128 * _G, 900 * _G)),
+    ("H800", GpuRates(989 * _T, 67 * _T, 3350 * _G, 132, _NVIDIA, 64 * _G, 200 * _G)),
+    ("A800-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, 108, _NVIDIA, peer_bytes_per_second=200 * _G)),
+    ("GH200", GpuRates(989 * _T, 67 * _T, 4000 * _G, 132, _NVIDIA, 450 * _G, 450 * _G)),
+    ("H200", GpuRates(989 * _T, 67 * _T, 4800 * _G, 132, _NVIDIA, 64 * _G, 450 * _G)),
     ("H100 PCIe", GpuRates(756 * _T, 51 * _T, 2000 * _G, 114, _NVIDIA, 64 * _G)),
-    ("H100 NVL", GpuRates(835 * _T, 60 * _T, 3900 * _G, 132, _NVIDIA, 64 * _G)),
-    ("H100", GpuRates(989 * _T, 67 * _T, 3350 * _G, 132, _NVIDIA, 64 * _G)),
-    ("A100-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, 108, _NVIDIA)),
+    ("H100 NVL", GpuRates(835 * _T, 60 * _T, 3900 * _G, 132, _NVIDIA, 64 * _G, 300 * _G)),
+    ("H100", GpuRates(989 * _T, 67 * _T, 3350 * _G, 132, _NVIDIA, 64 * _G, 450 * _G)),
+    ("A100-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, 108, _NVIDIA, peer_bytes_per_second=300 * _G)),
     ("A100 80GB PCIe", GpuRates(312 * _T, 19.5 * _T, 1935 * _G, 108, _NVIDIA)),
-    ("A100", GpuRates(312 * _T, 19.5 * _T, 1555 * _G, 108, _NVIDIA)),
+    ("A100", GpuRates(312 * _T, 19.5 * _T, 1555 * _G, 108, _NVIDIA, peer_bytes_per_second=300 * _G)),
     ("A40", GpuRates(149.7 * _T, 37.4 * _T, 696 * _G, 84, _NVIDIA, threads=1536)),
     ("A30", GpuRates(165 * _T, 10.3 * _T, 933 * _G, 56, _NVIDIA)),
     ("A10G", GpuRates(70 * _T, 31.5 * _T, 600 * _G, 80, _NVIDIA, threads=1536)),
@@ -45,7 +49,7 @@ _RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the d
     ("L20", GpuRates(119.5 * _T, 59.8 * _T, 864 * _G, 92, _NVIDIA, threads=1536)),
     ("L4", GpuRates(121 * _T, 30.3 * _T, 300 * _G, 58, _NVIDIA, threads=1536)),
     ("T4", GpuRates(65 * _T, 8.1 * _T, 320 * _G, 40, _NVIDIA, 16 * _G, threads=1024)),
-    ("V100", GpuRates(125 * _T, 15.7 * _T, 900 * _G, 80, _NVIDIA, 16 * _G)),
+    ("V100", GpuRates(125 * _T, 15.7 * _T, 900 * _G, 80, _NVIDIA, 16 * _G, peer_bytes_per_second=150 * _G)),
     ("RTX 5090", GpuRates(209.5 * _T, 104.8 * _T, 1792 * _G, 170, _NVIDIA, 64 * _G, threads=1536)),
     ("RTX PRO 6000", GpuRates(503.8 * _T, 125 * _T, 1792 * _G, 188, _NVIDIA, 64 * _G, threads=1536)),
     ("RTX 5070", GpuRates(61.7 * _T, 30.9 * _T, 672 * _G, 48, _NVIDIA, 64 * _G, threads=1536)),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Rows
-from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.step_seconds import LINK_SHARE, LINK_START, operation_seconds
+from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
+from stalloc.cost.step_seconds import operation_seconds
 from stalloc.errors import BadInputError
 from stalloc.lifespans import recorded_step
 from stalloc.lifespans.operation_modules import module_of_ranges

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from stalloc.columns import Rows
 from stalloc.cost.class_seconds import TOTAL_ERROR, estimate_call
-from stalloc.cost.gpu_rates import GpuRates
+from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
 from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.queues import Queue, Schedule, Task, schedule
 from stalloc.lifespans import find_steady_step, operation_graph
 from stalloc.trace import Trace
 from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, read_operations
 
-LINK_SHARE, LINK_START = 0.8, 1e-5  #: of what the link promises, that copies of pinned memory reach; seconds to begin
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _HALF = ("float16", "bfloat16")
 

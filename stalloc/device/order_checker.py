@@ -21,7 +21,7 @@ from stalloc.notices import say
 
 VARIABLE = "STALLOC_VIRTUAL_ORDER"
 LOG = "STALLOC_VIRTUAL_ORDER_LOG"  # for processes whose output somebody else takes
-_STRICT = 2
+_STRICT = 3
 _AT_A_TIME = 64
 _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep

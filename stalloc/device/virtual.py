@@ -6,6 +6,7 @@ sizes and addresses are exact; kernels do nothing, so values are not: what is re
 """
 
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.device.collectives import prepare_collectives
+from stalloc.device.completion import COMPLETIONS, Completion
+from stalloc.device.completion import VARIABLE as COMPLETION
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.cupy_reads import count_reads
 from stalloc.device.decisions import Decisions
@@ -39,6 +42,7 @@ __all__ = [
     "after_torch_import",
     "become",
     "built_directory",
+    "complete",
     "contexts",
     "convolutions",
     "find_gpu",
@@ -58,6 +62,8 @@ _STATISTICS = (
     *("event_records", "event_waits", "maps", "unmaps"),
     *("page_creates", "page_releases", "access_calls", "device_waits"),
 )
+
+_LEVELS: dict[Completion, int] = {"at-once": 0, "timeline": 2, "at-waits": 1}  # of virtual_order.h
 
 _library: ctypes.CDLL | None = None
 _gpu: VirtualGPU | None = None
@@ -87,6 +93,10 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     surface = scan()
     if (order := os.environ.get(ORDER, "")) not in ("", "strict"):
         raise BadInputError(f"{ORDER}={order} is not known: set it to strict, or unset it.")
+    if (completion := os.environ.get(COMPLETION, "")) not in ("", *COMPLETIONS):
+        raise BadInputError(f"{COMPLETION}={completion} is not known: set it to {', '.join(COMPLETIONS)}, or unset it.")
+    if order and completion:
+        raise BadInputError(f"{ORDER} has work be late in its own way: unset it, or {COMPLETION}.")
     folder = build(surface)
     library = _load(folder, surface)
     if order:
@@ -104,6 +114,8 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     if _order_checker is not None:
         after_import("torch", _watch_torch)
     _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
+    if completion:
+        complete(completion)  # type: ignore[arg-type]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
@@ -236,10 +248,18 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
     _active_library().stalloc_virtual_set_guesses({"least": -1, "likely": 0, "most": 1}[which])
 
 
-def delay_events() -> None:
-    """Let nothing be done before the host waits for it, where all is done at once otherwise."""
-    if _order_checker is None:  # which has work be late already
-        _active_library().stalloc_virtual_set_order(1)
+def complete(how: Completion) -> None:
+    """Let work be done at once, when it would be on a GPU, or not before the host waits for it; before it is given any.
+
+    The checker of the order of work has it be late already, and is left so.
+    """
+    if _order_checker is not None:
+        return
+    library, gpu = _active_library(), active_gpu()
+    library.stalloc_virtual_set_order(_LEVELS[how])
+    if how == "timeline" and gpu is not None:
+        # by its name: prices stand above the devices, and are looked for only where somebody asks for a timeline
+        importlib.import_module("stalloc.cost.running_timeline").begin(library, gpu.name)
 
 
 def findings() -> dict[str, Any]:

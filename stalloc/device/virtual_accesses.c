@@ -313,6 +313,7 @@ void order_copy_rows(void *stream, void *to, size_t to_pitch, const void *from, 
     ptrdiff_t rows = (ptrdiff_t)height, from_stride = (ptrdiff_t)from_pitch, to_stride = (ptrdiff_t)to_pitch;
     order_access_strided(stream, &(Strided){from, width, 1, &rows, &from_stride}, READS);
     order_access_strided(stream, &(Strided){to, width, 1, &rows, &to_stride}, WRITES);
+    order_timed_copy(stream, to, from, width * height);
     if (!capture_id(stream) && (host_waits || ends_with_call(to, from))) order_host_waits_for_stream(stream);
 }
 

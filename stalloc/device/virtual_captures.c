@@ -21,6 +21,7 @@ typedef struct {
     uint32_t captured;
     size_t num, capacity;
     Touch *touches;
+    int64_t ns; // that its work takes, one after the other
 } Accesses;
 typedef struct Graph { // or an executable one
     void *handle;
@@ -92,7 +93,7 @@ bool order_forbids_wait(void *stream, uint64_t of_event) {
 }
 
 void order_capture_began(uint64_t capture, int mode) {
-    if (order_level < ORDER_STRICT) return;
+    if (order_level < ORDER_TIMED) return;
     pthread_mutex_lock(&order_lock);
     if (num_captures < MOST_CAPTURES) {
         int i = num_captures++;
@@ -127,7 +128,7 @@ static void let_go(Accesses *accesses) {
 }
 
 bool order_capture_ended(uint64_t capture, void *graph) {
-    if (order_level < ORDER_STRICT) return true;
+    if (order_level < ORDER_TIMED) return true;
     pthread_mutex_lock(&order_lock);
     int i = index_of(capture);
     bool is_spoilt = i >= 0 && captures[i].is_spoilt;
@@ -161,8 +162,15 @@ void order_captured_access(uint64_t capture, uintptr_t address, size_t size_byte
     pthread_mutex_unlock(&order_lock);
 }
 
+void order_captured_work(uint64_t capture, int64_t ns) {
+    pthread_mutex_lock(&order_lock);
+    int i = index_of(capture);
+    if (i >= 0 && captures[i].accesses) captures[i].accesses->ns += ns;
+    pthread_mutex_unlock(&order_lock);
+}
+
 void order_graph_copied(void *graph, void *copy) {
-    if (order_level < ORDER_STRICT) return;
+    if (order_level < ORDER_TIMED) return;
     pthread_mutex_lock(&order_lock);
     Graph *found = *find(graph);
     if (found) give(copy, found->accesses);
@@ -170,7 +178,7 @@ void order_graph_copied(void *graph, void *copy) {
 }
 
 void order_graph_gone(void *handle) {
-    if (order_level < ORDER_STRICT) return;
+    if (order_level < ORDER_TIMED) return;
     pthread_mutex_lock(&order_lock);
     Graph **link = find(handle), *graph = *link;
     if (graph) {
@@ -183,12 +191,13 @@ void order_graph_gone(void *handle) {
 
 // All that a graph does counts as done at once: how its parts are ordered is not kept.
 void order_graph_launched(void *handle, void *stream) {
-    if (order_level < ORDER_STRICT) return;
+    if (order_level < ORDER_TIMED) return;
     pthread_mutex_lock(&order_lock);
     Graph *graph = *find(handle);
     Accesses *accesses = graph ? graph->accesses : NULL;
     if (accesses) accesses->num_users++;
     pthread_mutex_unlock(&order_lock);
+    if (accesses) order_work(stream, accesses->ns);
     for (size_t i = 0; accesses && i < accesses->num; i++) {
         Touch *touch = &accesses->touches[i];
         order_replayed_access(stream, touch->address, touch->size_bytes, touch->how, accesses->captured);

@@ -14,6 +14,9 @@
 // done only when the host waits, but a program that polls in a loop has to go on at last; the checker wants both to
 // happen: work that a query does not find done, and soon after work that it does.
 enum { LATE_QUERIES = 10000, STRICT_QUERIES = 3 };
+// What a query takes of the host on the timeline, so that a loop of them ends when the work does: that of a call that
+// looks at memory.
+enum { QUERY_NS = 500 };
 
 int order_level = ORDER_AT_ONCE;
 pthread_mutex_t order_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -129,6 +132,7 @@ void *order_handle(int row) { return rows[row]->handle; }
 int order_device(int row) { return rows[row]->device; }
 
 static void join(Clock *to, const Clock *from) {
+    if (from->ns > to->ns) to->ns = from->ns;
     for (int i = 0; i < num_rows; i++)
         if (from->ticks[i] > to->ticks[i]) to->ticks[i] = from->ticks[i];
 }
@@ -150,6 +154,13 @@ uint32_t order_advance(int row) {
     return ++own->clock.ticks[row];
 }
 
+int64_t order_spend(int row, int64_t begin_ns, int64_t ns) {
+    order_advance(row);
+    Clock *clock = &rows[row]->clock;
+    if (begin_ns > clock->ns) clock->ns = begin_ns;
+    return clock->ns += ns;
+}
+
 void order_record(Clock **event, void *stream) {
     if (order_level == ORDER_AT_ONCE) return;
     if (!*event) *event = calloc(1, sizeof **event);
@@ -158,6 +169,7 @@ void order_record(Clock **event, void *stream) {
     int row = order_row(stream);
     order_advance(row);
     memcpy((*event)->ticks, rows[row]->clock.ticks, (size_t)num_rows * sizeof(uint32_t));
+    (*event)->ns = rows[row]->clock.ns;
     (*event)->num_queries = 0;
     num_records++;
     pthread_mutex_unlock(&order_lock);
@@ -198,8 +210,15 @@ void order_host_waits_for_device(void) {
 }
 
 // The host learns from the answer as from a wait.
-static bool answers_done(const Clock *what, uint32_t *num_queries, uint32_t most) {
-    bool is_done = covers(&host_clock, what) || ++*num_queries > most;
+static bool answers_done(const Clock *what, uint32_t *num_queries) {
+    bool is_done;
+    if (order_level == ORDER_TIMED) {
+        is_done = what->ns <= host_clock.ns;
+        host_clock.ns += QUERY_NS;
+    } else {
+        is_done = covers(&host_clock, what) ||
+                  ++*num_queries > (order_level == ORDER_LATE ? (uint32_t)LATE_QUERIES : (uint32_t)STRICT_QUERIES);
+    }
     if (is_done) join(&host_clock, what);
     return is_done;
 }
@@ -209,8 +228,7 @@ bool order_event_is_done(Clock *event) {
     pthread_mutex_lock(&order_lock);
     if (order_level == ORDER_LATE && event->queried_at != num_records) event->num_queries = 0;
     event->queried_at = num_records;
-    bool is_done =
-        answers_done(event, &event->num_queries, order_level == ORDER_LATE ? LATE_QUERIES : STRICT_QUERIES);
+    bool is_done = answers_done(event, &event->num_queries);
     pthread_mutex_unlock(&order_lock);
     return is_done;
 }
@@ -219,8 +237,7 @@ bool order_stream_is_done(void *stream) {
     if (order_level == ORDER_AT_ONCE) return true;
     pthread_mutex_lock(&order_lock);
     Row *row = rows[order_row(stream)];
-    bool is_done =
-        answers_done(&row->clock, &row->num_queries, order_level == ORDER_LATE ? LATE_QUERIES : STRICT_QUERIES);
+    bool is_done = answers_done(&row->clock, &row->num_queries);
     if (is_done) row->num_queries = 0;
     pthread_mutex_unlock(&order_lock);
     return is_done;

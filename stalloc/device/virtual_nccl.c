@@ -101,6 +101,12 @@ static void use(Stream stream, const void *from, size_t from_bytes, void *to, si
     if (to) order_access(stream, to, to_bytes, WRITES);
 }
 
+// What a rank sends of so much, `rounds` times around a ring of all ranks.
+static void send(Stream stream, const Communicator *communicator, size_t size_bytes, int rounds) {
+    size_t num = (size_t)communicator->num_ranks;
+    if (num > 1) order_timed_collective(stream, (size_t)rounds * size_bytes / num * (num - 1));
+}
+
 static void keep_in_each(char *to, const char *from, size_t size_bytes, int num_ranks) {
     for (int i = 0; i < num_ranks; i++) keep(to + i * size_bytes, from, size_bytes);
 }
@@ -108,23 +114,27 @@ static void keep_in_each(char *to, const char *from, size_t size_bytes, int num_
 Status ncclAllReduce(const void *from, void *to, size_t num, int type, int operation, Communicator *communicator,
                      Stream stream) {
     use(stream, from, num * size_of(type), to, num * size_of(type));
+    send(stream, communicator, num * size_of(type), 2);
     keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclReduce(const void *from, void *to, size_t num, int type, int operation, int root,
                   Communicator *communicator, Stream stream) {
     use(stream, from, num * size_of(type), communicator->rank == root ? to : NULL, num * size_of(type));
+    send(stream, communicator, num * size_of(type), 1);
     if (communicator->rank == root) keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclBroadcast(const void *from, void *to, size_t num, int type, int root, Communicator *communicator,
                      Stream stream) {
     use(stream, communicator->rank == root ? from : NULL, num * size_of(type), to, num * size_of(type));
+    send(stream, communicator, num * size_of(type), 1);
     if (communicator->rank == root) keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclAllGather(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
     use(stream, from, num * size_of(type), to, num * size_of(type) * (size_t)communicator->num_ranks);
+    send(stream, communicator, num * size_of(type) * (size_t)communicator->num_ranks, 1);
     keep_in_each(to, from, num * size_of(type), communicator->num_ranks);
     return 0;
 }
@@ -132,12 +142,14 @@ Status ncclReduceScatter(const char *from, char *to, size_t num, int type, int o
                          Stream stream) {
     size_t size_bytes = num * size_of(type);
     use(stream, from, size_bytes * (size_t)communicator->num_ranks, to, size_bytes);
+    send(stream, communicator, size_bytes * (size_t)communicator->num_ranks, 1);
     keep(to, from + communicator->rank * size_bytes, size_bytes);
     return 0;
 }
 Status ncclAlltoAll(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
     size_t whole_bytes = num * size_of(type) * (size_t)communicator->num_ranks;
     use(stream, from, whole_bytes, to, whole_bytes);
+    send(stream, communicator, whole_bytes, 1);
     keep(to, from, whole_bytes);
     return 0;
 }

@@ -1,8 +1,9 @@
 // The order of work: what each stream and the host can rely on to be done, and what accesses memory without relying on it.
 //
 // Contract: nothing here is kept or said below the level that it is for.  ORDER_AT_ONCE: all work is done by the time
-// anybody asks.  ORDER_LATE: no work is done before the host waits for it.  ORDER_STRICT: work is late, every access of
-// memory that is known is checked against those before it, and calls that a GPU would refuse are refused and noted.
+// anybody asks.  ORDER_LATE: no work is done before the host waits for it.  ORDER_TIMED: work is done once the host's
+// clock has passed its end, as virtual_timeline.c has both.  ORDER_STRICT: work is late, every access of memory that is
+// known is checked against those before it, and calls that a GPU would refuse are refused and noted.
 // The lock of this part is the innermost: it calls nothing of the other parts while it holds it.
 #ifndef STALLOC_VIRTUAL_ORDER_H
 #define STALLOC_VIRTUAL_ORDER_H
@@ -11,13 +12,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ORDER_AT_ONCE, ORDER_LATE, ORDER_STRICT };
+enum { ORDER_AT_ONCE, ORDER_LATE, ORDER_TIMED, ORDER_STRICT };
 extern int order_level;
 
 // virtual_clocks.c: streams and what is done before their next operation.
 enum { MAX_ROWS = 256 }; // streams in use at a time; those beyond share the last row, and are taken to be one stream
 typedef struct {
     uint32_t ticks[MAX_ROWS]; // of each row, how many of its operations are done before
+    int64_t ns;               // on the timeline, when that is so
     uint32_t num_queries;     // of an event, that were answered "not ready"
     uint64_t queried_at;      // the number of records when it was queried last
 } Clock;
@@ -41,8 +43,14 @@ const Clock *order_clock(int row);
 bool order_has_waited(int row, int other); // the one's stream for an event after work of the other's
 void *order_handle(int row);
 int order_device(int row);
+int64_t order_spend(int row, int64_t begin_ns, int64_t ns); // work that begins no sooner; when it ends
 bool order_is_legacy(void *stream);
 bool order_is_destroyed(void *stream);
+
+// virtual_timeline.c: how long work takes, at the level ORDER_TIMED.
+void order_work(void *stream, int64_t ns);
+void order_timed_copy(void *stream, const void *to, const void *from, size_t size_bytes);
+void order_timed_collective(void *stream, size_t moved_bytes);
 
 // virtual_accesses.c: memory, by physical page, and who used it last.
 enum { READS = 0, WRITES = 1, IS_NEW = 2 }; // IS_NEW: an allocator has just given it to the program
@@ -79,6 +87,7 @@ int order_exchange_mode(int mode);                         // of this thread; wh
 void order_capture_began(uint64_t capture, int mode);
 bool order_capture_ended(uint64_t capture, void *graph); // false: it was spoilt, and there is no graph
 void order_captured_access(uint64_t capture, uintptr_t address, size_t size_bytes, int how);
+void order_captured_work(uint64_t capture, int64_t ns);
 void order_graph_copied(void *graph, void *copy);        // an executable graph is made of one
 void order_graph_gone(void *graph);
 void order_graph_launched(void *graph, void *stream);

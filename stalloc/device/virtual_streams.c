@@ -75,13 +75,14 @@ void work_takes(int64_t ms) { atomic_fetch_add(&delay_ms, ms); }
 int event_record(void *handle, void *stream) {
     if (!handle) return INVALID_HANDLE;
     Event *event = handle;
-    event->recorded_ms = now_ms() + (double)atomic_load(&delay_ms);
     event->capture = capture_id(stream);
     event->stream = stream;
     if (!were_recorded) first_recorded = stream;
     were_recorded = 1;
     were_several |= stream != first_recorded;
     if (!event->capture) order_record(&event->clock, stream);
+    bool is_timed = order_level == ORDER_TIMED && event->clock;
+    event->recorded_ms = (is_timed ? 1e-6 * (double)event->clock->ns : now_ms()) + (double)atomic_load(&delay_ms);
     return SUCCESS;
 }
 

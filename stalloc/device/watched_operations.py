@@ -8,11 +8,11 @@ device are seen where the driver makes them, as are collectives.
 
 import ctypes
 import functools
-import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from stalloc.device.every_thread import enter_in_every_thread
 
 if TYPE_CHECKING:
     from stalloc.device.order_checker import OrderChecker
@@ -149,12 +149,7 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
             finally:
                 at(0)
 
-    def begin_in_thread(*_: Any) -> None:
-        sys.setprofile(None)
-        Watch().__enter__()
-
-    Watch().__enter__()
-    threading.setprofile(begin_in_thread)
+    enter_in_every_thread(Watch)
     _note_backward(torch, checker)
     _watch_host_reads(torch, accesses)
 

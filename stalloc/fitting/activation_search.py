@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stalloc.cost.step_seconds import LINK_SHARE, LINK_START
+from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.fitting.fit_record import Candidate

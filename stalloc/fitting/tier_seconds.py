@@ -6,12 +6,12 @@ after the other; what the optimizer saves on the device is not counted.
 
 from typing import TYPE_CHECKING
 
+from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
 from stalloc.cost.host_rates import (
     ADAM_PARAMETERS_PER_SECOND,
     DISK_READ_BYTES_PER_SECOND,
     DISK_WRITE_BYTES_PER_SECOND,
 )
-from stalloc.cost.step_seconds import LINK_SHARE, LINK_START
 from stalloc.fitting.observation import ProgramSeen
 from stalloc.techniques.tier_settings import TierSettings
 

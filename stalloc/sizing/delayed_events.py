@@ -1,29 +1,81 @@
-"""The most that blocks of several streams (torch's record_stream) may take: what they do where nothing is done before
-the host waits for it, while on the virtual GPU all is done at once.
+"""What the order in which work is done decides: how much blocks of several streams (torch's record_stream) take, and
+whether a program fits.
+
+Contract: on the virtual GPU all is done at once. A program whose streams share blocks is run again with nothing done
+before the host waits for it, which is the most that a GPU may hold, and, where that is more, on the timeline that
+stalloc.cost estimates. If the most is more than is offered, it is run with what is offered too.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stalloc.device.completion import Completion
 from stalloc.sizing.side_by_side import Asked, RunSeen
 
+_SHOWN = {"active_peak_bytes": "live_peak_bytes", "reserved_peak_bytes": "taken_bytes"}
+_HOW = {"at-waits": "nothing done before the host waits", "timeline": "on the timeline", "at-once": "all done at once"}
 
-def shared_blocks(seen: list[dict[str, int]], late: list[dict[str, int]]) -> dict[str, int] | None:
-    """Its figures, from the devices of a run and of one with late events; None if those are the same."""
-    names = {"active_peak_bytes": "live_peak_bytes", "reserved_peak_bytes": "taken_bytes"}
-    before, most = ({key: max((one.get(key, 0) for one in run), default=0) for key in names} for run in (seen, late))
-    return {shown: most[key] for key, shown in names.items()} if before != most else None
+Devices = list[dict[str, int]]
 
 
-def findings_of(
-    asked: Asked, seen: RunSeen, run: Callable[[Sequence[Asked]], list[RunSeen]]
-) -> tuple[dict[str, Any], int]:
-    """What a run could not know, and how many runs more that took."""
-    found = dict(seen.findings)
-    if not found.pop("shares_blocks", False):
-        return found, 0
-    work = dataclasses.replace(asked.work, keep_history=False, delays_events=True)
-    (late,) = run([dataclasses.replace(asked, work=work, name=f"{asked.name}, nothing done before the host waits")])
-    found["shared_blocks"] = shared_blocks(seen.devices, late.devices)
-    return found, 1
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a run with what is offered."""
+
+    fits: bool
+    num_retries: int
+    """How often PyTorch waited for all that it had cached, gave it up, and asked again."""
+
+
+def shared_blocks(seen: Devices, measure: Callable[[Completion], Devices]) -> dict[str, Any] | None:
+    """Its figures, from the devices of a run and of runs that complete otherwise; None if those are the same."""
+    most = _peaks(measure("at-waits"))
+    return None if most == _peaks(seen) else {**most, "timeline": _peaks(measure("timeline"))}
+
+
+def _peaks(devices: Devices) -> dict[str, int]:
+    return {shown: max((one.get(key, 0) for one in devices), default=0) for key, shown in _SHOWN.items()}
+
+
+def what_order_decides(name: str, outcome: Callable[[Completion], Outcome]) -> dict[str, Any] | None:
+    """What comes of an allocator otherwise, under which the program fits if all is done at once; None: the same."""
+    best, worst = outcome("at-once"), outcome("at-waits")
+    if not best.fits or (worst.fits and worst.num_retries <= best.num_retries):
+        return None
+    told = {"at_once": best, "timeline": outcome("timeline"), "at_waits": worst}
+    return {"allocator": name, **{key: dataclasses.asdict(one) for key, one in told.items()}}
+
+
+def outcome_of(fits: bool, devices: Devices) -> Outcome:
+    """Of a run, on all its devices."""
+    return Outcome(fits=fits, num_retries=sum(one.get("num_alloc_retries", 0) for one in devices))
+
+
+class Otherwise:
+    """Runs that complete otherwise, and how many those were."""
+
+    def __init__(self, run: Callable[[Sequence[Asked]], list[RunSeen]]) -> None:
+        self._run, self.num_runs = run, 0
+
+    def findings_of(self, asked: Asked, seen: RunSeen) -> dict[str, Any]:
+        """What a run without a limit could not know."""
+        found = dict(seen.findings)
+        if found.pop("shares_blocks", False):
+            found["shared_blocks"] = shared_blocks(seen.devices, lambda how: self._seen(asked, how).devices)
+        return found
+
+    def decides(self, name: str, asked: Asked, seen: RunSeen | None) -> dict[str, Any] | None:
+        """What order decides of a run with what is offered; `seen`: what came of it, if it was made."""
+
+        def outcome(how: Completion) -> Outcome:
+            one = seen if seen is not None and how == "at-once" else self._seen(asked, how)
+            return outcome_of(one.completes, one.devices)
+
+        return what_order_decides(name, outcome)
+
+    def _seen(self, asked: Asked, how: Completion) -> RunSeen:
+        work = dataclasses.replace(asked.work, keep_history=False, completion=how)
+        (seen,) = self._run([dataclasses.replace(asked, work=work, name=f"{asked.name}, {_HOW[how]}")])
+        self.num_runs += 1
+        return seen

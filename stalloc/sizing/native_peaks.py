@@ -5,8 +5,8 @@ from typing import Any
 
 
 def native_peaks() -> list[dict[str, int]]:
-    """For each device that something was reserved on: its index, the peaks of what was allocated and reserved, and what
-    is CuPy's of that.
+    """For each device that something was reserved on: its index, the peaks of what was allocated and reserved, what is
+    CuPy's of that, and how often PyTorch gave up what it had cached and asked again.
 
     CuPy keeps no peak, and its pool only grows unless the program empties it: what it has now counts as reserved.
     """
@@ -24,6 +24,7 @@ def native_peaks() -> list[dict[str, int]]:
                     "reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
                     "end_reserved_bytes": stats.get("reserved_bytes.all.current", 0),
                     "cupy_bytes": 0,
+                    "num_alloc_retries": stats.get("num_alloc_retries", 0),
                 }
             )
     if cupy is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.device import VirtualGPU
+from stalloc.device.completion import Completion
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
@@ -38,7 +39,7 @@ class RunWork:
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
     is_rank: bool = False  #: one of several, as the variables say
-    delays_events: bool = False  #: nothing is done before the host waits for it
+    completion: Completion = "at-once"  #: when its work is done
     num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -61,8 +62,7 @@ def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
     from stalloc.device import virtual
 
     virtual.become(work.gpu)
-    if work.delays_events:
-        virtual.delay_events()
+    virtual.complete(work.completion)
     _Run(folder, work).perform(program)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import PLENTY
 from stalloc.lifespans import lower_bound
-from stalloc.sizing.delayed_events import findings_of
+from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.sizing.tries import Contender, Runner
 
@@ -40,26 +40,33 @@ def find_smallest(
     work = dataclasses.replace(contenders[0].work, gpu=largest, keep_history=True)
     without_limit = Asked(command=command, work=work, name="without a limit")
     (plenty,) = run([without_limit])
-    findings, more_runs = findings_of(without_limit, plenty, run)
-    num_runs = 1 + more_runs
+    otherwise = Otherwise(run)
+    findings = otherwise.findings_of(without_limit, plenty)
+    num_runs = 1
     needed = max((lower_bound(trace) for trace in plenty.traces), default=0) or None
     first = next((at for at, card in enumerate(cards) if card.total_bytes >= (needed or 0) * _CLOSE), len(cards))
     seen: dict[tuple[str, int], RunSeen] = {}
     answers: dict[str, int] = {}
     begun = {one.name: _guess(one, cards, plenty, first) for one in contenders}
     while wanted := _wanted(contenders, cards, seen, answers, begun, first):
-        asked = [
-            Asked(
-                command=command,
-                work=dataclasses.replace(one.work, gpu=cards[at], name_holders=True),
-                name=f"{cards[at].name}, {one.shown}",
-            )
-            for one, at in wanted
-        ]
+        asked = [_on(cards[at], one, command) for one, at in wanted]
         num_runs += len(asked)
         for (one, at), result in zip(wanted, run(asked), strict=True):
             seen[one.name, at] = result
+    if shared := findings.get("shared_blocks"):
+        findings["order_decides"] = []
+        for one in contenders:
+            card = cards[at] if (at := answers[one.name]) < len(cards) else None
+            if card is not None and shared["taken_bytes"] > card.total_bytes:
+                told = otherwise.decides(one.name, _on(card, one, command), seen[one.name, at])
+                findings["order_decides"] += [{**told, "of": card.name}] if told is not None else []
+    num_runs += otherwise.num_runs
     return Smallest(by_allocator=answers, seen=seen, needed_bytes=needed, findings=findings, num_runs=num_runs)
+
+
+def _on(card: VirtualGPU, one: Contender, command: list[str]) -> Asked:
+    work = dataclasses.replace(one.work, gpu=card, name_holders=True)
+    return Asked(command=command, work=work, name=f"{card.name}, {one.shown}")
 
 
 def _guess(one: Contender, cards: Sequence[VirtualGPU], plenty: RunSeen, first: int) -> int:

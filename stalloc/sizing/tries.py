@@ -6,7 +6,7 @@ PyTorch's that the replay knows exactly, if the replay of a run without a limit 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
-from stalloc.sizing.delayed_events import findings_of
+from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.run_work import RunWork
 from stalloc.sizing.scaled_traces import ScaledTraces
 from stalloc.sizing.side_by_side import Asked, RunSeen
@@ -179,17 +179,26 @@ class Tries:
         value = self.values[index]
         return Asked(command=self._command(value), work=work, name=f"{self._label(value)}, {how}")
 
-    def findings(self) -> dict[str, Any]:
-        """What the runs could not know, of the largest value that was run without a limit."""
+    def findings(self, answers: Mapping[str, int]) -> dict[str, Any]:
+        """What the runs could not know: of that without a limit which needs most, and of each allocator's answer."""
         if not self.observed:
             return {}
-        at = max(self.observed)
-        found, num_runs = findings_of(
-            self._asked(self._observing(), at, "without a limit"), self.observed[at], self._run
-        )
-        self.num_runs += num_runs
+        at = max(self.observed, key=lambda index: (self.needed_bytes(index) or 0, index))
+        otherwise = Otherwise(self._run)
+        found = otherwise.findings_of(self._asked(self._observing(), at, "without a limit"), self.observed[at])
         if shared := found.get("shared_blocks"):
             shared["of"] = self.label(at)
+            if shared["taken_bytes"] > self.offered_bytes:
+                found["order_decides"] = self._order_decides(answers, otherwise)
+        self.num_runs += otherwise.num_runs
+        return found
+
+    def _order_decides(self, answers: Mapping[str, int], otherwise: Otherwise) -> list[dict[str, Any]]:
+        found = []
+        for name, index in answers.items():
+            if index >= 0 and self.fits(name, index):
+                told = otherwise.decides(name, self._limited(name, index), self.limited.get((name, index)))
+                found += [{**told, "of": self.label(index)}] if told is not None else []
         return found
 
 

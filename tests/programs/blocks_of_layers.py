@@ -1,6 +1,7 @@
 """Four layers whose weights come on a side stream: how many blocks they take, as JSON.
 
-By record_stream, and by references that are kept until the side stream has waited for the layer that used them.
+`python blocks_of_layers.py COMPLETION MIB`: by record_stream, and by references that are kept until the side stream has
+waited for the layer that used them.
 """
 
 import json
@@ -15,9 +16,8 @@ import torch  # noqa: E402
 
 from stalloc.device import virtual  # noqa: E402
 
-if sys.argv[1] == "late":
-    virtual.delay_events()
-SIZE = 32 << 20
+virtual.complete(sys.argv[1])
+SIZE = int(sys.argv[2]) << 20
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 
 
