@@ -136,16 +136,6 @@ def test_each_is_planned_by_itself_whatever_order_they_ask_in(seed: int) -> None
     assert several.run(10, one) == (170, 0)
 
 
-def test_threads_that_were_told_apart_after_many_new_steps_stay_planned() -> None:
-    several = Several(0, [2000, 1400])
-    for _ in range(32):  # new, as long as all threads are taken for one program
-        several.controller.steps.novelty.note(1)
-    several.run(14)
-    assert several.controller.status.phase is Phase.PLANNED
-    several.run(10)
-    assert several.controller.status.num_dropped == 0
-
-
 def test_three_threads_of_the_same_steps_are_told_apart() -> None:
     several = Several(5, [2000, 2000, 1000])
     several.run(24)

@@ -25,9 +25,6 @@ CLOCK, COARSE_CLOCK = 1, 6
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
 AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
 ASIDE, ASIDE_IN_NEXT_PASS = 1, 2  # State.stands_aside: from somewhere in a pass on; from the begin of another
-# State.small_apart: small blocks lie apart, as the device may come to be filled, or many live on among large ones
-APART_IN_FULL, APART_FOR_LONG = 1, 2
-MANY_DISPLACED = 8  # requests of a pass served elsewhere than where they have their place, at which Python is asked
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
 MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(9)

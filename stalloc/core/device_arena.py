@@ -154,18 +154,6 @@ class DeviceArena:
         offset = int(entry["offset"])
         return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
 
-    def scattered_bytes(self) -> int:
-        """Of pages in which planned blocks live, what is beside them: kept from others if the arena moves away."""
-        if self.tape is None:
-            return 0
-        live = self.tape.slots[self.tape.slots["entry"] >= 0]
-        sizes = self.tape.entries["key"][live["entry"]] >> STREAM_BITS
-        order = np.argsort(live["offset"])
-        begins = live["offset"][order] // GRANULE
-        ends = np.maximum.accumulate(-(-(live["offset"] + sizes)[order] // GRANULE))
-        num_pages = np.maximum(0, ends - np.maximum(begins, np.append(0, ends)[:-1])).sum()
-        return int(num_pages * GRANULE - sizes.sum())
-
     def lacking_ahead(self, position: int) -> list[int]:
         """Where pages without memory begin that the plan needs soon after an entry, in that order."""
         begins = np.empty(_MOST_AHEAD, np.int64)

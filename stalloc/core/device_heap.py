@@ -6,8 +6,6 @@ from stalloc.core import growth, pages, pools, segments, splices
 from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 
-_MOST_SCATTERED = 1024
-
 
 class DeviceHeap:
     """The heap's segments and pools. Addresses and sizes are in bytes; a pool and a stream are indices."""
@@ -22,11 +20,6 @@ class DeviceHeap:
     def unpin_pools(self, kind: int) -> None:
         """The graphs that a private kind of pool served are gone: its free segments may go back."""
         pools.unpin_pools(self._tables.address, kind)
-
-    def scattered(self) -> set[int]:
-        """Where small blocks live in segments of large ones, as where an arena was: most keep a page to themselves."""
-        addresses = np.empty(_MOST_SCATTERED, np.int64)
-        return {*addresses[: pools.scattered(self._tables.address, addresses)].tolist()}
 
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""

@@ -233,7 +233,7 @@ class State(Record):
     num_streams: int
     allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
     memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
-    small_apart: int  # Python, APART_IN_FULL, …: small blocks get no places of the plan where they may live on; or 0
+    small_apart: int  # Python, 1: small blocks get no places of the plan by chance, as the device may be filled
     expects_marks: int  # Python, 1: the program marks steps, or has an optimizer, whose steps will be marked
     expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
     first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from stalloc.compiled import inner
 from stalloc.core.constants import (
     ALIGNMENT,
-    APART_FOR_LONG,
     BLOCK_FREE,
     BLOCK_LIVE,
     BLOCK_UNMAPPED,
@@ -93,7 +92,7 @@ def _fills_pages(state):
 
     Where steps are marked they do not, unless the plan stands aside: what lives on would keep pages from the plan.
     """
-    return state.small_apart != APART_FOR_LONG and (state.expects_marks == 0 or state.stands_aside != 0)
+    return state.expects_marks == 0 or state.stands_aside != 0
 
 
 @inner()

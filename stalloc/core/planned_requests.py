@@ -8,9 +8,7 @@ from stalloc.compiled import inner
 from stalloc.core.arena_pages import lacks_only_pages
 from stalloc.core.cells import cells_empty, flip_cells
 from stalloc.core.constants import (
-    AT_ANY_REQUEST,
     BLOCK_LIVE,
-    MANY_DISPLACED,
     MODE_REPLAY,
     NEED_PAGES,
     POLL_FOR_PLACE,
@@ -21,7 +19,7 @@ from stalloc.core.constants import (
 from stalloc.core.heap import Outcome
 from stalloc.core.leases import revoke
 from stalloc.core.records import entry_at, slot_at
-from stalloc.core.step_log import end_step, is_astray, num_displaced, stands_aside
+from stalloc.core.step_log import end_step, is_astray, stands_aside
 from stalloc.core.tape_cursor import follow
 
 
@@ -58,8 +56,6 @@ def _count_conflict(state, unplanned):
     state.conflicts += 1
     state.step_misses += 1
     state.step_unplanned += unplanned
-    if state.arena_pages != 0 and num_displaced(state) == MANY_DISPLACED and unplanned == 0:
-        state.ask_at_boundary = AT_ANY_REQUEST  # those that are displaced displace others: the arena may move away
 
 
 @inner()

@@ -6,19 +6,17 @@ hold nothing else, so that it does not pin what is transient. While a CUDA graph
 private pool, whose memory nobody else gets as long as the graph can be replayed.
 """
 
-from stalloc.compiled import BORROWING, inner, njit
+from stalloc.compiled import inner, njit
 from stalloc.core.constants import (
-    BLOCK_LIVE,
     GENERAL_KIND,
     LEASED_KIND,
     POOL_PINNED,
     POOL_USED,
     PRIVATE_KINDS,
-    SMALL_LIMIT,
 )
 from stalloc.core.free_lists import allocate_bins, largest_block
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.records import block_at, pool_at, segment_at
+from stalloc.core.records import pool_at
 
 
 @inner()
@@ -66,24 +64,3 @@ def largest_free(device):
             largest = max(largest, largest_block(state, row))
     unlock(state)
     return largest
-
-
-@njit(**BORROWING)
-def scattered(device, addresses):
-    """Write where small blocks live in segments of large ones, as many as the column holds; how many. For Python."""
-    state = locked(device)
-    count = 0
-    for number in range(1, state.segments_used):
-        segment = segment_at(state, number)
-        is_general = (
-            segment.address != 0 and segment.cell_high == 0 and pool_at(state, segment.pool).kind == GENERAL_KIND
-        )
-        row = segment.first if is_general else 0
-        while row != 0:
-            block = block_at(state, row)
-            if block.state == BLOCK_LIVE and block.size_bytes <= SMALL_LIMIT and count < len(addresses):
-                addresses[count] = block.address
-                count += 1
-            row = block.next
-    unlock(state)
-    return count

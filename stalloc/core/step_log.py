@@ -5,7 +5,7 @@ misses much in pass after pass is given up by the next request that asks Python.
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.constants import APART_FOR_LONG, ASIDE, ASIDE_IN_NEXT_PASS, CLOCK, MODE_REPLAY, STEP_LOG_ROWS
+from stalloc.core.constants import ASIDE, ASIDE_IN_NEXT_PASS, CLOCK, MODE_REPLAY, STEP_LOG_ROWS
 from stalloc.core.far_jumps import note_end_of_pass
 from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
@@ -45,13 +45,9 @@ def goes_as_planned(state):
 
 @inner()
 def is_astray(state):
-    """Whether a small request that matches the plan may do so by chance: much of this pass is not as planned.
-
-    Or it has just begun, where small blocks that do so live for long.
-    """
+    """Whether a small request that matches the plan may do so by chance: much of this pass is not as planned."""
     lost, hits = state.step_misses - state.step_unplanned, state.hits - state.hits_before
-    begins = state.small_apart == APART_FOR_LONG and state.cursor - state.ring_start <= _BACK
-    return begins or (lost >= _ASTRAY and 2 * lost > hits)
+    return lost >= _ASTRAY and 2 * lost > hits
 
 
 @inner()
@@ -72,9 +68,7 @@ def _judge(state, hits):
     displaced = num_displaced(state)
     missed = lost - displaced  # what borrows for these displaces others, and will again
     if displaced > 0 and state.arena_pages != 0:
-        state.ask_at_boundary = max(
-            state.ask_at_boundary, 1
-        )  # should it go on, the arena moves away from what is there
+        state.ask_at_boundary = max(state.ask_at_boundary, 1)  # should it go on, the arena moves away from there
     recovers = _RECOVERY_SHARE * displaced > displaced + hits and state.steps_ever >= state.recover_after
     recovers = recovers and _BAD_SHARE * missed <= missed + hits
     state.recovering = recovers

@@ -49,17 +49,6 @@ class StepKind:
         times_seen = max(self.times_seen, before.times_seen)
         return replace(self, end=np.maximum(self.end, before.end), until=until, times_seen=times_seen)
 
-    def begins_like(self, other: "StepKind", num_requests: int) -> bool:
-        """Whether the first so many requests are those of another kind."""
-        first = slice(num_requests)
-        same_sizes = np.array_equal(self.size[first], other.size[first])
-        return same_sizes and np.array_equal(self.stream[first], other.stream[first])
-
-    def live_bytes(self, position: int) -> int:
-        """Bytes of what was asked for before a position and lives there, or may do so."""
-        ends = self.end[:position]
-        return int(self.size[:position][(ends == 0) | (ends > position)].sum())
-
     def handed_on(self, stream: int) -> Column:
         """Rows of a stream that outlive the step, by rank: the largest first."""
         return _ranked(self.size, self.end, self.stream == stream)

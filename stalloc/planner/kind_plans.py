@@ -60,25 +60,6 @@ class KindPlans:
         """The largest maximum load of any kind."""
         return max(plan.lower_bound_bytes for plan in self.plans)
 
-    def longer_lived(self, begin: int, cursor: int) -> tuple[int, int, int] | None:
-        """The tape [begin, end) that asks for the same up to a cursor on the one that begins there; the place on it.
-
-        One of the same buffer of which more bytes live then, and as many as of any; None: there is none.
-        """
-        done = cursor - begin
-        if done <= 0 or begin not in self.begins:
-            return None
-        buffer, index = divmod(self.begins.index(begin), len(self.kinds))
-        live = [
-            kind.live_bytes(done) if len(kind.size) > done and kind.begins_like(self.kinds[index], done) else -1
-            for kind in self.kinds
-        ]
-        longest = int(np.argmax(live))
-        if live[longest] <= live[index]:
-            return None
-        first = self.begins[buffer * len(self.kinds) + longest]
-        return first, first + len(self.kinds[longest].size), first + done
-
     @property
     def largest_plan(self) -> Plan:
         """The plan of the kind with the most requests, for reports; its lower bound is that of the whole arena."""

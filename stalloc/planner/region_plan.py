@@ -1,8 +1,7 @@
 """What all kinds of steps ask for on one stream, placed in one region of their arena.
 
 Contract: as kind_plans.py. The kind that needs most decides where the places are that all kinds share. Where these are
-double-buffered it is one that carries over the most, and its steps with both buffers are planned as one ring. If the
-others do not fit around them, all places lie where the region begins, where that is better.
+double-buffered it is one that carries over the most, and its steps with both buffers are planned as one ring.
 """
 
 import itertools
@@ -18,7 +17,6 @@ from stalloc.planner.carried_over import CarriedOver
 from stalloc.planner.shared_starts import places_of_begin
 from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
-_PARTS = 256  # of the lower bound, that a region may be larger without another try
 _RESTARTS = 4  # they take longer than all the rest, while the program runs, and more hardly ever gain anything
 _LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike have one place for that
 
@@ -69,14 +67,6 @@ class RegionPlan:
     def _own(self, kind: StepKind) -> Column:
         """Rows of a kind that are planned and not carried over."""
         return np.flatnonzero((kind.end > 0) & (kind.end <= len(kind.size)) & (kind.stream == self.carried.stream))
-
-    def stack_places(self) -> None:
-        """Fix the places where the region begins, one after the other, the two of a rank side by side."""
-        carried = self.carried
-        rank = np.concatenate([np.arange(len(carried.rank_size)), np.flatnonzero(carried.has_two)])
-        order = np.argsort(rank, kind="stable")
-        size = carried.size[order]
-        self.place_offset[order] = np.cumsum(size) - size
 
     def place_double_buffered(self, index: int) -> None:
         """Place the steps of both buffers of one kind, and the places, which are free to be chosen."""
@@ -146,10 +136,4 @@ def plan_region(kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, L
         later = [index for index in order if index != first]
     for index, buffer in itertools.product(later, buffers):
         region.place(index, buffer)
-    if region.peak_bytes - region.lower_bound_bytes <= region.lower_bound_bytes // _PARTS or not len(carried.size):
-        return region
-    stacked = RegionPlan(kinds, carried, made)
-    stacked.stack_places()
-    for index, buffer in itertools.product(order, buffers):
-        stacked.place(index, buffer)
-    return min(region, stacked, key=lambda plan: plan.peak_bytes)
+    return region

@@ -108,7 +108,7 @@ class Controller:
         self._aside = StandingAside(self.status, self.arenas, self.recording)
         self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
         self._began = time.monotonic()
-        told = self.status.effort, self.memory.paging.allowance, self.full_device, self.lasting, self._aside
+        told = self.status.effort, self.memory.paging.allowance, self.full_device, self._aside
         self.steady = SteadyMarks(self.memory, self.recording, self.steps, told)
         self.observe()
 
@@ -273,7 +273,7 @@ class Controller:
             return "the first plan did not follow the steps that are marked now"
         if self.strands.follow_something_else:
             return "its threads do something else now"
-        return "most of its steps were new to it" if self.steps.novelty.ends_plan() else None
+        return None
 
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
@@ -494,11 +494,9 @@ class Controller:
         if num_steps not in _DOUBT_STEPS or self.status.settings.keep_recording:
             self._settle()
         elif self.steps.recorded.leave_out_strays():
-            self.steps.novelty.forget()
             return True
         elif num_steps >= _THREADS_DOUBTED and self.recording.leave_out_threads():
             self.steps.forget()
-            self.steps.novelty.forget()
         return False
 
     def _settle(self) -> None:
@@ -509,7 +507,7 @@ class Controller:
 
     def _at_boundary(self) -> None:
         if self._is_planned:
-            if self._moves_in_pass() or (self._probation.is_over and self._judge_plan()):
+            if self._probation.is_over and self._judge_plan():
                 return
             self._tidy()
             # pages that go from stream to stream in each pass wait for the device: handovers wait for one event
@@ -526,13 +524,6 @@ class Controller:
             self._heed(refusal)
         del job  # and with it the tape, which is large
         trim()
-
-    def _moves_in_pass(self) -> bool:
-        """At an entry in a pass: whether many of its requests were displaced, so that the arena moves, if it may."""
-        tapes, record, are_many = self.steps.tapes, self.state.record, self._tidying.are_many_displaced
-        if are_many and tapes is not None and (longer := tapes.longer_lived(record.ring_start, record.cursor)):
-            self.state.arena.begin_step(*longer)  # more lives than the kind of step has that was followed so far
-        return self._tidying.moves_in_pass()
 
     def _tidy(self) -> None:
         plan, was_observed = self.status.plan, self.status.observed is not None
@@ -693,7 +684,6 @@ class Controller:
         if not self._put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
             return False
         self.steps.forget()
-        self.steps.novelty.forget()
         return True
 
     def _follow_cycle(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stalloc.core.constants import APART_IN_FULL
 from stalloc.runtime.memory import DeviceMemory
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class FullDevice:
     def _note_peak(self) -> None:
         """Have small blocks lie together if a step that needs more than those before may fill the device."""
         if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):
-            self._state.record.small_apart = max(self._state.record.small_apart, APART_IN_FULL)
+            self._state.record.small_apart = 1
 
     def most_misses(self, elsewhere: int) -> int:
         """By how many requests misses may outnumber hits before a plan is left, which is `elsewhere` where none fills.

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_KINDS = 32  # that are planned together; those seen most often
 _SECONDS_A_REQUEST, _IN_CYCLE = 20e-6, 50e-6  # of processor time, that planning takes; the same in a cycle
-_MUCH = 64  # one request in so many
-_MANY = 100  # the same, of those without a place
+_MANY = 100  # one request in so many is without a place
 
 
 @dataclass
@@ -42,14 +41,12 @@ class KindSearch:
     double_buffered: bool = False  # a kind may have two plans, which its marked steps alternate between
     ring: "KeptTrace | None" = None  # what the ring in force was found in: its steps are known kinds too
     of_ring: set[bytes] = field(default_factory=set)  # their names
-    in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
     record: int | None = None  # the number of the record; None: no cycle of steps is looked for
     pages_move: bool = False  # in every step of the plans in force: a cycle that needs less takes their place
     may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "KindPlans | None" = None
     admitted: ArenaTape | None = None  # the plans, as they are served
-    put_off: set[bytes] = field(default_factory=set)  # kinds whose requests outlive the record: it may tell later
     cycle: "Cycle | None" = None  # that the steps of the record make, if its plan has places for more of them
     awaits_cycle: bool = False  # its plan is to be made one step later
 
@@ -105,9 +102,6 @@ class KindSearch:
         before = self.before.kinds if self.before is not None else self._kinds_of_ring()
         known = {kind.key for kind in before}
         fresh = [kind for kind in usable if kind.key not in known]
-        late = {self._name(kind) for kind in fresh if _MUCH * int((kind.end == 0).sum()) > len(kind.end)}
-        self.put_off = late - self.in_time
-        fresh = [kind for kind in fresh if self._name(kind) not in self.put_off]
         if fresh:
             again = {kind.key: kind for kind in usable}
             kinds = [again[kind.key].with_what_was_known(kind) if kind.key in again else kind for kind in before]

@@ -4,7 +4,7 @@ Contract: nothing that goes wrong in a job reaches the program; it ends with a p
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 
     Planner = Callable[..., Plan]  # (tape, streams=), as plan_tape; called in any thread
 
-_CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
-_MAX_UNROLLED = 2_000  # requests in such a ring
-
 
 @dataclass
 class PlanJob:
     """A plan of `tape`; `done` is set when `plan` and `admitted`, or `error`, are there."""
 
-    tape: "Tape"  #: the ring that is planned; one of more periods in the end, where that takes less memory
+    tape: "Tape"  #: the ring that is planned
     streams: "Streams" = "separate"
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
@@ -74,20 +71,4 @@ class PlanJob:
 
         make = planner or plan_tape
         plan = make(self.tape, streams=self.streams)
-        for longer in _longer_rings(self.tape):
-            if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
-                break
-            other = make(longer, streams=self.streams)
-            if other.peak_bytes < plan.peak_bytes:
-                plan, self.tape = other, longer
         self.plan, self.admitted = plan, admit([plan], ring_only=True)
-
-
-def _longer_rings(tape: "Tape") -> "Iterator[Tape]":
-    """Rings of more periods, for a tape whose requests outlive a period."""
-    from stalloc.lifespans.tape import unrolled
-
-    periods = tape.ring_length // tape.period_requests
-    for more in range(1, 3) if periods > 1 else ():
-        if (periods + more) * tape.period_requests <= _MAX_UNROLLED:
-            yield unrolled(tape, periods + more)

@@ -126,7 +126,6 @@ class SteadyMarks:
         kinds = self._kinds[: steps.count]
         self._steps.recorded.pass_over(steps, kinds)
         for kind in kinds:
-            self._steps.misses.note_known(0)
             self._steps.novelty.note(self._steps.recorded.times_seen(kind))
 
     def _learn(self, num_steps: int) -> None:

@@ -10,8 +10,6 @@ from stalloc.core.state import DeviceState
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
 
-_ASTRAY = 16  # one request of a known step in so many, where the cycle in force expected another one
-_MOST_ASTRAY, _IN_ORDER = 4, 8  # such steps, beyond one in so many that came in order
 _BAD_SHARE, _MOST_BAD = 4, 8  # a step is bad of which one request in so many was not served; so many in a row
 
 
@@ -21,7 +19,7 @@ class StepMisses:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
-        self._astray = self._bad = 0
+        self._bad = 0
 
     def of_step(self, num_plans: int) -> tuple[int, float]:
         """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
@@ -40,16 +38,3 @@ class StepMisses:
     def are_few(self) -> bool:
         """Whether there was a step not long ago of which most was served."""
         return self._bad < _MOST_BAD
-
-    def begin_cycle(self) -> None:
-        """Another cycle of steps is followed, or none."""
-        self._astray = 0
-
-    def note_known(self, share: float) -> None:
-        """The step that just ended is one of the cycle that is followed; such a share of it was not served."""
-        self._astray = max(0, self._astray + (_IN_ORDER if share * _ASTRAY > 1 else -1))
-
-    @property
-    def are_out_of_order(self) -> bool:
-        """Whether the steps of the cycle often come when it expects others."""
-        return self._astray >= _MOST_ASTRAY * _IN_ORDER

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
 
 _REMEMBERED = 16  # marks
-_NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
 
 
 class StepPlaces:
@@ -135,17 +134,13 @@ class StepPlaces:
             self._since = cursor, steps.followed, self._since[2], begin
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
-        """The position next to the cursor; the one after the last where there is none near."""
+        """The position next to the cursor."""
         length, at = end - begin, cursor - begin
         after = bisect.bisect_left(self._positions, at) % len(self._positions)
         behind, ahead = (at - self._positions[after - 1]) % length, (self._positions[after] - at) % length
-        nearest = after if ahead < behind else (after - 1) % len(self._positions)
-        if min(behind, ahead) > _NEAR:
-            nearest = (self._current + 1) % len(self._positions)
-            self._state.arena.begin_step(begin, end, begin + self._positions[nearest])
-        elif min(behind, ahead) == 0:
+        self._current = after if ahead < behind else (after - 1) % len(self._positions)
+        if min(behind, ahead) == 0:
             self._state.arena.begin_step(begin, end, cursor)
-        self._current = nearest
 
     def name_of_followed(self) -> bytes | None:
         """The name of the step that just ended, if it asked for what its tape has and nothing else; None: not known."""

@@ -16,7 +16,6 @@ from stalloc.runtime.cycle_watch import LEAST_STEPS, CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch
-from stalloc.runtime.novelty import Novelty
 from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.step_misses import StepMisses
@@ -49,9 +48,7 @@ class Steps:
         self.recorded = RecordedSteps(state, recording)
         self.planned: set[bytes] = set()  #: names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
-        self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
         self.cycles = CycleWatch(self.recorded)
-        self.novelty = Novelty()
         self.watch = StepWatch(state, self.recorded, effort)
         self.keep_plan = False  #: the plan in force is the one that a budget was tried with: no other is looked for
 
@@ -62,7 +59,6 @@ class Steps:
         self.cycles.forget()
         self.places.forget()
         self.planned.clear()
-        self.misses.begin_cycle()
         self.recorded.forget()
 
     def follow_marks(self, trace: "Trace", tape: "Tape", sizable: "Column", first: int) -> None:
@@ -75,7 +71,6 @@ class Steps:
         at = at[(at >= first) & (at <= first + tape.covered_requests)]
         size, stream = trace.size[sizable], trace.stream[sizable]
         self.planned.clear()
-        self.misses.begin_cycle()
         period, places = tape.period_requests, {(last - first) % tape.period_requests: b"" for last in at[-1:].tolist()}
         for begin, end in itertools.pairwise(at.tolist()):
             name = name_of(size[begin:end], stream[begin:end])
@@ -97,11 +92,10 @@ class Steps:
         if search is None or not search.done.is_set():
             return None
         self.search = None
-        self._waited_for |= {name: self.recorded.times_seen(name) for name in search.put_off}
         if self.cycles.ends(search):
             return None
         if search.admitted is None:
-            self._refused |= search.looked_for - search.put_off - self.planned
+            self._refused |= search.looked_for - self.planned
             return None
         return search
 
@@ -112,23 +106,13 @@ class Steps:
         """
         missed, share = self.misses.of_step(num_plans)
         is_unknown = share * _UNKNOWN_SHARE > 1
-        if self.recorded.last in self.planned:
-            self.misses.note_known(share)
         if records:
             self.watch.note_step(missed=missed > 0, is_unknown=is_unknown)
         return is_unknown
 
-    @property
-    def _is_out_of_order(self) -> bool:
-        """Whether the steps of the cycle in force come in another order, and the record shows them all."""
-        is_cycle = self.tapes is None and len(self.planned) > 1 and self.misses.are_out_of_order
-        return is_cycle and self.planned <= self.recorded.recurring and all(map(self.recorded.is_shown, self.planned))
-
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
         self.recorded.note(self.places.name_of_followed())
-        if self.recorded.last is not None:
-            self.novelty.note(self.recorded.times_seen(self.recorded.last))
 
     def await_search(self, seconds: float) -> None:
         """Wait for a search that was just started: the program would go on without its plans meanwhile."""
@@ -138,7 +122,7 @@ class Steps:
     @property
     def may_be_planned(self) -> bool:
         """Whether the record may show a cycle of steps, or kinds of steps that recur in any order."""
-        return not self.novelty.is_too_much and (self.recorded.make_a_cycle or self._recur_in_any_order)
+        return self.recorded.make_a_cycle or self._recur_in_any_order
 
     @property
     def _recur_in_any_order(self) -> bool:
@@ -180,7 +164,6 @@ class Steps:
         if self.tapes is None and 2 * recorded.num_recurring < recorded.count:
             return set()  # a program whose steps are mostly all different
         fresh = {name for name in recorded.recurring - self.planned - self._refused if recorded.is_shown(name)}
-        fresh = {name for name in fresh if recorded.times_seen(name) > self._waited_for.get(name, 0)}
         return set() if fresh and self._effort.is_spent else fresh
 
     @property
@@ -193,8 +176,6 @@ class Steps:
 
         Or a cycle of those that it knows, as where `pages_move` in every step.
         """
-        if self._is_out_of_order and self.search is None and not self._effort.is_spent:
-            self.planned.clear()
         fresh, recorded = self._fresh(), self.recorded
         pages_move = pages_move and self.tapes is not None and recorded.count > LEAST_STEPS
         again = self.cycles.is_due(pages_move=pages_move) and self.search is None
@@ -232,7 +213,7 @@ class Steps:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
         wanted = self.recorded.recurring - self._refused
         search = KindSearch(self.tapes, wanted, self._made, self._effort, double_buffered=True)
-        search.looked_for, search.in_time = wanted if only is None else only, {*self._waited_for}
+        search.looked_for = wanted if only is None else only
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self.planned}
         if only is None:

@@ -3,7 +3,6 @@
 Contract: nothing is given back in the middle of a pass, and nothing that passes still use.
 """
 
-from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.paged_arena import move
@@ -16,8 +15,6 @@ _UNLIKE_PASSES = 4  # of which one displaces others, as where two optimizers tak
 _FEW = 128  # one request in so many is displaced where a step is taken for one of another kind until they part
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
 _MOVING_PASSES = 4  # in a row in which pages moved, after which more will
-_SCATTERED_BYTES, _SCATTERED_SHIFT = 8 << 20, 7  # and 1 / 2 ** shift of the peak, that a move may leave to nobody
-_PAGES_EACH = 2  # the same for each request that is displaced
 
 
 class Tidying:
@@ -101,7 +98,6 @@ class Tidying:
             or record.steps_ever < self._move_after
             or record.private_kind
             or self._effort.is_spent
-            or self._leaves_too_much
         ):
             return False
         soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
@@ -109,36 +105,6 @@ class Tidying:
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
             return move(self._arenas)
-
-    @property
-    def _leaves_too_much(self) -> bool:
-        """Whether what lives in the arena lies so scattered that its pages would cost more than what is displaced."""
-        least_bytes = max(_SCATTERED_BYTES, self._arenas.memory.paging.allowance.peak_bytes >> _SCATTERED_SHIFT)
-        return self._state.arena.scattered_bytes() > max(
-            least_bytes, _PAGES_EACH * self._state.num_displaced * constants.GRANULE
-        )
-
-    @property
-    def are_many_displaced(self) -> bool:
-        """Whether many requests of this pass were served elsewhere than where they have their place."""
-        return self._state.num_displaced >= constants.MANY_DISPLACED
-
-    def moves_in_pass(self) -> bool:
-        """Whether many requests of a pass were displaced, at an entry in it, so that the arena is moved right away.
-
-        It is left as it is where it moved lately, where the program does something that is not planned, and where it
-        fills the device: what it does then is packed best by the heap alone (see full_device.py). The boundary after it
-        is asked for in any case.
-        """
-        record = self._state.record
-        if record.cursor == record.ring_start or not self.are_many_displaced:
-            return False
-        is_astray = record.excess_misses > 2 * (record.ring_end - record.ring_start)  # more than two passes of it
-        stays = is_astray or record.has_handovers or record.num_strands or self._arenas.memory.paging.fills_device()
-        if not stays and self._moves_out_of_the_way():
-            self._state.write(conflicts_before=record.conflicts - record.step_unplanned)  # none is displaced since
-        self._state.triggers.at_boundary()
-        return True
 
     def settle(self) -> None:
         """No step repeats so far: pages move no more for the last few percent, which would cost it at every step."""
