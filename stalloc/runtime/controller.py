@@ -348,7 +348,7 @@ class Controller:
             self.steps.follow_marks(found.trace, job.tape, found.sizable, found.first)
             self.state.triggers.at_any_request()  # this is where a step begins
 
-    def _put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
+    def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
         """Any phase -> PLANNED: serve what was admitted; False, and no change, if the device has no room for it.
 
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
@@ -563,7 +563,7 @@ class Controller:
             return dearer
         begun = record.cursor - record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
-        if self._put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+        if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
             self._separate, self.status.steps_per_ring = job.tape if job.may_share else None, job.periods
             begin, end = record.ring_start, record.ring_end
             self.state.arena.begin_step(begin, end, begin + begun % (end - begin))
@@ -662,7 +662,7 @@ class Controller:
             return None
         if not self._is_planned:
             self._note_observed()
-        if not self._put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
+        if not self.put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
             self.steps.were_refused()
             serves = self.state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
@@ -681,7 +681,7 @@ class Controller:
         if not self._is_planned:
             self._note_observed()
         self.state.forget_record()
-        if not self._put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
+        if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
             return False
         self.steps.forget()
         return True
@@ -775,7 +775,7 @@ class Controller:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.recording.end(self.status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
-        if not self._put_in_force(tape, plan, ask_after_misses=_DOUBT):
+        if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
             free, total = self.memory.device.memory_info()
             raise PlanError(
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "
