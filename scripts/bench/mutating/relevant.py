@@ -18,21 +18,60 @@ _OF_FOLDER = {
     "analysis": "explain error_causes error_log error_wordings stats top diff",
     "": "figures stats top explain",
 }
-#: the same of a module that tests do not name
-_OF_MODULE = {"analysis/peak_use": "pytest_plugin", "analysis/size_text": "error_text"}
+#: those of a module that have most to say about it, and are asked first
+_OF_MODULE = {
+    "planner/overlaps": "planner_validator",
+    "planner/verdict": "planner_validator",
+    "planner/stream_check": "planner_validator planner_record",
+    "planner/kinds_check": "planner_relations",
+    "planner/problem": "planner_pieces planner_arrays",
+    "planner/best_fit_by_birth": "planner_births",
+    "planner/hole_filling": "planner_constraints planner_tape",
+    "planner/placement": "planner_arrays planner_relations",
+    "planner/orders": "planner_arrays",
+    "planner/ring": "planner_tape",
+    "planner/sharing": "planner_tape planner_record",
+    "planner/layout": "planner_arrays",
+    "lifespans/load_curves": "lifespans_load stats",
+    "core/planned_requests": "runtime_replay",
+    "core/cells": "runtime_replay",
+    "core/free_lists": "runtime_heap",
+    "core/handovers": "runtime_handing integrations_streams",
+    "core/growth": "runtime_page_heap runtime_pages",
+    "core/lending": "runtime_arena runtime_replay",
+    "core/leases": "runtime_arena runtime_replay",
+    "core/stream_uses": "runtime_shared_blocks integrations_streams",
+    "core/counters": "torch_statistics",
+    "core/tape_cursor": "runtime_jumps runtime_replay",
+    "core/step_log": "runtime_replay runtime_steps",
+    "core/arena_tape": "runtime_tapes",
+    "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
+    "replay/torch_expandable": "replay_torch replay_torch_record replay_torch_oracle",
+    "replay/simulation": "simulate",
+    "analysis/error_text": "error_causes error_wordings",
+    "analysis/size_text": "error_wordings",
+    "analysis/peaks": "stats",
+    "analysis/peak_use": "pytest_plugin",
+    "analysis/holders": "top",
+    "analysis/comparison": "diff",
+    "analysis/grouping": "top",
+}
 
 
 def relevant_tests(file: str, root: Path) -> list[str]:
-    """Paths in the checkout, those about the module first."""
+    """Paths in the checkout, those that have most to say about the module first."""
     path = Path(file)
     folder = path.parts[1] if len(path.parts) > 2 else ""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     stem = re.compile(rf"test_(\w+_)?{re.escape(path.stem.removesuffix('s'))}s?(_\w+)?\.py")
     named = re.compile(rf"{re.escape(module)}\b")
-    own = [test for test, text in _texts(root).items() if stem.fullmatch(test.name) or named.search(text)]
-    names = f"{_OF_MODULE.get(f'{folder}/{path.stem}', '')} {_OF_FOLDER.get(folder, _OF_FOLDER[''])}".split()
-    others = [root / "tests" / f"test_{name}.py" for name in names]
-    found = dict.fromkeys([*own, *(test for test in others if test.exists())])
+    own = [test for test in _texts(root) if stem.fullmatch(test.name)]
+    naming = [test for test, text in _texts(root).items() if named.search(text)]
+    first, rest = (
+        [root / "tests" / f"test_{name}.py" for name in names.split()]
+        for names in (_OF_MODULE.get(f"{folder}/{path.stem}", ""), _OF_FOLDER.get(folder, _OF_FOLDER[""]))
+    )
+    found = dict.fromkeys(test for test in (*first, *own, *rest, *naming) if test.exists())
     return [test.relative_to(root).as_posix() for test in found]
 
 

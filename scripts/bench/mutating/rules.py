@@ -572,9 +572,9 @@ _EXPLAINING = (
     _rule(
         "enclosed",
         "analysis/explanation",
-        "free space below a live block counts as hard fragmentation though nothing lives behind it",
+        "the free end of a segment counts as hard fragmentation",
         "same[:-1] & same[1:] & held[:-2] & held[2:]",
-        "same[:-1] & same[1:] & held[:-2]",
+        "same[:-1] & held[:-2]",
     ),
     _rule(
         "never-used-again",

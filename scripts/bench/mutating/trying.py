@@ -5,6 +5,7 @@ the change. A test that fails anyhow is asked about no mutant.
 """
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -79,7 +80,7 @@ class Trials:
     def try_one(self, change: Change, tests: Sequence[str]) -> Mutant:
         """Make a mutant and ask files of tests: those known to be quick first, else as they are given."""
         began = time.monotonic()
-        ordered = sorted(tests, key=lambda test: self._seconds_of.get(test, 0.0))
+        ordered = sorted(tests, key=lambda test: self._seconds_of.get(test, math.inf))
         with self._base.changed(change) as copy:
             broken = self._run(copy, ordered)
             while broken is not None and not self._passes_unchanged(broken.test or ordered[0]):
