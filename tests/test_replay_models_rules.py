@@ -234,9 +234,9 @@ def test_bfc_splits_only_what_is_twice_as_large_or_wastes_too_much() -> None:
     assert bfc.model.blocks().size_bytes.tolist() == [600 * MIB, 400 * MIB], "400 MiB would be wasted"
     bfc.new(300 * MIB)
     assert bfc.model.blocks().size_bytes.tolist() == [600 * MIB, 400 * MIB], "100 MiB may be wasted"
-    other = Script("bfc", "growth:0,limit:1000MiB")
-    other.new(500 * MIB)
-    assert other.model.blocks().size_bytes.tolist() == [500 * MIB, 500 * MIB]
+    other = Script("bfc", "growth:0,limit:200MiB")
+    other.new(100 * MIB)
+    assert other.model.blocks().size_bytes.tolist() == [100 * MIB, 100 * MIB], "just twice as large"
 
 
 def test_bfc_takes_smaller_regions_once_when_the_device_is_short() -> None:

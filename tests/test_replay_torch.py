@@ -79,6 +79,16 @@ def test_a_rest_of_up_to_one_mib_stays_with_a_large_block():
     assert play.block_bytes(split) == 19 * MIB - 512
 
 
+def test_a_small_block_keeps_no_rest_of_512_bytes():
+    play = Play()
+    whole, _ = play.take(1024)
+    play.take(512)  # what comes behind it
+    play.free(whole)
+    first, address = play.take(512)
+    assert play.block_bytes(first) == 512
+    assert play.take(512)[1] == address + 512
+
+
 def test_the_smallest_block_that_fits_is_taken_and_of_equals_the_lowest():
     play = Play()
     numbers = [play.take(size * MIB) for size in (40, 30, 30)]
