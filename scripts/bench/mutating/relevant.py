@@ -23,7 +23,7 @@ _OF_MODULE = {
     "planner/overlaps": "planner_validator",
     "planner/verdict": "planner_validator",
     "planner/stream_check": "planner_validator planner_record",
-    "planner/kinds_check": "planner_relations",
+    "planner/kinds_check": "runtime_admission planner_relations",
     "planner/problem": "planner_pieces planner_arrays",
     "planner/best_fit_by_birth": "planner_births",
     "planner/hole_filling": "planner_constraints planner_tape",
