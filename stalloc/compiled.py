@@ -27,7 +27,7 @@ from stalloc.source_stamps import stamp_of
 
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
-BORROWING = {"_nrt": False}
+BORROWING: dict[str, Any] = {"_nrt": False}
 #: numba hands `forceinline` on to what a function calls, and so on down, which makes one function of the whole core:
 #: each of ours says for itself whether it is always inlined
 _OWN = {"forceinline": False}
