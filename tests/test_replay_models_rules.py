@@ -99,6 +99,16 @@ def test_cupy_gives_chunks_back_that_are_not_split_when_the_limit_is_reached() -
     assert pool.model.counters().retries == 2
 
 
+# --- CUDA's stream-ordered pool
+
+
+def test_stream_ordered_takes_the_smallest_block_that_another_stream_has_freed() -> None:
+    pool = Script("stream_ordered")
+    large, small = pool.new(64 * MIB, stream=1), pool.new(40 * MIB, stream=2)
+    pool.free(large, small)
+    assert pool.at(pool.new(36 * MIB)) == pool.at(small)
+
+
 # --- GMLake
 
 
