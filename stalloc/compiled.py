@@ -8,7 +8,7 @@ one of them changes it is compiled anew, and nothing else is.
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from stalloc.source_stamps import stamp_of
 
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
-BORROWING = {"_nrt": False}
+BORROWING: dict[str, Any] = {"_nrt": False}
 #: numba hands `forceinline` on to what a function calls, and so on down, which makes one function of the whole core:
 #: each of ours says for itself whether it is always inlined
 _OWN = {"forceinline": False}
@@ -95,10 +95,11 @@ def compile_time() -> CompileTime:
     return _compiling.time
 
 
-def _tie(compiled: Any, function: Callable[..., Any]) -> None:
+def _tie(compiled: Any, function: Callable[..., Any], sources: Collection[str] = ()) -> None:
     """Keep what is compiled, tied to its sources; where there is no place for it, every process compiles."""
     source = function.__code__.co_filename
-    compiled._cache = KeptCode(function, Path(source).parent, stamp_of(source))
+    stamps = {stamp_of(one) for one in {source, *sources}}
+    compiled._cache = KeptCode(function, Path(source).parent, " ".join(sorted(stamps)))
 
 
 def _compile_once(dispatcher: Any) -> None:
@@ -109,13 +110,16 @@ def _compile_once(dispatcher: Any) -> None:
     )
 
 
-def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit(**options)`, cached and tied to its sources."""
+def njit(*, sources: Collection[str] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(**options)`, cached and tied to its sources.
+
+    `sources` are files of what the function calls beside those that its own file leads to: of what its globals hold.
+    """
 
     def compile_later(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(pipeline_class=WholeCompiler, no_cfunc_wrapper=True, **_OWN | options)(function)
         _compile_once(dispatcher)
-        _tie(dispatcher, function)
+        _tie(dispatcher, function, sources)
         compile_or_load = dispatcher.compile
         dispatcher.compile = lambda signature: uninterrupted(compile_or_load, signature)
         return dispatcher
@@ -127,13 +131,13 @@ class _Inner:
     """A function that only compiled code calls: numba gets to know it when that is compiled, not at every start."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self._function = function
+        self.py_func = function
         self._options = options
 
     @cached_property
     def dispatcher(self) -> Any:
         """numba's."""
-        made = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | self._options)(self._function)
+        made = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | self._options)(self.py_func)
         _compile_once(made)
         return made
 

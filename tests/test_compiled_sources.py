@@ -25,6 +25,10 @@ from stalloc import source_stamps
 from stalloc.cli.precompile import small_snapshot
 from stalloc.integrations import build_backend
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+from changed import Change, Checkout
+
 pytestmark = pytest.mark.usefixtures("usual_umask")
 
 
@@ -156,6 +160,26 @@ def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tm
     for changed, source, result, hits in CHANGES:
         (folder / changed).write_text(source)
         assert run() == [result, hits], changed
+
+
+_ONE_REQUEST = """
+import numpy as np
+from stalloc.replay import Events, Kind
+from stalloc.replay.registry import make
+
+model, number = make("cupy", "", 0), np.array([0])
+model.feed(Events(np.array([Kind.ALLOC], np.int8), number, number, np.array([1]), number))
+print(model.counters().reserved_bytes)
+"""
+
+
+def test_a_model_is_compiled_anew_when_its_rules_change() -> None:
+    """The loop that its rules are compiled into stands in another file, which does not import them."""
+    twice = Change(name="unit", file="stalloc/replay/cupy_pool.py", old="_UNIT = 512", new="_UNIT = 1024")
+    with Checkout.copied() as base:
+        assert base.run("-c", _ONE_REQUEST, capture_output=True, check=True).stdout == "512\n"
+        with base.changed(twice) as copy:
+            assert copy.run("-c", _ONE_REQUEST, capture_output=True, check=True).stdout == "1024\n"
 
 
 def test_packages_in_the_same_folder_are_no_part_of_a_stamp(tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def test_a_request_that_the_device_had_room_for_is_not_for_the_allocator(tmp_pat
     assert "expandable_segments" not in shown
 
 
+@pytest.mark.parametrize(("wanted", "verdict"), [("3.00 GiB", "unknown"), ("3.01 GiB", "capacity")])
+def test_capacity_is_named_where_even_all_that_is_not_allocated_is_too_little(tmp_path, capsys, wanted, verdict):
+    text = old(w=wanted, a="21.00 GiB", r="21.00 GiB").replace("1.00 GiB free; ", "")
+    (error,), _ = explained(tmp_path, capsys, text)
+    assert (error["free_bytes"], error["reserved_bytes"], error["verdict"]) == (None, 21 * GIB, verdict)
+
+
 @pytest.mark.parametrize("changes", [{"f": "30.00 GiB"}, {"a": "31.00 GiB", "f": "0 bytes"}, {"f": "9.00 GiB"}])
 def test_figures_that_contradict_each_other_have_no_cause(tmp_path, capsys, changes):
     (error,), shown = explained(tmp_path, capsys, new(**changes))

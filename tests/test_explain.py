@@ -155,6 +155,27 @@ def test_an_out_of_memory_error_with_too_little_in_all_is_capacity(tmp_path, cap
     assert "keeps.py:1 f" in said
 
 
+@pytest.mark.parametrize(("wanted", "verdict"), [(36 * MIB, "fragmentation"), (36 * MIB + 1, "capacity")])
+def test_what_is_free_for_any_stream_decides_and_that_of_the_stream_is_told(tmp_path, wanted, verdict):
+    others = segment(64 * MIB, (2 * MIB, 2 * MIB, LIVE), (14 * MIB, 0, FREE), stream=7)
+    events = [
+        event("segment_alloc", 0, 20 * MIB),
+        event("segment_alloc", 64 * MIB, 16 * MIB, 7),
+        event("alloc", 0, 8 * MIB),
+        event("alloc", 64 * MIB, 2 * MIB, 7),
+        {"action": "oom", "device_free": 10 * MIB, "size": wanted, "stream": 0, "frames": []},
+    ]
+    own = segment(0, (8 * MIB, 8 * MIB, LIVE), (12 * MIB, 0, FREE))
+    (trace,) = load_traces(write(tmp_path / "oom.pickle", events, [own, others]))
+    error = explain(trace, "oom", advise=False).out_of_memory
+    assert error.verdict == verdict
+    assert (error.partly_used_bytes, error.largest_free_bytes, error.same_stream_bytes) == (
+        26 * MIB,
+        12 * MIB,
+        12 * MIB,
+    )
+
+
 @pytest.mark.parametrize("name", each(SNAPSHOTS))
 def test_causes_of_real_snapshots_add_up(name):
     rng = np.random.default_rng(4)

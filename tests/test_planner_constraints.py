@@ -136,17 +136,20 @@ def test_what_cannot_be_kept_is_one_sentence(options, named):
     ("changes", "reason"),
     [
         ({"fixed_row": [0], "fixed_offset": [4]}, "moved"),
+        ({"fixed_row": [0, 1], "fixed_offset": [0, 0]}, "moved"),  # they live together, so one of them lies above
         ({"fixed_row": [9], "fixed_offset": [0]}, "bad-constraint"),
         ({"row_alignment": [1, 512, 1]}, "misaligned"),
         ({"row_alignment": [3, 1, 1]}, "bad-constraint"),
         ({"forbidden_low": [100], "forbidden_high": [101]}, "forbidden"),
+        ({"forbidden_low": [700], "forbidden_high": [900]}, "forbidden"),  # of which a request takes a part
         ({"proven_bound_bytes": 10_000}, "wrong-proven-bound"),
+        ({"peak_bytes": 1000, "optimal": True}, "wrong-proven-bound"),  # 800 are proven
     ],
 )
 def test_the_validator_sees_each_broken_constraint(changes, reason):
     made = plan(([0, 2, 9], [5, 7, 12], [400, 400, 400]), alignment=4)
     assert validate(made).ok
-    columns = {name: value if name == "proven_bound_bytes" else np.array(value) for name, value in changes.items()}
+    columns = {name: np.array(value) if isinstance(value, list) else value for name, value in changes.items()}
     assert validate(dataclasses.replace(made, **columns)).reason == reason
 
 

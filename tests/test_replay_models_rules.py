@@ -99,6 +99,16 @@ def test_cupy_gives_chunks_back_that_are_not_split_when_the_limit_is_reached() -
     assert pool.model.counters().retries == 2
 
 
+# --- CUDA's stream-ordered pool
+
+
+def test_stream_ordered_takes_the_smallest_block_that_another_stream_has_freed() -> None:
+    pool = Script("stream_ordered")
+    large, small = pool.new(64 * MIB, stream=1), pool.new(40 * MIB, stream=2)
+    pool.free(large, small)
+    assert pool.at(pool.new(36 * MIB)) == pool.at(small)
+
+
 # --- GMLake
 
 
@@ -234,9 +244,9 @@ def test_bfc_splits_only_what_is_twice_as_large_or_wastes_too_much() -> None:
     assert bfc.model.blocks().size_bytes.tolist() == [600 * MIB, 400 * MIB], "400 MiB would be wasted"
     bfc.new(300 * MIB)
     assert bfc.model.blocks().size_bytes.tolist() == [600 * MIB, 400 * MIB], "100 MiB may be wasted"
-    other = Script("bfc", "growth:0,limit:1000MiB")
-    other.new(500 * MIB)
-    assert other.model.blocks().size_bytes.tolist() == [500 * MIB, 500 * MIB]
+    other = Script("bfc", "growth:0,limit:200MiB")
+    other.new(100 * MIB)
+    assert other.model.blocks().size_bytes.tolist() == [100 * MIB, 100 * MIB], "just twice as large"
 
 
 def test_bfc_takes_smaller_regions_once_when_the_device_is_short() -> None:

@@ -79,6 +79,16 @@ def test_a_rest_of_up_to_one_mib_stays_with_a_large_block():
     assert play.block_bytes(split) == 19 * MIB - 512
 
 
+def test_a_small_block_keeps_no_rest_of_512_bytes():
+    play = Play()
+    whole, _ = play.take(1024)
+    play.take(512)  # what comes behind it
+    play.free(whole)
+    first, address = play.take(512)
+    assert play.block_bytes(first) == 512
+    assert play.take(512)[1] == address + 512
+
+
 def test_the_smallest_block_that_fits_is_taken_and_of_equals_the_lowest():
     play = Play()
     numbers = [play.take(size * MIB) for size in (40, 30, 30)]
@@ -147,14 +157,15 @@ def test_a_refused_request_does_not_end_the_replay_when_the_tables_grow_afterwar
     assert (fed.address[1:] > 0).all()
 
 
-def test_blocks_above_the_limit_are_not_split():
+@pytest.mark.parametrize(("whole_mib", "again_mib"), [(100, 90), (32, 32)])
+def test_blocks_from_the_limit_on_are_not_split(whole_mib, again_mib):
     play = Play("max_split_size_mb:32")
-    number, _ = play.take(100 * MIB)
+    number, _ = play.take(whole_mib * MIB)
     play.free(number)
     play.take(20 * MIB)
-    assert play.reserved_mib == 120
-    kept, _ = play.take(90 * MIB)
-    assert (play.block_bytes(kept), play.reserved_mib) == (100 * MIB, 120)
+    assert play.reserved_mib == whole_mib + 20
+    kept, _ = play.take(again_mib * MIB)
+    assert (play.block_bytes(kept), play.reserved_mib) == (whole_mib * MIB, whole_mib + 20)
 
 
 def test_expandable_segments_grow_and_shrink_by_pages():

@@ -10,8 +10,9 @@ import pytest
 from test_runtime_steps import Program
 from test_runtime_tapes import made_up_kind
 
+from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.errors import PlanError
-from stalloc.planner import validate_kinds
+from stalloc.planner import validate, validate_kinds
 from stalloc.planner.kind_plans import KindPlans, plan_steps
 from stalloc.runtime.admission import admit
 
@@ -76,6 +77,12 @@ def test_what_is_handed_on_has_to_lie_where_all_kinds_keep_a_place_for_it() -> N
     for column in sizes.values():
         column[: plan.num_prologue] = 0
     assert validate_kinds(tampered(tapes, **sizes).plans).reason in ("bad-handed-on", "wrong-lower-bound")
+    smaller = []
+    for one in tapes.plans:
+        size = one.tape_size.copy()
+        size[: one.num_prologue] = np.maximum(size[: one.num_prologue] - 512, 0)
+        smaller.append(dataclasses.replace(one, tape_size=size))
+    assert validate_kinds(smaller, judge=lambda _: validate(plan)).reason == "bad-handed-on", "it reaches beyond it"
     unequal = tampered(tapes, peak_bytes=plan.peak_bytes + 512)
     assert validate_kinds(unequal.plans).reason == "bad-handed-on"
 
@@ -161,3 +168,10 @@ def test_an_installed_program_gets_a_ring_of_more_periods_where_that_takes_less(
     assert phase == "running on the plan"
     assert periods > 2
     assert peak < TWO_PERIODS_PEAK_BYTES
+
+
+def test_no_entry_may_end_beyond_the_arena() -> None:
+    tape = ArenaTape(arena_bytes=1024, size=np.array([512]), stream=np.array([0]), offset=np.array([512]))
+    check(tape, 0)
+    with pytest.raises(PlanError, match="is not inside an arena of 1024 bytes"):
+        check(dataclasses.replace(tape, size=np.array([513])), 0)

@@ -67,6 +67,13 @@ def test_json_holds_the_figures_of_each_device(tmp_path, capsys):
     assert sum(device["classes"][name]["requests"] for name in ("persistent", "scoped", "transient")) == 2
 
 
+def test_of_several_moments_of_the_peak_the_first_is_named(tmp_path):
+    file = tmp_path / "twice.csv"
+    file.write_text("id,lower,upper,size\n0,0,2,512\n1,4,6,512\n")
+    (trace,) = load_traces(file)
+    assert (summarize(trace).allocated_peak_bytes, summarize(trace).allocated_peak_event) == (512, 0)
+
+
 def test_alignment_changes_what_is_rounded(tmp_path, capsys):
     file = write_snapshot(tmp_path / "s.pickle")
     assert main(["stats", file, "--align", "1", "--json", "-"]) == 0

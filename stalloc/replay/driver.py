@@ -80,7 +80,7 @@ def free(t, m, block):
     raise NotImplementedError
 
 
-def driver_of(name: str, own: type[Record], **rules: Callable[..., Any]) -> Callable[..., int]:
+def driver_of(name: str, own: type[Record], **rules: Any) -> Callable[..., int]:
     """The loop for one model, compiled at its first call.
 
     `own` is the record of what the model keeps beside its store. `rules` are `allocate` and `free`, and where the model
@@ -89,5 +89,6 @@ def driver_of(name: str, own: type[Record], **rules: Callable[..., Any]) -> Call
     """
     copy = FunctionType(_run.__code__, _run.__globals__ | rules | {"own_at": record_at(own)}, f"run_{name}")
     copy.__qualname__ = f"run_{name}"
-    driver: Callable[..., int] = njit(nogil=True, **BORROWING)(copy)
+    sources = {rule.py_func.__code__.co_filename for rule in rules.values()}  # this file does not import them
+    driver: Callable[..., int] = njit(nogil=True, sources=sources, **BORROWING)(copy)
     return driver

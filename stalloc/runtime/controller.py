@@ -553,7 +553,7 @@ class Controller:
             self.state.triggers.at_boundary()
             return Refusal("", for_now=True)
         self.steps.unroll(job.tape)
-        self._note_observed()
+        self.note_observed()
         if not record.recording:
             self.state.forget_record()
         if self._ask_for_arena(tape.arena_bytes):
@@ -576,7 +576,7 @@ class Controller:
             lacks_room=True,
         )
 
-    def _note_observed(self) -> None:
+    def note_observed(self) -> None:
         """Keep what the steps before the plan were like, and end watching."""
         state = self.state
         self.status.observed = Observed(
@@ -661,7 +661,7 @@ class Controller:
             self.steps.search = search  # the next mark tries again
             return None
         if not self._is_planned:
-            self._note_observed()
+            self.note_observed()
         if not self.put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
             self.steps.were_refused()
             serves = self.state.record.mode == constants.MODE_REPLAY
@@ -679,7 +679,7 @@ class Controller:
         if not self.full_device.may_begin(search.admitted.arena_bytes):
             return False
         if not self._is_planned:
-            self._note_observed()
+            self.note_observed()
         self.state.forget_record()
         if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
             return False

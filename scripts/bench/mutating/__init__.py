@@ -1,0 +1,1 @@
+"""Mutants of the package, and whether a test tells them from it."""

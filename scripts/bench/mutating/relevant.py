@@ -1,0 +1,80 @@
+"""Which tests are asked about a change of a file: those of its folder, and those that are about its module."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+#: tests of a folder of the package, whichever of its modules is changed
+_OF_FOLDER = {
+    "planner": "planner_validator planner_arrays planner_births planner_pieces planner_constraints planner_relations "
+    "planner_search planner_tape planner_real planner_record regions",
+    "lifespans": "lifespans_load lifespans_tape lifespans_periods lifespans_classes lifespans_unmarked planner_tape "
+    "stats",
+    "core": "runtime_heap runtime_page_heap growth runtime_replay runtime_handing runtime_shared_blocks runtime_arena "
+    "runtime_tapes runtime_jumps runtime_strands runtime_full_tables integrations_streams regions runtime_pages "
+    "runtime_shared_pages torch_statistics runtime_fuzz runtime_lasting",
+    "runtime": "runtime_steps runtime_replay runtime_kinds runtime_arenas runtime_pages",
+    "replay": "replay_models_rules replay_models replay_torch_record replay_torch replay_models_cupy simulate settings",
+    "analysis": "explain error_causes error_log error_wordings stats top diff",
+    "": "figures stats top explain",
+}
+#: those of a module that have most to say about it, and are asked first
+_OF_MODULE = {
+    "planner/overlaps": "planner_validator",
+    "planner/verdict": "planner_validator",
+    "planner/stream_check": "planner_validator planner_record",
+    "planner/kinds_check": "runtime_admission planner_relations",
+    "planner/problem": "planner_pieces planner_arrays",
+    "planner/best_fit_by_birth": "planner_births",
+    "planner/hole_filling": "planner_constraints planner_tape",
+    "planner/placement": "planner_arrays planner_relations",
+    "planner/orders": "planner_arrays",
+    "planner/ring": "planner_tape",
+    "planner/sharing": "planner_tape planner_record",
+    "planner/layout": "planner_arrays",
+    "lifespans/load_curves": "lifespans_load stats",
+    "core/planned_requests": "runtime_replay",
+    "core/cells": "runtime_replay",
+    "core/free_lists": "runtime_heap",
+    "core/handovers": "runtime_handing integrations_streams",
+    "core/growth": "runtime_page_heap runtime_pages",
+    "core/lending": "runtime_arena runtime_replay",
+    "core/leases": "runtime_arena runtime_replay",
+    "core/stream_uses": "runtime_shared_blocks integrations_streams",
+    "core/counters": "torch_statistics",
+    "core/tape_cursor": "runtime_jumps runtime_replay",
+    "core/step_log": "runtime_replay runtime_steps",
+    "core/arena_tape": "runtime_tapes",
+    "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
+    "replay/torch_expandable": "replay_torch replay_torch_record replay_torch_oracle",
+    "replay/simulation": "simulate",
+    "analysis/error_text": "error_causes error_wordings",
+    "analysis/size_text": "error_wordings",
+    "analysis/peaks": "stats",
+    "analysis/peak_use": "pytest_plugin",
+    "analysis/holders": "top",
+    "analysis/comparison": "diff",
+    "analysis/grouping": "top",
+}
+
+
+def relevant_tests(file: str, root: Path) -> list[str]:
+    """Paths in the checkout, those that have most to say about the module first."""
+    path = Path(file)
+    folder = path.parts[1] if len(path.parts) > 2 else ""
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    stem = re.compile(rf"test_(\w+_)?{re.escape(path.stem.removesuffix('s'))}s?(_\w+)?\.py")
+    named = re.compile(rf"{re.escape(module)}\b")
+    own = [test for test in _texts(root) if stem.fullmatch(test.name)]
+    naming = [test for test, text in _texts(root).items() if named.search(text)]
+    first, rest = (
+        [root / "tests" / f"test_{name}.py" for name in names.split()]
+        for names in (_OF_MODULE.get(f"{folder}/{path.stem}", ""), _OF_FOLDER.get(folder, _OF_FOLDER[""]))
+    )
+    found = dict.fromkeys(test for test in (*first, *own, *rest, *naming) if test.exists())
+    return [test.relative_to(root).as_posix() for test in found]
+
+
+@cache
+def _texts(root: Path) -> dict[Path, str]:
+    return {test: test.read_text(encoding="utf-8") for test in sorted((root / "tests").glob("test_*.py"))}

@@ -1,0 +1,142 @@
+"""Running tests in a copy of the checkout: which one notices a change first, if any does.
+
+Contract: a mutant is caught by a test that fails, crashes or does not come to its end in time, and that passes without
+the change. A test that fails anyhow is asked about no mutant.
+"""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from changed import Change, Checkout
+
+_PYTEST = ("-m", "pytest", "-v", "-x", "--tb=no", "--durations=0", "-p", "no:cacheprovider", "-o", "addopts=")
+_PASSES = (0, 5)  # of pytest: all passed; there was none to be run
+_BROKEN = re.compile(r"^(tests/.+::.+?) (?:FAILED|ERROR) +\[ *\d+%\]$", re.MULTILINE)
+_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)  # where its result has no line
+_BEGUN = re.compile(r"^(tests/.+::.+?) *\Z", re.MULTILINE)  # the last line, of a test without a result
+_TOOK = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/\S+?\.py)::", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change, and what the tests make of it."""
+
+    name: str
+    file: str
+    why: str
+    caught_by: str
+    """The first test that notices; empty: it survived."""
+    how: str
+    """What that test does: "fails", or how it ends."""
+    seconds: float
+
+    @property
+    def survived(self) -> bool:
+        """Whether no test noticed."""
+        return not self.caught_by
+
+    @property
+    def line(self) -> str:
+        """What is said of it."""
+        end = f"caught by {self.caught_by}, which {self.how}" if self.caught_by else f"SURVIVED: {self.why}"
+        return f"{self.name}: {end} ({self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True)
+class _Broken:
+    test: str  # a test, or a file of them
+    how: str
+
+
+class Trials:
+    """Asks tests of one checkout about mutants of it, and remembers what it learns of the tests."""
+
+    def __init__(self, base: Checkout, limit_seconds: float) -> None:
+        self._base = base
+        self._limit_seconds = limit_seconds
+        self._passes: dict[str, bool] = {}  # without a change, by test
+        self._seconds_of: dict[str, float] = {}  # by file, as far as one was run to its end
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    @property
+    def failing(self) -> list[str]:
+        """Tests that fail without a change, as far as they were met."""
+        return [test for test, passes in self._passes.items() if not passes]
+
+    def stop(self) -> None:
+        """End the tests that run; what is said of their mutants counts for nothing."""
+        for process in list(self._running):
+            _end(process)
+
+    def try_one(self, change: Change, tests: Sequence[str]) -> Mutant:
+        """Make a mutant and ask files of tests: those known to be quick first, else as they are given."""
+        began = time.monotonic()
+        ordered = sorted(tests, key=lambda test: self._seconds_of.get(test, math.inf))
+        with self._base.changed(change) as copy:
+            broken = self._run(copy, ordered)
+            while broken is not None and not self._passes_unchanged(broken.test or ordered[0]):
+                broken = self._run(copy, ordered)
+        seconds = round(time.monotonic() - began, 1)
+        if broken is None:
+            return Mutant(change.name, change.file, change.why, "", "", seconds)
+        return Mutant(change.name, change.file, change.why, broken.test or ordered[0], broken.how, seconds)
+
+    def _passes_unchanged(self, test: str) -> bool:
+        with self._lock:  # what is compiled for it is kept in the base, for the copies to come
+            if test not in self._passes:
+                self._passes[test] = self._run(self._base, [test]) is None
+            return self._passes[test]
+
+    def _run(self, checkout: Checkout, tests: Sequence[str]) -> _Broken | None:
+        """The first of the tests that breaks; its processes end with it."""
+        output = checkout.root / ".pytest-output"
+        left_out = [f"--deselect={test}" for test in self.failing]
+        command = checkout.command(*_PYTEST, "-m", "not slow", f"--basetemp={output}.tmp", *left_out, *tests)
+        # strangers' data makes tests longer, and the same tests run on recordings of our own
+        variables = checkout.environment | {"STALLOC_SHARED": f"{output}.nothing"}
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=checkout.root,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(process)
+            try:
+                code = process.wait(self._limit_seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(process)
+                self._running.discard(process)
+        said = output.read_text(encoding="utf-8", errors="replace")
+        if code in _PASSES:
+            for test in tests:
+                self._seconds_of[test] = sum(float(took) for took, file in _TOOK.findall(said) if file == test)
+            return None
+        found = _BROKEN.search(said) or _SUMMARY.search(said) or _BEGUN.search(said)
+        if code in (1, 2) and found:
+            return _Broken(found[1], "fails")
+        how = "is not over in time" if code is None else f"ends with exit code {code}"
+        return _Broken(
+            found[1] if found else "", f"ends with {signal.Signals(-code).name}" if code and code < 0 else how
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and whatever it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
