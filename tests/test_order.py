@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,50 @@ def test_no_splice_ends_while_a_graph_is_captured() -> None:
 def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
     assert told("blocks_of_layers.py", "late", order="") == [4, 2]
     assert told("blocks_of_layers.py", "at once", order="") == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("test_integrations_streams", "test_integrations_torch", "test_integrations_cupy_loops", "test_torch_graphs"),
+        ("test_recompute", "test_offloading", "test_paging", "test_sleep"),
+        ("test_compaction_torch", "test_compaction_automatic", "test_compaction_device"),
+        ("test_dryrun_ranks", "test_link_sharing", "test_device_torch", "test_runtime_shared_pages"),
+    ],
+    ids=["streams", "techniques", "compaction", "ranks"],
+)
+def test_nothing_is_found_in_what_tests_run(files: tuple[str, ...], tmp_path: Path) -> None:
+    """Tests that say nothing of when work is done, once more, under the checker."""
+    log = tmp_path / "found"
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": "strict", "STALLOC_VIRTUAL_ORDER_LOG": str(log)}
+    words = "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files)
+    command = [sys.executable, "-P", "-m", "pytest", *words]
+    done = subprocess.run(
+        command, cwd=PROGRAMS.parents[1], env=variables, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert not log.exists(), log.read_text()
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_nothing_is_found_in_what_no_harm_runs(tmp_path: Path) -> None:
+    log = tmp_path / "found"
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": "strict", "STALLOC_VIRTUAL_ORDER_LOG": str(log)}
+    command = [
+        sys.executable,
+        str(PROGRAMS.parents[1] / "scripts" / "bench" / "no_harm"),
+        "--quick",
+        "--skip-least",
+        "--pairs",
+        "0",
+    ]
+    command += ["--peers", str(tmp_path / "peers.json")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert not log.exists(), log.read_text()
+    assert "planned" in done.stdout, done.stdout + done.stderr  # how much they hold is not asked: work is late
 
 
 @pytest.mark.slow

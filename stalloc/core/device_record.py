@@ -146,7 +146,7 @@ class State(Record):
     task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
     stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
-    line_padding: int  # what follows keeps its place in its line
+    capture_status: int  # what is_capturing says to whoever asks which uses are over; keeps what follows in its line
 
     # the tape and the cells, set when a plan is installed
     num_entries: int  # of the tape

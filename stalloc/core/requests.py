@@ -82,7 +82,7 @@ def malloc(device, requested, handle):
         else:
             unlock(state)
             position = outcome.subject
-            stage = _ask(state, outcome.reason, position, size, stage)
+            stage = _ask(state, handle, outcome.reason, position, size, stage)
             if stage < 0:
                 return _last_resort(state, stream, size, requested)
 
@@ -156,10 +156,10 @@ def _serve_unplanned(state, stream, size, requested):
 
 
 @inner()
-def _ask(state, reason, subject, size, stage):
+def _ask(state, handle, reason, subject, size, stage):
     """Do what a request needs, in Python for the most part; the stage to go on with, -1 if nothing helped."""
     polls = reason in (POLL, POLL_FOR_PLACE)
-    helped = polls and free_those_over(state)
+    helped = polls and free_those_over(state, handle)
     if not helped:
         helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
     if reason in (AT_BOUNDARY, POLL, CHECK):

@@ -5,15 +5,16 @@ a block is free (STALLOC_POISON), only Python asks.
 """
 
 from stalloc.compiled import BORROWING, cfunc, inner, njit
-from stalloc.core.constants import BLOCK_LIVE, BLOCK_SHARED, MAX_STREAMS, NEED_EVENTS, STATE_MASK
+from stalloc.core.constants import BLOCK_LIVE, BLOCK_SHARED, DRIVER_STATUS, MAX_STREAMS, NEED_EVENTS, STATE_MASK
 from stalloc.core.counters import count_deferred
 from stalloc.core.free_lists import pool_of
 from stalloc.core.frees import find_block, release, set_status, size_at, status_at
 from stalloc.core.handovers import note_user
-from stalloc.core.intrinsics import call3, lock, locked, unlock
-from stalloc.core.records import entry_at, pool_at, slot_at, state_at, stream_at, stream_use_at
+from stalloc.core.intrinsics import address_of, call3, lock, locked, unlock
+from stalloc.core.records import capture_status_of, entry_at, pool_at, slot_at, state_at, stream_at, stream_use_at
 from stalloc.core.stream_uses import ask_uses, begin_asking, end_asking, forget_uses, is_over, note_use
 
+PER_THREAD = 2  # the driver's handle of a thread's own default stream, whose name here has more bits
 _PATIENCE = 3  # times that events could not be made
 BUSY, UNKNOWN, KNOWN = -1, 0, 1  # another thread is asking; of some uses the driver did not know; it did
 
@@ -50,11 +51,27 @@ def _own_stream(state, slot, block):
 
 
 @inner()
-def free_those_over(state):
-    """Free blocks whose other streams are done with them; whether there is nothing more to be done now."""
+def free_those_over(state, stream):
+    """Free blocks whose other streams are done with them, for a stream (handle); whether nothing more is to be done."""
     if state.frees_in_python == 1 or state.record_event == 0:
         return False
-    return _ask_and_release(state, 0) != UNKNOWN
+    if not begin_asking(state):
+        return True
+    knew = True
+    if not _is_captured(state, stream):  # whose capture, whoever began it, forbids to ask
+        knew = ask_uses(state, 0)
+        _release_those_over(state)
+    end_asking(state)
+    return knew
+
+
+@inner()
+def _is_captured(state, stream):
+    """Whether a stream (handle) is being captured, or may not be asked since another one is; while asking."""
+    state.capture_status = 0
+    handle = stream if stream & 7 != PER_THREAD else PER_THREAD
+    status = call3(state.is_capturing, handle, address_of(capture_status_of(state)), 0) & DRIVER_STATUS
+    return status != 0 or state.capture_status & DRIVER_STATUS != 0
 
 
 @njit()

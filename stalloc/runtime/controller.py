@@ -96,7 +96,10 @@ class Controller:
                 else:
                     self._at_boundary()
             elif reason == constants.CHECK:
-                self._look()
+                if self.memory.is_capturing:
+                    self.state.record.check_at = 1
+                else:
+                    self._look()
             elif reason == constants.STALE:
                 self._doubt_plan()
             elif reason == constants.NEED_EVENTS:
@@ -169,7 +172,7 @@ class Controller:
 
     def hear_mark(self, kind: int, name: str) -> None:
         """The same for one that is not of a steady step: if it is of a step, look for a plan."""
-        with self.lock:
+        with self.lock, self.memory.serving():
             self.steady.end()
             self.recording.num_planned += kind == MARK_STEP and self.status.phase is Phase.PLANNED
             if kind == MARK_STEP and (note := self.watching.note_step(self.strands, self.serving.probation)):
