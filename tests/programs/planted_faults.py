@@ -205,6 +205,7 @@ def records_on_the_wrong_stream() -> None:
 @fault
 def does_not_hear_of_captures() -> None:
     captures.Captures.begin = nothing  # type: ignore[method-assign]
+    stand_in("is_capturing", lambda *_: 0)  # which the core asks of a capture that nobody told of
 
 
 @fault
