@@ -115,6 +115,7 @@ def streams_and_events():
 def graphs():
     x = torch.randn(64, 64, device="cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x @ x
     graph = torch.cuda.CUDAGraph()

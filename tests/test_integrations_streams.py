@@ -146,6 +146,7 @@ for step in range(40):
         for _ in range(3):
             torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
         del weights
+        torch.cuda.current_stream().synchronize()
 print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]))
 """)
     allocated, reserved = held

@@ -47,11 +47,12 @@ with torch.cuda.graph(graph):
 del captured, graph
 gc.collect()
 del held
-torch.cuda.synchronize()
-for _ in range(70):
-    new(1 * MIB)
-for _ in range(70):
-    torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
+for _ in range(2):  # what was freed in the capture gets its event first
+    for device in range(2):
+        torch.cuda.synchronize(device)
+    for _ in range(70):
+        new(1 * MIB)
+        torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
 states = [controller.state for controller in RUNTIME.controllers]
 freed = [[state.record.num_deferred, state.record.total.num_live,
     state.record.total.allocated_bytes] for state in states]
@@ -154,6 +155,7 @@ def work(seed):
         rng, mine = random.Random(seed), []
         weight = torch.ones(64, 3000, device="cuda", requires_grad=True)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream if seed % 2 else torch.cuda.current_stream()):
             for i in range(1500):
                 if mine and rng.random() < 0.5:

@@ -26,6 +26,7 @@ from stalloc.lifespans import (
 )
 from stalloc.lifespans.operation_dependencies import crossing_bytes
 from stalloc.lifespans.operation_modules import calls_of
+from stalloc.lifespans.roles import within
 from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import Trace, load_traces, save_traces
 from stalloc.trace.operations import ACCESS_WRITTEN, Operations, RangeKind, Role, read_operations
@@ -39,9 +40,18 @@ PARAMETERS = 3 * (2 * 64 + 64 * 256 + 256 + 256 * 64 + 64) + 64 + 1
 def recordings(tmp_path_factory, cuda_torch: None) -> dict[str, Trace]:
     """The same program recorded with and without operations."""
     folder, found = tmp_path_factory.mktemp("operations"), {}
-    for how in ("stacks", "ops"):
+    under_a_mode = folder / "under_a_mode.py"
+    under_a_mode.write_text(
+        "import runpy\nfrom torch.utils.flop_counter import FlopCounterMode\n"
+        f"with FlopCounterMode(display=False):\n    runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
+    )
+    for how, option, program in (
+        ("stacks", "--stacks", PROGRAM),
+        ("ops", "--ops", PROGRAM),
+        ("mode", "--ops", under_a_mode),
+    ):
         output = str(folder / f"{how}.trace.npz")
-        command = ["record", f"--{how}", "--device", "virtual", "-o", output, str(PROGRAM)]
+        command = ["record", option, "--device", "virtual", "-o", output, str(program)]
         done = run_stalloc(*command)
         assert done.returncode == 0, done.stdout + done.stderr
         (found[how],) = load_traces(output)
@@ -363,6 +373,18 @@ def test_ranges_are_nested(operations: Operations) -> None:
     assert Counter(operations.kind.tolist())[RangeKind.OPTIMIZER] == RECORDED_STEPS
     held = np.flatnonzero(operations.parent >= 0)
     assert np.all(operations.begin[operations.parent[held]] <= operations.begin[held])
+
+
+def test_what_a_dispatch_mode_calls_is_in_the_ranges_that_the_program_opened(recordings: dict[str, Trace]) -> None:
+    """An optimizer's step begins within the mode's call that opens it, and outlasts that."""
+    found = {}
+    for how in ("ops", "mode"):
+        operations = read_operations(recordings[how])
+        assert operations is not None
+        in_steps = within(operations, RangeKind.OPTIMIZER) & (operations.kind == RangeKind.OPERATION)
+        found[how] = Counter(operations.name_of(row) for row in np.flatnonzero(in_steps))
+    assert found["mode"] == found["ops"]
+    assert found["ops"].total() > 0
 
 
 def test_a_step_is_estimated_and_measured_times_come_first(

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,29 @@ def test_results_that_are_copied_to_the_host_pile_up_where_copies_are_slower(
     completion: str, depth: int, num: int
 ) -> None:
     assert told("offloaded_layers.py", completion, str(depth), order="") == num
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("test_integrations_streams", "test_integrations_torch", "test_integrations_cupy_loops"),
+        ("test_recompute_checkpointed", "test_recompute_policies"),
+        ("test_compaction_automatic", "test_compaction_device", "test_bench_no_harm"),
+    ],
+    ids=["streams", "techniques", "compaction"],
+)
+def test_nothing_is_found_in_what_tests_run(files: tuple[str, ...], tmp_path: Path) -> None:
+    """Tests that say nothing of when work is done, once more, under the checker."""
+    log = tmp_path / "found"
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": "strict", "STALLOC_VIRTUAL_ORDER_LOG": str(log)}
+    words = "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files)
+    command = [sys.executable, "-P", "-m", "pytest", *words]
+    done = subprocess.run(
+        command, cwd=PROGRAMS.parents[1], env=variables, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert not log.exists(), log.read_text()
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow

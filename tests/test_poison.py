@@ -234,6 +234,28 @@ del inside, graph
     assert done.returncode == 1
 
 
+def test_a_capture_that_nobody_told_of_goes_well_and_is_not_looked_at(run_program: Any) -> None:
+    done = _run(
+        run_program,
+        """
+import cupy
+side, runtime = torch.cuda.Stream(), cupy.cuda.runtime
+with torch.cuda.stream(side):
+    before = new(2 * MIB)
+    runtime.streamBeginCapture(side.cuda_stream, 0)
+    inside = new(MIB)
+    del before
+    stalloc.step()
+    runtime.streamEndCapture(side.cuda_stream)
+print("captured")
+""",
+        STALLOC_VIRTUAL_ORDER="strict",
+    )
+    assert done.stdout == "captured\n", done.stderr
+    assert done.stderr.count("stalloc:") == 1
+    assert "STALLOC_POISON stops checking: a graph is captured that neither torch nor CuPy told of" in done.stderr
+
+
 def test_many_blocks_freed_while_a_graph_is_captured_are_each_looked_at_and_filled(run_program: Any) -> None:
     done = _run(
         run_program,

@@ -197,7 +197,11 @@ def test_record_plan_validate_run(tmp_path: Path) -> None:
     assert device["allocated_peak_bytes"] <= device["reserved_peak_bytes"]
     stalloc(tmp_path, "plan", "loop.trace.npz", "-o", "loop.plan.npz")
     stalloc(tmp_path, "validate", "loop.plan.npz", "loop.trace.npz")
-    result = run(tmp_path, "--plan", "loop.plan.npz", LOOP)
+    program = tmp_path / "removing.py"  # what it does to the file of its own plan does not matter any more
+    program.write_text(
+        f"import os, runpy\nos.remove('loop.plan.npz')\nrunpy.run_path({str(LOOP)!r}, run_name='__main__')\n"
+    )
+    result = run(tmp_path, "--plan", "loop.plan.npz", program)
     assert result["hit_rate"] == 1.0
     assert result["misses"] == result["conflicts"] == 0
     assert result["planned_steps"] > 30

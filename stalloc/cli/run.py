@@ -179,7 +179,7 @@ def _run_here(
     """Run the program in this process, and report."""
     from stalloc import integrations
     from stalloc.integrations import plan_cache
-    from stalloc.planner import load_plans
+    from stalloc.integrations.installing import read_plan_file
 
     settings = integrations.Settings(
         observe_steps=args.observe_steps,
@@ -188,8 +188,8 @@ def _run_here(
         call_sites=args.stacks or bool(args.report),
         keep_recording=bool(args.report),
     )
-    if args.plan:
-        load_plans(args.plan)  # what is wrong with the file is said before the program begins
+    # what is wrong with the file is said before the program begins, which may write another one in its place
+    plans = read_plan_file(args.plan) if args.plan else None
     keeps = held is None and not args.plan and not args.save_plan and not args.observe_steps
     cache: plan_cache.PlanCache | None = None
     is_planned = False
@@ -200,7 +200,7 @@ def _run_here(
             cache = plan_cache.of_program(command, args.streams)
         known = held.plans if held is not None else cache.load() if cache is not None else None
         runtime = integrations.install(
-            plan=args.plan, device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings, known_plans=known
+            plan=plans, device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings, known_plans=known
         )
         if held is not None:
             held.put_in_force(runtime)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from stalloc.device.ordering import ordering
 
 _RELAXED = 2
+_PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread; handles are addresses
 
 
 def is_captured(stream: int) -> bool:
@@ -18,6 +19,8 @@ def is_captured(stream: int) -> bool:
     functions = ordering()
     if functions is None:
         return False
+    if stream & _HANDLE_BITS == _PER_THREAD:  # a name of ours: the driver has one handle for all threads
+        stream = _PER_THREAD
     status = ctypes.c_int(0)
     ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(functions.is_capturing)
     return ask(stream, ctypes.byref(status)) != 0 or status.value != 0

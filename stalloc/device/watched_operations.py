@@ -117,12 +117,16 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
 
     accesses = _Accesses(checker, torch._C._cuda_getCurrentRawStream, torch.strided)
     places, at = checker.places, checker.at
-    plain = {torch.Tensor, torch.nn.Parameter}
+    untouched = torch._C._disabled_torch_dispatch_impl
     rules: dict[int, _Rule | None] = {}
 
     class Watch(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing is compiled, and two calls of Python around each operation would be dear
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if any(one not in plain for one in types):
+            if any(one.__torch_dispatch__ is not untouched for one in types):
                 return NotImplemented  # the operations that a subclass makes of it come this way again
             kwargs = kwargs or {}
             name = id(func)  # operators stay, and their own hash is slow

@@ -43,7 +43,7 @@ def current() -> "Runtime | None":
 
 def install(
     *,
-    plan: "str | Path | None" = None,
+    plan: "str | Path | list[Plan] | None" = None,
     device: "DeviceChoice" = "auto",
     gpu: "VirtualGPU | None" = None,
     torch: bool = True,
@@ -53,10 +53,11 @@ def install(
 ) -> "Runtime":
     """Serve the allocations of torch and CuPy in this process; call it before the first of them.
 
-    `plan`: a plan file of an earlier run, in force from the first allocation; `known_plans`: plans that may not fit
-    any more, of which those that cannot be used are left aside. `device`: "cuda", "virtual" or "auto" (the real GPU
-    where there is one); `gpu` chooses the virtual one. Calling it again changes nothing. After `uninstall` it serves
-    CuPy again and watches for steps again, and torch too unless the program has used CUDA through torch meanwhile.
+    `plan`: a plan file of an earlier run (or what `read_plan_file` returned), in force from the first allocation;
+    `known_plans`: plans that may not fit any more, of which those that cannot be used are left aside. `device`: "cuda",
+    "virtual" or "auto" (the real GPU where there is one); `gpu` chooses the virtual one. Calling it again changes
+    nothing. After `uninstall` it serves CuPy again and watches for steps again, and torch too unless the program has
+    used CUDA through torch meanwhile.
 
     Raises SetupError (no device, no CuPy, torch has used CUDA already), BadInputError (no such plan file),
     PlanError (the plan does not fit).
@@ -86,7 +87,7 @@ def install(
 
 
 def _start(
-    plan: "str | Path | None",
+    plan: "str | Path | list[Plan] | None",
     device: "DeviceChoice",
     gpu: "VirtualGPU | None",
     settings: "Settings | None",
@@ -94,12 +95,7 @@ def _start(
 ) -> "Runtime":
     from stalloc import device as devices
 
-    plans = None
-    if plan is not None:
-        from stalloc.planner import load_plans
-
-        plans = load_plans(plan)
-        _warn_of_another_torch(plan, plans)
+    plans = plan if plan is None or isinstance(plan, list) else read_plan_file(plan)
     devices.activate(device, gpu)
     from stalloc.integrations.ranks import plan_together
     from stalloc.integrations.showing import watch_runtime
@@ -111,11 +107,16 @@ def _start(
     return runtime
 
 
-def _warn_of_another_torch(file: "str | Path", plans: "list[Plan]") -> None:
+def read_plan_file(file: "str | Path") -> "list[Plan]":
+    """The plans in a file; that they are of another release of torch is said. Raises BadInputError."""
+    from stalloc.planner import load_plans
+
+    plans = load_plans(file)
     for made_with in dict.fromkeys(str(plan.provenance.get("torch", "")) for plan in plans):
         warning = other_release(f"{printable(str(file))} is of", made_with, release_installed())
         if warning:
             say(f"{warning}. Requests that it no longer fits are served from the heap.")
+    return plans
 
 
 def _await_torch() -> None:

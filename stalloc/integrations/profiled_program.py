@@ -40,14 +40,18 @@ def read_profile(
     row_of = {id(node[0]): row for row, node in enumerate(_ranges_only(nodes, _EventType))}
     ranges: list[Range] = []
     memory: list[MemoryEvent] = []
+    nesting = _Nesting(ranges)
     for event, _, parent in nodes:
-        outer = row_of[id(parent)] if parent is not None else -1
+        in_tree = row_of[id(parent)] if parent is not None else -1
+        outer = nesting.outer(event, in_tree)
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
             if fields.device.type == "cuda":
                 index = fields.device.index or 0
                 memory.append(MemoryEvent(event.start_time_ns, index, fields.ptr, fields.alloc_size > 0, outer))
             continue
+        if outer != in_tree:
+            nesting.note_outlasting(event)
         ranges.append(_range(event, outer, more, len(modules), calls, listed))
     memory.sort(key=lambda one: one.time_ns)
     return Profile(ranges, memory, listed, [work_of(call) for call in listed], modules)
@@ -60,6 +64,35 @@ def _nodes(roots: Sequence[Any]) -> Iterator[tuple[Any, int, Any]]:
         event, depth, parent = rest.pop()
         yield event, depth, parent
         rest += [(child, depth + 1, event) for child in reversed(event.children)]
+
+
+class _Nesting:
+    """Which range an event lies in, also where ranges overlap.
+
+    Where a dispatch mode is active a range that the program opens (an optimizer's step, a module's) begins within the
+    call of the mode that opens it, and outlasts that: the tree of torch has it end there, and what follows outside.
+    """
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self._ranges = ranges
+        self._outlasting: dict[int, list[int]] = {}  # by thread: rows of such ranges that may be open
+
+    def outer(self, event: Any, parent: int) -> int:
+        """The row of the innermost range that an event lies in, given the one of the tree; -1: none."""
+        ranges, begin, end = self._ranges, event.start_time_ns, max(event.start_time_ns, event.end_time_ns)
+        outer = parent
+        while outer >= 0 and ranges[outer].end_ns < end:
+            outer = ranges[outer].parent
+        is_open = self._outlasting.setdefault(event.start_tid, [])
+        while is_open and ranges[is_open[-1]].end_ns <= begin:
+            is_open.pop()
+        if is_open and is_open[-1] > outer and ranges[is_open[-1]].end_ns >= end:
+            outer = is_open[-1]
+        return outer
+
+    def note_outlasting(self, event: Any) -> None:
+        """The next row is of a range that begins elsewhere than the tree says."""
+        self._outlasting[event.start_tid].append(len(self._ranges))
 
 
 def _ranges_only(nodes: Sequence[tuple[Any, int, Any]], kinds: Any) -> list[tuple[Any, int, Any]]:

@@ -23,6 +23,7 @@ import numpy as np
 from stalloc.core import records
 from stalloc.core.constants import ALIGNMENT, BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
 from stalloc.core.snapshot import owner_of, segments
+from stalloc.device.capture import is_captured
 from stalloc.errors import CorruptionError
 from stalloc.notices import say
 from stalloc.poison.poison_memory import PoisonMemory
@@ -248,6 +249,9 @@ class Poison:
         """Do something with the memory; an error ends the looking, never the program."""
         memory = self._memory
         if memory is None:
+            return
+        if not self.state.record.private_kind and is_captured(int(self.state.record.last_stream)):
+            self.stop("a graph is captured that neither torch nor CuPy told of, and its capture forbids to look.")
             return
         try:
             action(memory, *arguments)

@@ -8,6 +8,7 @@ before those only if `keep_live` was called at least once in as many requests.
 
 import atexit
 import ctypes
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
@@ -24,6 +25,7 @@ _MAX_STACKS = 1 << 17  # distinct ones; the table that finds them by their hashe
 _TABLE_PAIRS = 1 << 18
 _MAX_CALLS = 1 << 22  # as many as there are events in a record
 _WORD = (1 << 64) - 1
+_WATCHING, _OPERATOR = os.path.join("device", "watched_operations.py"), os.path.join("torch", "_ops.py")
 Stack = list[dict[str, Any]]
 
 
@@ -187,9 +189,12 @@ def this_call_site() -> str:
 
 
 def _stack(frame: FrameType | None) -> list[tuple[CodeType, int]]:
-    """The code and the line of a frame and of those that called it."""
+    """The code and the line of a frame and of those that called it; the checker of the order of work is left out."""
     stack: list[tuple[CodeType, int]] = []
     while frame is not None and len(stack) < MAX_DEPTH:
-        stack.append((frame.f_code, frame.f_lineno or 0))
+        if not frame.f_code.co_filename.endswith(_WATCHING):
+            stack.append((frame.f_code, frame.f_lineno or 0))
+        elif stack and stack[-1][0].co_filename.endswith(_OPERATOR):  # which it calls
+            stack.pop()
         frame = frame.f_back
     return stack

@@ -139,7 +139,10 @@ class Controller:
                 else:
                     self._at_boundary()
             elif reason == constants.CHECK:
-                self._look()
+                if self.memory.is_capturing:
+                    self.state.triggers.at_recorded(1)
+                else:
+                    self._look()
             elif reason == constants.STALE:
                 self._doubt_plan()
             elif reason == constants.NEED_EVENTS:
@@ -225,7 +228,7 @@ class Controller:
 
     def hear_mark(self, kind: int, name: str) -> None:
         """The same for one that is not of a steady step: if it is of a step, look for a plan."""
-        with self.lock:
+        with self.lock, self.memory.serving():
             self.steady.end()
             if kind != MARK_STEP:
                 self.recording.note_mark(kind, name)

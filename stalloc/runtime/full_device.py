@@ -99,7 +99,9 @@ class FullDevice:
     def is_left(self, size_bytes: int) -> bool:
         """Whether the program does something else than the plan in force; to be asked when a request needs memory."""
         record = self._state.record
-        if max(record.excess_misses, self._state.num_displaced) < _LOST or record.private_kind or self._moves:
+        if max(record.excess_misses, self._state.num_displaced) < _LOST or self._moves:
+            return False
+        if self._memory.is_capturing:
             return False
         return self._is_full() or self._goes_beyond(size_bytes)
 

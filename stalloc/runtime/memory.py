@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from stalloc.core.arena_tape import ArenaTape
     from stalloc.poison.poison_watch import Watch
 
-_PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread; handles are addresses
-
 
 class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments."""
@@ -62,20 +60,23 @@ class DeviceMemory:
         """Whether a graph is being captured: nothing is waited for, and no page moves."""
         return self._is_captured or self.state.record.private_kind != 0
 
+    def is_captured_now(self) -> bool:
+        """The same where no request is being served."""
+        with self.lock, self.serving():
+            return self.is_capturing
+
     @contextlib.contextmanager
     def serving(self) -> Iterator[int]:
-        """Heed a capture of the stream that a request is made on, by whomever: the stream, 0: none is captured.
+        """Heed a capture of the stream that the last request was made on, by whomever: the stream, 0: none is captured.
 
         With the lock held.
         """
-        handle = int(self.state.record.last_stream)
-        of_thread = handle & _HANDLE_BITS == _PER_THREAD  # a name of ours: the driver has one handle for all threads
-        stream = _PER_THREAD if of_thread else handle
+        was_captured, stream = self._is_captured, int(self.state.record.last_stream)
         self._is_captured = is_captured(stream)
         try:
             yield stream if self._is_captured else 0
         finally:
-            self._is_captured = False
+            self._is_captured = was_captured
 
     def malloc(self, size_bytes: int) -> Any:
         """Memory from the device, None if it has no more, even after everything unused was given back."""
@@ -141,7 +142,7 @@ class DeviceMemory:
         """
         if not self.source.is_used:
             return
-        with self.lock:  # torch.cuda.empty_cache() calls this from any thread
+        with self.lock, self.serving():  # torch.cuda.empty_cache() calls this from any thread
             try:
                 self.arenas.before_release()
                 self._release_segments(idle_passes)
@@ -177,7 +178,7 @@ class DeviceMemory:
 
     def wait_for_deferred(self) -> None:
         """Free what was freed while other streams use it, once they are done; nothing while a graph is captured."""
-        with self.lock:  # torch.cuda.empty_cache() calls this from any thread
+        with self.lock, self.serving():  # torch.cuda.empty_cache() calls this from any thread
             if not self.is_capturing:  # a capture must not wait for events
                 self.deferred.wait()
 

@@ -230,7 +230,7 @@ class Runtime:
                 number = next(self._numbers)
                 self._names[number] = name
                 self._enter(controller.device.index, constants.MARK | kind << constants.REASON_BITS, number)
-                if kind == MARK_STEP and self.room_maker is not None and not controller.state.record.private_kind:
+                if kind == MARK_STEP and self.room_maker is not None and not controller.memory.is_captured_now():
                     lacking, for_arena = controller.shortage.take_lacking()
                     if lacking:
                         self.room_maker(controller.device.index, lacking, for_arena)

@@ -96,7 +96,7 @@ class Tidying:
         if (
             self._state.num_displaced <= few
             or record.steps_ever < self._move_after
-            or record.private_kind
+            or self._arenas.memory.is_capturing
             or self._effort.is_spent
         ):
             return False

@@ -57,7 +57,7 @@ def check_can_sleep(controller: Controller) -> None:
             f"the memory of device {controller.device.index} comes in blocks, which have addresses only while they are "
             "held: a job can sleep where the driver maps pages (--arena pages)."
         )
-    if memory.state.record.private_kind:
+    if memory.is_captured_now():
         raise SetupError("a CUDA graph is being captured: let the job sleep when that is over.")
     if memory.poison is not None:
         raise SetupError(
