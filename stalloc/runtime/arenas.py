@@ -2,8 +2,8 @@
 
 Contract: what lives in an arena keeps its place, whichever plan comes or goes, and no byte passes from one stream to
 another. Where memory comes by pages, every plan gets addresses of its own, whose pages come as it is followed, from
-what is free elsewhere first. Where it comes in blocks, an arena is one of them: the last one goes back before the next
-is taken, or is held beside it until what lives there is gone.
+what is free elsewhere first. Where it comes in blocks, an arena is one of them, which goes back before the next
+is taken.
 """
 
 from typing import Any
@@ -28,23 +28,20 @@ class Arenas:
     def put_in_force(self, tape: ArenaTape) -> bool:
         """Serve a tape, or several, from now on; False if the device has no room for the arena.
 
-        By pages there always is room: they come when they are needed. In blocks, a plan in force stays so where there
-        is no room for both arenas and something lives in its own.
+        By pages there always is room: they come when they are needed. In blocks, a plan stays in force as long as
+        anything lives in its arena: two would be held.
         """
         state, record = self.state, self.state.record
         expected_bytes = max(record.expected_peak, state.allocated_peak_bytes, tape.arena_bytes)
         if self.memory.source.paged:
             return serve_by_pages(self, tape, expected_bytes)
-        memory = None
         if self.arena is not None and not state.arena.is_idle():
-            memory = self.memory.malloc(tape.arena_bytes)
-            if memory is None:
-                return False
+            return False
         self.drop_tape()
         if self.arena is not None:  # it could not be dissolved
             return False
         self.memory.release_unused()
-        memory = memory if memory is not None else self.memory.malloc(tape.arena_bytes)
+        memory = self.memory.malloc(tape.arena_bytes)
         if memory is None:
             return False
         state.arena.install(tape)
