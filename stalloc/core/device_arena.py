@@ -68,8 +68,6 @@ class DeviceArena:
                 "slots_mask": len(tables.slots) - 1,
                 "cell_streams": tables.cell_streams,
                 "failed_search.released_before": -1,
-                "far_jump.jumped_at": 0,
-                "far_jump.seen_at": 0,
                 "tapes": tables.rings.ctypes.data,
                 "num_tapes": int(tables.strands["num_tapes"][0]) if len(tables.strands) else tables.num_kinds,
                 "strands": tables.strands.ctypes.data,

@@ -63,18 +63,6 @@ class FailedSearch(Record):
     released_before: int  # how often cells had been given back then; -1: there was no search
 
 
-class FarJump(Record):
-    """The last time that the cursor went far, and what such jumps have to show before they are believed."""
-
-    begin: int  # entry that the cursor was at
-    end: int  # entry that it went to
-    jumped_at: int  # history_count then; 0: the cursor did not come from there
-    needed: int  # requests in a row that have to match; 0: what was found by a few is believed
-    shadow: int  # the last entry that matched where the cursor did not go yet
-    matches: int  # requests in a row up to it
-    seen_at: int  # history_count then
-
-
 class KnownSteps(Record):
     """Steps that are expected, of which Python is told later; with counts as of the mark of the last that came.
 
@@ -169,7 +157,6 @@ class State(Record):
     num_revoked: int  # leases revoked for a planned request
     cells_released: int  # how often cells were given back, other than by planned requests that were freed
     failed_search: FailedSearch
-    far_jump: FarJump
 
     # the step that runs, and the steps before
     step_log: int  # table of StepRow

@@ -6,7 +6,6 @@ misses much in pass after pass is given up by the next request that asks Python.
 
 from stalloc.compiled import inner, njit
 from stalloc.core.constants import ASIDE, ASIDE_IN_NEXT_PASS, CLOCK, MODE_REPLAY, STEP_LOG_ROWS
-from stalloc.core.far_jumps import note_end_of_pass
 from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
 
@@ -86,7 +85,6 @@ def end_step(state):
     hits = state.hits - state.hits_before
     _write_row(state, hits)
     _judge(state, hits)
-    note_end_of_pass(state)
     if state.stands_aside == ASIDE:
         state.stands_aside = ASIDE_IN_NEXT_PASS
     state.step_count += 1

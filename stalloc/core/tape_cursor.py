@@ -8,11 +8,12 @@ stands, not for each entry of the tape, so a request that is on no tape costs ne
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import tape_time
 from stalloc.core.constants import AT_ANY_REQUEST
-from stalloc.core.far_jumps import CONTEXT, WINDOW, asked, far_away, note_move
 from stalloc.core.hash_table import find_row
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import Key, cell_at, dtype_of, entry_at, history_at, key_at, key_row, place_at, ring_at
 
+WINDOW = 64  # entries looked ahead for the last two requests in a row
+CONTEXT = 4  # requests that are remembered
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
 SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
@@ -39,16 +40,21 @@ def _find_key(state, key):
     return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
 
 
+@inner(forceinline=True)
+def asked(state, back):
+    """The key of the request that was asked for `back` requests before this one."""
+    return history_at(state, (state.history_count - 1 - back) & 3).value
+
+
 @inner()
 def _realign(state, key):
     """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
 
     The request itself must be one of the next few entries, or it and the one before it must be a pair within the
-    window or begin a tape, or the last four must be found anywhere. Where no request was missed before, the last three
-    must begin a tape. One extra request never moves the cursor on its own.
+    window or begin a tape. Where no request was missed before, the last three must begin a tape. One extra request
+    never moves the cursor on its own.
     """
-    run = state.miss_run
-    if run == 0:
+    if state.miss_run == 0:
         return _begins_anew(state, key, 2)
     position = state.cursor
     for _ in range(_NEAR):
@@ -62,21 +68,7 @@ def _realign(state, key):
     position = _pair_ahead(state, first, end)
     if position < 0:
         position = _begins_anew(state, key, 1)
-    if position < 0 and run + 1 >= CONTEXT:
-        position = far_away(state, key, first, end)
-        if position >= 0:
-            _follow_tape_of(state, position)
     return position
-
-
-@inner()
-def _follow_tape_of(state, position):
-    """Follow the tape that an entry is of, if it is another one."""
-    tape = 0
-    while tape < state.num_tapes and not ring_at(state, tape).begin <= position < ring_at(state, tape).end:
-        tape += 1
-    if tape < state.num_tapes and ring_at(state, tape).begin != state.ring_start:
-        go_to(state, ring_at(state, tape).begin, ring_at(state, tape).end, position)
 
 
 @inner()
@@ -209,8 +201,6 @@ def _search(state, key):
         return position, position == state.ring_start
     cursor = state.cursor
     position = _realign(state, key)
-    if position >= 0:
-        note_move(state, cursor, position)
     if cursor < position <= cursor + WINDOW:
         state.left_out += position - cursor
     begins = position >= 0 and _passes_start(state, position)
