@@ -23,7 +23,6 @@ from stalloc.core.leases import revoke_all
 from stalloc.core.pages import free_pages, has_rows, unmap_part
 from stalloc.core.records import block_at, cell_at, entry_at, segment_at, word_at
 from stalloc.core.step_log import goes_as_planned
-from stalloc.core.strand_cursors import switch_to
 
 _MOST_LOOKS = 4096  # at pages, for those that lack memory: the lock is held meanwhile
 
@@ -145,13 +144,6 @@ def _leave_run(state, first, end, wanted, low, high, addresses, sizes, count):
 
 
 @inner()
-def _needed_at(state, index, now):
-    """When the plan needs a cell of any strand next: soon, where its clock is another one's."""
-    foreign = state.num_strands > 0 and cell_at(state, index).stream >> STREAM_BITS != state.strand
-    return now + 1 if foreign else needed_at(state, index, now)
-
-
-@inner()
 def _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count):
     """Let pages of idle cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
 
@@ -160,7 +152,7 @@ def _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count):
     index, num_cells, now = 0, state.num_cells, tape_time(state)
     while index < num_cells and wanted > 0 and count < len(addresses):
         first = index
-        while index < num_cells and _is_idle(state, index) and _needed_at(state, index, now) >= until:
+        while index < num_cells and _is_idle(state, index) and needed_at(state, index, now) >= until:
             index += 1
         if index > first:
             count, left = _leave_run(state, first, index, wanted, low, high, addresses, sizes, count)
@@ -201,17 +193,11 @@ def leave_arena_pages(state, wanted, ahead, low, high, addresses, sizes, count):
         return count
     revoke_all(state)
     low, high = low // GRANULE, -(-high // GRANULE)
-    last = state.strand
-    for index in range(max(1, state.num_strands)):  # each by its own clock
-        if state.num_strands > 0:
-            switch_to(state, index)
-        until = tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
-        count, wanted = _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count)
-    if state.num_strands > 0:
-        switch_to(state, last)
+    until = tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
+    count, wanted = _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count)
     count, wanted = _leave_leases(state, wanted - ahead, addresses, sizes, count)
     soon = (state.ring_end - state.ring_start) >> 4
-    while wanted > 0 and soon > 0 and state.num_strands == 0:
+    while wanted > 0 and soon > 0:
         count, wanted = _leave_idle_cells(state, wanted, tape_time(state) + soon, low, high, addresses, sizes, count)
         soon >>= 2
     count, wanted = _leave_idle_cells(state, wanted, 0, low, high, addresses, sizes, count)

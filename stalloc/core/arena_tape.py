@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from stalloc.columns import distinct
-from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STRANDS, MAX_STREAMS, STREAM_BITS
+from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.core.record_types import Words
 from stalloc.errors import PlanError
 
@@ -26,7 +26,6 @@ class ArenaTape:
     num_prologue: int = 0  #: entries that are served once, before the ring
     begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
     num_buffers: int = 1  #: of which each has a ring for every kind; those of one buffer lie together
-    strands: tuple[tuple[int, int], ...] = ()  #: threads that follow tapes of their own, and how many rings each has
     ahead: Words | None = None  #: (k,) bytes by which more is to live at most than when each entry is asked for
     gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
 
@@ -34,13 +33,6 @@ class ArenaTape:
     def cross_streams(self) -> bool:
         """Whether memory passes from one stream to another."""
         return self.gives is not None and len(self.gives) > 0
-
-    @cached_property
-    def owner(self) -> Words:
-        """(k,) whose each entry is: its stream and, above STREAM_BITS, its strand."""
-        ends = np.cumsum([rings for _, rings in self.strands], dtype=np.int64)
-        strand = np.searchsorted(self.rings[ends[:-1], 0], np.arange(len(self.size)), side="right") if len(ends) else 0
-        return self.stream | strand << STREAM_BITS
 
     @cached_property
     def num_streams(self) -> int:
@@ -76,11 +68,8 @@ def check(tape: ArenaTape, cursor: int) -> None:
     rings = tape.rings
     if tape.num_prologue < 0 or (rings[:, 0] < tape.num_prologue).any() or (rings[:, 0] >= rings[:, 1]).any():
         raise PlanError(f"rings that begin at {rings[:, 0].tolist()} do not fit a tape of {count} entries.")
-    counts = [number for _, number in tape.strands]
-    if counts and (min(counts) < 1 or sum(counts) != len(rings) or len(counts) > MAX_STRANDS):
-        raise PlanError(f"{len(counts)} strands with {sum(counts)} rings do not fit a tape of {len(rings)} rings.")
-    if tape.num_buffers < 1 or len(rings) % tape.num_buffers or (tape.num_buffers > 1 and counts):
-        raise PlanError(f"{len(rings)} rings of {len(counts)} strands cannot have {tape.num_buffers} buffers.")
+    if tape.num_buffers < 1 or len(rings) % tape.num_buffers:
+        raise PlanError(f"{len(rings)} rings cannot have {tape.num_buffers} buffers.")
     if not 0 <= cursor < count:
         raise PlanError(f"entry {cursor} is none of a tape of {count} entries.")
     if tape.gives is not None and ((tape.gives < 0) | (tape.gives >= count)).any():

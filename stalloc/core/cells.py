@@ -71,7 +71,7 @@ def tape_time(state):
 
 @inner()
 def needed_at(state, index, now):
-    """The tape time at which the plan needs a cell next, one of the strand that asked last if there are several."""
+    """The tape time at which the plan needs a cell next."""
     cell = cell_at(state, index)
     if cell.needed_at >= now:
         return cell.needed_at

@@ -14,7 +14,6 @@ MAX_REQUEST = 1 << 47  # no device has more, and keys and kinds of pools have ro
 # streams: their index is the lower part of a key
 STREAM_BITS = 10
 MAX_STREAMS = 1 << STREAM_BITS
-MAX_STRANDS, NUM_ASKERS = 16, 64  # threads that follow tapes of their own; who asks for them and is remembered
 NO_HANDLE = -1  # in the table of streams: a row whose stream was forgotten
 NO_STREAM = -1  # of a cell: several streams use it
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import types
 
-from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, step_begins, strand_cursors
+from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, step_begins
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     GRANULE,
@@ -69,11 +69,7 @@ class DeviceArena:
                 "cell_streams": tables.cell_streams,
                 "failed_search.released_before": -1,
                 "tapes": tables.rings.ctypes.data,
-                "num_tapes": int(tables.strands["num_tapes"][0]) if len(tables.strands) else tables.num_kinds,
-                "strands": tables.strands.ctypes.data,
-                "num_strands": len(tables.strands),
-                "strand": 0,
-                "askers": tables.askers.ctypes.data,
+                "num_tapes": tables.num_kinds,
                 "ring_start": int(tables.rings["begin"][0]),
                 "ring_end": int(tables.rings["end"][0]),
                 "cursor": cursor,
@@ -168,21 +164,6 @@ class DeviceArena:
         """
         tapes = self.tape.tapes_beside(begin) if self.tape is not None else 0
         step_begins.begin_step(self._tables.address, begin, end, position, tapes)
-
-    def strand_of(self, thread: int) -> int:
-        """The strand that a thread asks for, -1 if none; it is that thread's own from here on."""
-        return int(strand_cursors.strand_of(self._tables.address, thread))
-
-    def begin_strand_step(self, index: int, begin: int, end: int, position: int) -> None:
-        """The same for a strand."""
-        step_begins.begin_strand_step(self._tables.address, index, begin, end, position)
-
-    def strand_cursors(self) -> list[tuple[int, int, int]]:
-        """Where each strand is: the tape [begin, end) that it follows, and the entry that it expects."""
-        rows = np.zeros((self._tables.record.num_strands, 3), np.int64)
-        if len(rows):
-            strand_cursors.cursors(self._tables.address, rows)
-        return [(begin, end, cursor) for begin, end, cursor in rows.tolist()]
 
     def drop_tape(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""

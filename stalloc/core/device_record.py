@@ -120,13 +120,8 @@ class State(Record):
     excess_misses: int  # misses - matches, never below 0
     ask_at_boundary: int  # Python: enter Python when the ring begins again (1), or AT_ANY_REQUEST that may be planned
     history_count: int
-    num_strands: int  # 0: one cursor is for all requests
     history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
     num_tapes: int
-    strand: int  # whose cursor this is: the ring that is followed, misses in a row, history, tapes
-    strands: int  # table of Strand
-    askers: int  # table of Asker
-    task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
     stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
 

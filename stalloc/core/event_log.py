@@ -3,25 +3,13 @@
 Contract: the lock is held. Python is to hear of a full table. It ends the recording, or (`events_wrap`) is a ring from
 then on: event i is in row i % events_capacity, and the last `events_capacity` ones are there. The clock takes longer
 than all else here, so what is freed has the time of what was asked for before it: 0 in the table. With the coarse clock
-it is not asked either for whom a thread works, which takes as long: 0 in the table.
+the thread is not asked for either: 0 in the table.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, CLOCK, TINY
-from stalloc.core.intrinsics import call3, locked, now_ns, this_thread, unlock
+from stalloc.core.intrinsics import locked, now_ns, this_thread, unlock
 from stalloc.core.records import event_at, state_at
-
-_NO_TASK = 0xFFFF_FFFF  # -1, in 32 bits
-
-
-@inner()
-def this_asker(state):
-    """Who asks: the thread that runs; or, below -1, the piece of work of another thread's that it is at."""
-    if state.task_of != 0:
-        task = call3(state.task_of, 0, 0, 0) & _NO_TASK
-        if task != _NO_TASK:
-            return -2 - task
-    return this_thread()
 
 
 @inner()
@@ -41,7 +29,7 @@ def record(state, action, stream, address, size):
     event.address = address
     event.requested_bytes = size
     event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state, state.events_clock)
-    event.thread = this_asker(state) if state.events_clock == CLOCK else 0
+    event.thread = this_thread() if state.events_clock == CLOCK else 0
     state.num_events = count + 1
 
 
@@ -62,7 +50,7 @@ def narrow(device, capacity, moved):
 
 
 @njit(**BORROWING)
-def copy_requests(device, begin, end, sizes, streams, askers):
+def copy_requests(device, begin, end, sizes, streams, threads):
     """Write the requests above TINY among the events [begin, end), which the record has; how many. For Python."""
     state, count = state_at(device), 0
     for i in range(begin, end):
@@ -70,7 +58,7 @@ def copy_requests(device, begin, end, sizes, streams, askers):
         if event.action & 0xFF == ACTION_ALLOC and event.requested_bytes > TINY:
             sizes[count] = event.requested_bytes
             streams[count] = event.action >> 8
-            askers[count] = event.thread
+            threads[count] = event.thread
             count += 1
     return count
 

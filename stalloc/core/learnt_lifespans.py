@@ -33,8 +33,7 @@ def outlives_pass(state, row):
 @inner()
 def note_birth(state, block, row):
     """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
-    if state.num_strands == 0:  # they have clocks of their own
-        block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
+    block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
 
 
 @inner()

@@ -8,7 +8,7 @@ with the idle cells behind it, so that blocks lie side by side as in any other s
 
 from stalloc.compiled import inner
 from stalloc.core.cells import NEVER, cells_empty, needed_at, tape_time
-from stalloc.core.constants import LEASED_KIND, STREAM_BITS
+from stalloc.core.constants import LEASED_KIND
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
@@ -183,9 +183,8 @@ def lend(state, stream, size, requested, row, anything):
         return _take(state, fit, size, requested, row)
     if state.num_leases >= _MAX_LEASES or state.num_cells == 0:
         return 0
-    owner = state.strand << STREAM_BITS | stream
-    low, lasts = _find_for(state, pool, owner, size, lasts, is_lost)
+    low, lasts = _find_for(state, pool, stream, size, lasts, is_lost)
     if low < 0:
         return 0
-    block = _lease(state, pool, owner, low, size, lasts, is_lost)
+    block = _lease(state, pool, stream, low, size, lasts, is_lost)
     return _take(state, block, size, requested, row) if block != 0 else 0

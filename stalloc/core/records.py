@@ -112,7 +112,7 @@ class Event(Record):
     address: int
     requested_bytes: int  # of a segment: its bytes
     time_ns: int  # monotonic; 0 of a completed free
-    thread: int  # that did it, as the C library calls it; with State.task_of: -2 - the piece of work, if it is one
+    thread: int  # that did it, as the C library calls it
 
 
 class TapeEntry(Record):
@@ -141,7 +141,7 @@ class Cell(Record):
     """A range of the arena that no entry of the tape has a part of: it ends where the next one begins."""
 
     offset: int
-    stream: int  # and its strand above STREAM_BITS; NO_STREAM: several use it
+    stream: int  # NO_STREAM: several use it
     lease: int  # segment that has borrowed it; UNMAPPED
     needed_at: int  # tape time when the plan needs it next; below now: not known
 
@@ -160,31 +160,6 @@ class Ring(Record):
 
     begin: int
     end: int
-
-
-class Strand(Record):
-    """A thread that follows tapes of its own, and its cursor while another strand's is in State."""
-
-    thread: int
-    asker: int  # who asked for it last: its thread, or somebody who works for it
-    ring_start: int
-    ring_end: int
-    cursor: int
-    pass_start: int
-    history_count: int
-    miss_run: int
-    last_miss: int
-    tapes: int
-    num_tapes: int
-    history: Annotated[Words, 4]
-    begins_line = True
-
-
-class Asker(Record):
-    """Somebody who asks for a strand beside its thread."""
-
-    asker: int  # 0: an empty row
-    strand: int
 
 
 class StepRow(Record):
@@ -249,8 +224,6 @@ key_row = row_at(Key)
 cell_at = row_of("cells", Cell)
 key_at = row_of("keys", Key)
 ring_at = row_of("tapes", Ring)
-strand_at = row_of("strands", Strand)
-asker_at = row_of("askers", Asker)
 step_at = row_of("step_log", StepRow)
 expected_step_at = row_of("expected", ExpectedStep)  # (known steps, which one)
 stream_at = row_of("streams", Word)
@@ -261,7 +234,6 @@ lifespan_at = row_of("lifespans", Word)
 stream_use_at = row_of("stream_uses", StreamUse)
 previous_user_at = row_of("previous_users", Word)
 history_at = word_of("history", Word)
-kept_at = word_of("history", Word)  # (strand, which one)
 root_at = word_of("roots", Word)
 filled_at = word_of("filled", Word)
 word_at = row_at(Word)  # (address of words, which one)

@@ -16,7 +16,7 @@ _FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more 
 
 
 def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
-    """The same tape, what a strand has of a stream on pages of its own; as it is if streams share memory.
+    """The same tape, each stream on pages of its own; as it is if streams share memory.
 
     Requests that are much smaller than a page lie `apart` behind the others: one that lives on alone would keep a page
     from whoever needs memory.
@@ -24,9 +24,9 @@ def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
     if tape.cross_streams:
         return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
     end, moved = 0, np.full(len(tape.offset), -1, np.int64)
-    for index in distinct(tape.owner[tape.offset >= 0]).tolist():
+    for index in distinct(tape.stream[tape.offset >= 0]).tolist():
         end = -(-end // GRANULE) * GRANULE
-        own = np.flatnonzero((tape.owner == index) & (tape.offset >= 0))
+        own = np.flatnonzero((tape.stream == index) & (tape.offset >= 0))
         for rows in _apart(tape, own) if apart else (own,):
             packed, size_bytes = _without_gaps(tape.offset[rows], rounded(tape.size[rows]))
             moved[rows] = packed + end

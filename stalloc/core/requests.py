@@ -57,7 +57,6 @@ from stalloc.core.planned_requests import serve_planned, take_place
 from stalloc.core.records import slot_at, state_at
 from stalloc.core.shared_blocks import free_those_over
 from stalloc.core.slots import find_slot, in_arena
-from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import is_asked_for
 
@@ -106,8 +105,6 @@ def _try(state, stream, size, requested, stage, position):
     if size > TINY and stage != HEAP_ONLY and state.private_kind == 0:
         if state.mode != MODE_HEAP:
             key = size << STREAM_BITS | stream
-            if state.num_strands > 0 and not choose_strand(state, key):
-                return heap_allocate(state, stream, size, requested, stage)
             if stage == FIRST_TRY and state.ask_at_boundary != 0 and is_asked_for(state, key):
                 state.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)

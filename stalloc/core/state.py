@@ -228,11 +228,11 @@ class DeviceState:
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
         """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""
         begin = max(begin, self.first_event)
-        sizes, streams, askers = np.empty((3, max(0, end - begin)), np.int64)
-        count = event_log.copy_requests(self.address, begin, end, sizes, streams, askers)
-        return sizes[:count], streams[:count], askers[:count]
+        sizes, streams, threads = np.empty((3, max(0, end - begin)), np.int64)
+        count = event_log.copy_requests(self.address, begin, end, sizes, streams, threads)
+        return sizes[:count], streams[:count], threads[:count]
 
-    def note_asker(self, begin: int, end: int, chosen: np.ndarray, asker: int) -> None:
+    def note_thread(self, begin: int, end: int, chosen: np.ndarray, thread: int) -> None:
         """Have some of the requests above TINY among the recorded events [begin, end) be another thread's.
 
         `chosen` (m,) bool says which; with all of these events still in the record.
@@ -240,4 +240,4 @@ class DeviceState:
         table: np.ndarray = self.tables.events.view(np.ndarray)
         rows = np.arange(begin, end) % int(self.record.events_capacity)
         is_request = ((table["action"][rows] & 0xFF) == ACTION_ALLOC) & (table["requested_bytes"][rows] > TINY)
-        table["thread"][rows[is_request][chosen]] = asker
+        table["thread"][rows[is_request][chosen]] = thread

@@ -1,9 +1,8 @@
-"""The program marks a step: its tape, or that of one of its strands, is followed from there on. For Python."""
+"""The program marks a step: its tape is followed from there on. For Python."""
 
 from stalloc.compiled import inner, njit
 from stalloc.core.constants import MODE_HEAP
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.strand_cursors import switch_to
 from stalloc.core.tape_cursor import SURE, go_to
 
 
@@ -22,15 +21,5 @@ def begin_step(device, begin, end, position, tapes):
     state = locked(device)
     if state.mode != MODE_HEAP:
         state.tapes = tapes
-        follow(state, begin, end, position)
-    unlock(state)
-
-
-@njit()
-def begin_strand_step(device, index, begin, end, position):
-    """The same for a strand."""
-    state = locked(device)
-    if state.mode != MODE_HEAP and index < state.num_strands:
-        switch_to(state, index)
         follow(state, begin, end, position)
     unlock(state)

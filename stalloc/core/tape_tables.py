@@ -17,11 +17,10 @@ from stalloc.core.constants import (
     LIFESPAN_PLACES,
     LIFESPAN_SIZES,
     NO_STREAM,
-    NUM_ASKERS,
     STREAM_BITS,
 )
 from stalloc.core.record_types import Record, Words
-from stalloc.core.records import Asker, Cell, Key, Ring, Slot, Strand, TapeEntry, Word, table
+from stalloc.core.records import Cell, Key, Ring, Slot, TapeEntry, Word, table
 from stalloc.core.regions import rounded
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
@@ -42,8 +41,6 @@ class TapeTables:
     lifespans: np.ndarray
     rings: np.ndarray  #: of Ring
     num_kinds: int  #: rings of one turn
-    strands: np.ndarray  #: of Strand
-    askers: np.ndarray  #: of Asker
     keys: np.ndarray  #: of Key, by hash
     places: Words
 
@@ -56,8 +53,6 @@ class TapeTables:
             slots=_copied(Slot, self.slots),
             cells=_copied(Cell, self.cells),
             lifespans=_copied(Word, self.lifespans),
-            strands=_copied(Strand, self.strands),
-            askers=_copied(Asker, self.askers),
         )
 
     @property
@@ -98,17 +93,10 @@ def make_tables(tape: ArenaTape) -> TapeTables:
     cells = table(Cell, len(bounds) + 1)
     cells["offset"][:-1] = bounds
     cells["needed_at"] = -1
-    cells["stream"] = _cell_streams(spans, tape.owner[planned], bounds)
+    cells["stream"] = _cell_streams(spans, stream[planned], bounds)
     use_starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(cells))
     rings = table(Ring, len(tape.rings))
     rings["begin"], rings["end"] = tape.rings.T
-    strands = table(Strand, len(tape.strands))
-    strands["thread"], strands["num_tapes"] = np.array(tape.strands, np.int64).reshape(-1, 2).T
-    strands["asker"] = strands["thread"]
-    first = np.cumsum(strands["num_tapes"]) - strands["num_tapes"]
-    strands["tapes"] = rings.ctypes.data + first * rings.dtype.itemsize
-    strands["ring_start"] = strands["cursor"] = rings["begin"][first]
-    strands["ring_end"] = rings["end"][first]
     keys, places = _keys(entries["key"].copy())
     return TapeTables(
         entries=entries,
@@ -120,8 +108,6 @@ def make_tables(tape: ArenaTape) -> TapeTables:
         lifespans=table(Word, LIFESPAN_PLACES * LIFESPAN_SIZES),
         rings=rings,
         num_kinds=len(rings) // tape.num_buffers,
-        strands=strands,
-        askers=table(Asker, NUM_ASKERS if len(strands) else 0),
         keys=keys,
         places=places,
     )

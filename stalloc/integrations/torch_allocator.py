@@ -21,7 +21,6 @@ from stalloc.runtime.entries import lasting_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
 _LOOK_EVERY = 64  # steps, after which the devices of an optimizer's parameters are looked up again
-_CURRENT_TASK = "_ZN5torch8autograd25get_current_graph_task_idEv"  # int (): -1 if this thread is at none
 _INT = 0x7FFF_FFFF  # the bits of a C int in a word
 
 
@@ -75,7 +74,6 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
     torch_answers.install(torch, runtime)
     _watch_optimizers(runtime, stepped)
-    _tell_tasks_apart(Path(torch.__file__).parent, runtime)
     _keep.append(allocator)
     autograd_threads.wait_at_exit()
     return True
@@ -132,18 +130,6 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
     register_optimizer_step_pre_hook(about_to_step)
     register_optimizer_step_post_hook(has_stepped)
     when_optimizers_are_made(lambda optimizer: runtime.expect_marks(devices.of(optimizer)))
-
-
-def _tell_tasks_apart(folder: Path, runtime: Runtime) -> None:
-    """Let requests of torch's own threads be known by the backward pass that they belong to, where torch says which."""
-    try:
-        library = ctypes.CDLL(str(folder / "lib" / "libtorch_cpu.so"))
-        task_of = ctypes.cast(library[_CURRENT_TASK], ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return
-    _keep.append(library)
-    for controller in runtime.controllers:
-        controller.state.write(task_of=task_of)
 
 
 def _set_callbacks(allocator: Any, runtime: Runtime) -> None:

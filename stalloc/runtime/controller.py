@@ -40,7 +40,6 @@ from stalloc.runtime.standing_aside import StandingAside
 from stalloc.runtime.status import Status
 from stalloc.runtime.steady_marks import SteadyMarks
 from stalloc.runtime.steps import Steps
-from stalloc.runtime.strands import Strands
 from stalloc.runtime.tidying import Tidying
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
-    from stalloc.runtime.strand_search import StrandSearch
     from stalloc.trace import Trace
 
 _DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps of which none recurs, after which it is asked what keeps them from it
@@ -99,7 +97,6 @@ class Controller:
         self.lasting = Lasting(self.memory, self.recording)
         self.shortage = Shortage(self.arenas, self.recording, self.status)
         self.full_device = FullDevice(self.memory)
-        self.strands = Strands(self.status, self.memory, self.recording, self.steps)
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
         self._tidying = Tidying(self.arenas, self.status.effort)
         self._looking = Looking(self.state, self.recording)
@@ -237,10 +234,9 @@ class Controller:
             self._note_step()
             self.recording.note_mark(kind, name)
             try:
-                if not self.strands.end_step(self._serve_strands):
-                    self._heed(self._end_step())
-                    self._aside.end()
-                    self._follow_cycle()
+                self._heed(self._end_step())
+                self._aside.end()
+                self._follow_cycle()
             except Exception as error:  # whatever it is, the program must not see it: it only marked a step
                 if is_interruption(error):
                     raise
@@ -248,7 +244,7 @@ class Controller:
             self._look()
             if self.memory.poison is not None:
                 self.memory.poison.check()
-            elif self._is_planned and self.strands.is_one and self._aside.is_far:
+            elif self._is_planned and self._aside.is_far:
                 self.steady.begin()
 
     def _note_step(self) -> None:
@@ -274,8 +270,6 @@ class Controller:
         record = self.state.record
         if is_first and 10 * record.misses > record.hits:
             return "the first plan did not follow the steps that are marked now"
-        if self.strands.follow_something_else:
-            return "its threads do something else now"
         return None
 
     def expect_lasting(self) -> None:
@@ -404,7 +398,6 @@ class Controller:
     def _forget_plans(self) -> None:
         self._next_plan.forget()
         self.steps.forget()
-        self.strands.forget()
         self.memory.paging.end_gathering()
 
     # --- looking for what repeats
@@ -416,10 +409,9 @@ class Controller:
 
     def _look(self) -> None:
         """See whether a step repeats in the record, or a plan is there: at marks and every so often."""
-        one = not self.strands.are_apart
-        if one and (note := self._why_looking_ends()) is not None:
+        if (note := self._why_looking_ends()) is not None:
             self.rest(note)
-        if one and self._first_kinds_are_ready():
+        if self._first_kinds_are_ready():
             ready = self.steps.take_ready()
             refusal = self._serve_kinds(ready) if ready is not None else None
             self.steps.places.find()
@@ -675,19 +667,6 @@ class Controller:
             self.steps.follow_unmarked(search)
             self.state.triggers.after_requests(max(_DOUBT_PASSES * search.longest, _DOUBT_REQUESTS))
         return None
-
-    def _serve_strands(self, search: "StrandSearch") -> bool:
-        """Put the plans of several threads in force; False if there is no room, and what served before goes on."""
-        assert search.admitted is not None
-        if not self.full_device.may_begin(search.admitted.arena_bytes):
-            return False
-        if not self._is_planned:
-            self.note_observed()
-        self.state.forget_record()
-        if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
-            return False
-        self.steps.forget()
-        return True
 
     def _follow_cycle(self) -> None:
         """If the steps in force were found to make a cycle, serve it from the next request on."""

@@ -47,9 +47,9 @@ def move(arenas: "Arenas") -> bool:
     if tape is None or memory is None or state.arena.tape is None:
         return False
     begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
-    strands, learnt = state.arena.strand_cursors(), state.arena.tape.lifespans
-    names = ("history_count", "last_miss", "miss_run") if not strands else ()  # where the program is remains as sure
-    followed = {name: int(getattr(record, name)) for name in (*names, "excess_misses", "bad_passes")}
+    learnt = state.arena.tape.lifespans
+    names = "history_count", "last_miss", "miss_run", "excess_misses", "bad_passes"  # where it is remains as sure
+    followed = {name: int(getattr(record, name)) for name in names}
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY)
@@ -58,8 +58,6 @@ def move(arenas: "Arenas") -> bool:
     _serve_on(arenas, memory, tape, cursor, anew=False)
     state.arena.tape.lifespans[:] = learnt
     state.arena.begin_step(begin, end, cursor)
-    for index, place in enumerate(strands):
-        state.arena.begin_strand_step(index, *place)
     state.write(**followed)
     state.triggers.after_misses(ask_after)
     return True

@@ -5,14 +5,13 @@ Contract: the core writes events while `recording` is set; marks are kept beside
 
 import dataclasses
 import itertools
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.columns import Column, distinct
+from stalloc.columns import Column
 from stalloc.core.constants import (
     ACTION_ALLOC,
     ACTION_SEGMENT_ALLOC,
@@ -23,7 +22,6 @@ from stalloc.core.constants import (
 from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.runtime.askers import strands_of
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
 from stalloc.runtime.refusals import Refusals
 from stalloc.torch_release import known_release
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
 
 _FIRST_LOOK, SHORT_RECORD = 24, 64  # requests in a record that is looked at, if no mark came: the first, and others
-_INTERLEAVED = 4  # one step in so many
-_WORK = -2  # all pieces of work that threads do for one another are taken for one thread's
 _OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
 
 
@@ -49,7 +45,6 @@ class Recording:
         self._device, self._state = device, state
         self.marks: list[tuple[int, int, str]] = []  #: event index, kind of mark, name
         self.step_events: list[int] = []  #: events before each mark of a step
-        self.mark_threads: list[int] = []  #: who set it
         self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
         self.num_planned = 0  #: of those, while a plan was in force, whichever
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
@@ -102,7 +97,6 @@ class Recording:
         """Know of no events, and of no marks, or of one of a step with which the record `begins`."""
         self.marks[:] = [(0, MARK_STEP, "")] if begins else []
         self.step_events[:] = [0] if begins else []
-        self.mark_threads[:] = [threading.get_ident()] if begins else []
         self._before_marks = None
         self.refusals.forget()
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
@@ -123,7 +117,6 @@ class Recording:
             self.marks.append((self._state.record.num_events, kind, name))
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
-                self.mark_threads.append(threading.get_ident())
 
     def pass_over(self, steps: "SteadySteps") -> None:
         """Steps went by."""
@@ -131,7 +124,6 @@ class Recording:
         if self._state.record.recording:
             self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]
             self.step_events += steps.num_events
-            self.mark_threads += [self.mark_threads[-1]] * steps.count
 
     @property
     def overdue_requests(self) -> int:
@@ -169,39 +161,18 @@ class Recording:
 
     def _regular_requests(self, begin: int, end: int) -> tuple[Column, Column, Column]:
         """The same, with who asked."""
-        size, stream, asker = self._state.recorded_requests(begin, end)
-        kept = ~np.isin(asker, list(self.left_out)) if self.left_out else slice(None)
-        return size[kept], stream[kept], asker[kept]
+        size, stream, thread = self._state.recorded_requests(begin, end)
+        kept = ~np.isin(thread, list(self.left_out)) if self.left_out else slice(None)
+        return size[kept], stream[kept], thread[kept]
 
     def leave_out_threads(self) -> bool:
         """Leave out threads, in a record that begins anew here, if steps recur only so; whether there are any."""
         steps = [self._regular_requests(begin, end) for begin, end in itertools.pairwise(self.step_events)]
-        found = irregular_threads([(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps])
+        found = irregular_threads(steps)
         if found:
             self.left_out |= found
             self.begin_at_step()
         return bool(found)
-
-    def interleave(self, threads: Sequence[int]) -> bool:
-        """Whether several of these threads made requests in many of the recorded steps, between any two marks."""
-        steps = [self._state.recorded_requests(begin, end)[2] for begin, end in itertools.pairwise(self.step_events)]
-        them = distinct(np.asarray(threads))
-        shared = sum(len(np.intersect1d(distinct(asker), them, assume_unique=True)) > 1 for asker in steps)
-        return _INTERLEAVED * shared >= len(steps)
-
-    def traces_of(self, threads: Sequence[int]) -> "list[Trace]":
-        """What each of several threads requested, and others for it, with its own marks of steps."""
-        events = self._state.recorded()
-        strand = strands_of(events, threads)
-        steps = self.step_events
-        traces, action = [], events["action"] & 0xFF
-        for index, thread in enumerate(threads):
-            others = set(events["thread"].tolist()) - {number for number, its in strand.items() if its == index}
-            kept = events_of_others(action, events["address"], events["thread"], others)
-            before = np.concatenate([[0], np.cumsum(kept)]).tolist()
-            own = [event for event, by in zip(steps, self.mark_threads, strict=True) if by == thread]
-            traces.append(self._trace(events[kept], [(before[event], MARK_STEP, "") for event in own]))
-        return traces
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""

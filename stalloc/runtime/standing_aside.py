@@ -42,12 +42,7 @@ class StandingAside:
         record = self._state.record
         if self._stood or self._in_a_row >= _MOST_IN_A_ROW or self._status.phase is not Phase.PLANNED:
             return False
-        if (
-            record.has_handovers
-            or record.num_strands
-            or self._arenas.memory.is_capturing
-            or not self._recording.step_times_ns
-        ):
+        if record.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
         if self._num_plans != self._status.num_plans:
             self._note_place()

@@ -82,13 +82,13 @@ class StrayRequests:
 
     def _leave_out(self, begin: int, end: int, chosen: Column) -> None:
         """Leave out some requests of those of the events [begin, end) that are not left out so far."""
-        _, _, asker = self._state.recorded_requests(begin, end)
-        rows = np.flatnonzero(~np.isin(asker, list(self._recording.left_out)))
+        _, _, thread = self._state.recorded_requests(begin, end)
+        rows = np.flatnonzero(~np.isin(thread, list(self._recording.left_out)))
         if len(rows) != len(chosen):
             return  # the record began anew since that step
-        strays = np.zeros(len(asker), bool)
+        strays = np.zeros(len(thread), bool)
         strays[rows[chosen]] = True
-        self._state.note_asker(begin, end, strays, STRAY)
+        self._state.note_thread(begin, end, strays, STRAY)
 
     def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
         """The step of these events, if it is like another one but for strays, and that one if it was like none so far.
