@@ -123,10 +123,7 @@ class SteadyMarks:
         )
         for part in self._told:
             part.pass_over(steps)
-        kinds = self._kinds[: steps.count]
-        self._steps.recorded.pass_over(steps, kinds)
-        for kind in kinds:
-            self._steps.novelty.note(self._steps.recorded.times_seen(kind))
+        self._steps.recorded.pass_over(steps, self._kinds[: steps.count])
 
     def _learn(self, num_steps: int) -> None:
         """So many of the steps came that were expected: see how many are worth expecting."""
