@@ -25,28 +25,6 @@ def test_an_arena_that_moves_before_two_kinds_of_steps_part_costs_no_hits() -> N
     assert [program.step(lambda kind=kind: train(kind, moves=True)) for kind in (0, 1, 0, 1)] == [(44, 0)] * 4
 
 
-def test_a_step_that_keeps_what_the_expected_kind_frees_is_known_by_what_lives() -> None:
-    program = Program()
-    outputs = [(1 + i % 5) * MIB + 4096 * i for i in range(40)]
-
-    def train(recomputes: bool) -> None:
-        live = []
-        for size in outputs:
-            live.append(program.allocate(size))
-            if recomputes and len(live) > 2:
-                program.free(live.pop(0))
-        for size in outputs[::-1] if recomputes else []:
-            program.free(program.allocate(size))
-        live += [program.allocate(3 * MIB + 512 * i) for i in range(8)]
-        for address in live:
-            program.free(address)
-
-    for recomputes in [False] * 6 + [True] * 6 + [False] * 6 + [True] * 9:
-        program.step(lambda recomputes=recomputes: train(recomputes))
-    assert program.step(lambda: train(False)) == (40, 8)
-    assert program.step(lambda: train(False)) == (48, 0)
-
-
 def test_a_plan_outlasts_a_step_that_begins_as_the_planned_one_time_and_again() -> None:
     program = Program()
     sizes = [(1 + i % 7) * MIB + 512 * i for i in range(60)]

@@ -25,19 +25,6 @@ def test_what_a_new_optimizer_keeps_has_no_places_of_the_plan() -> None:
         assert program.step(lambda: program.train(1000)) == (37, 0)
 
 
-def test_what_is_made_before_a_step_and_stays_displaces_few_of_its_requests() -> None:
-    program, served = Program(), []
-
-    def copy_weights() -> None:
-        program.weights += [program.allocate(700_000 + 4096 * i) for i in range(40)]
-
-    for number in range(24):
-        copies = [copy_weights] if number in (8, 16) else []
-        served.append(program.step(*copies, lambda: program.train(2000))[0])
-    assert min(served[8], served[16]) >= 37 - 8
-    assert served[9:16] == [37] * 7
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_replaced_only_once_there_is_another_does_not_upset_the_others(seed: int) -> None:
     """A batch that is kept until there is the next one has no place in plans for several kinds: it borrows one."""
@@ -195,14 +182,6 @@ def test_steps_that_recur_late_are_planned_soon_although_one_block_lives_for_lon
 
     served = [program.step(lambda number=number: train(number)) for number in range(75)]
     assert all(hits == 38 for hits, _ in served[-5:])
-
-
-def test_steps_that_made_a_cycle_at_first_are_planned_for_any_order() -> None:
-    """Two kinds took turns while they were watched, and come at random from then on."""
-    program, rng = Program(), np.random.default_rng(3)
-    order = [1, 0, 1, 0, *rng.integers(0, 2, 40).tolist()]
-    served = [program.step(lambda width=4000 + 500 * kind: program.train(width)) for kind in order]
-    assert served[20:] == [(37, 0)] * 24
 
 
 def test_steps_that_never_recur_are_not_planned() -> None:

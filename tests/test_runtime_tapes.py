@@ -44,7 +44,7 @@ def check_any_order(tapes: KindPlans, rng: np.random.Generator, num_steps: int) 
     for _ in range(num_steps):
         index = int(rng.integers(len(tapes.kinds)))
         kind, first = tapes.kinds[index], tapes.begins[turn * len(tapes.kinds) + index]
-        turn ^= tapes.ends_turn[index]
+        turn ^= tapes.switches_buffers[index]
         length = len(kind.size)
         streams = np.unique(kind.stream).tolist()
         rank_of = {int(row): (s, rank) for s in streams for rank, row in enumerate(kind.handed_on(s))}
@@ -98,10 +98,10 @@ def test_what_replaces_a_request_of_the_step_before_has_a_place_whichever_kind_f
             handed = kind.handed_on(stream)[:20]
             # what is replaced by a request lives until just after it
             until[: len(handed)] = np.where(rng.random(len(handed)) < 0.7, handed + 1, until[: len(handed)])
-    one_each, tapes = plan_steps(kinds, {}), plan_steps(kinds, {}, in_turn=True)
+    one_each, tapes = plan_steps(kinds, {}), plan_steps(kinds, {}, double_buffered=True)
     assert check_any_order(tapes, rng, 60)
-    assert validate_kinds(tapes.plans, tapes.num_turns).ok
-    assert tapes.num_turns == 2
+    assert validate_kinds(tapes.plans, tapes.num_buffers).ok
+    assert tapes.num_buffers == 2
     assert (tapes.offset < 0).mean() < (one_each.offset < 0).mean()
 
 
