@@ -13,39 +13,31 @@ def _probe(name: str, file: str, old: str, new: str) -> Change:
     return Change(name=name, file=f"{RUNTIME}{file}.py", old=old, new=new.replace("FIRED", f'fired("{name}")'))
 
 
+def _before(name: str, file: str, statement: str) -> Change:
+    """A rule decides where a statement, or more of them, is about to run."""
+    indent = statement[: len(statement) - len(statement.lstrip())]
+    return _probe(name, file, statement, f"{indent}FIRED\n{statement}")
+
+
 PROBES = (
     _probe(
         "splices", "paging", "self._splices.make(pool, size_bytes)", "self._splices.make(pool, size_bytes) and FIRED"
     ),
-    _probe(
-        "standing aside",
-        "standing_aside",
-        "        self._in_a_row += 1\n",
-        "        FIRED\n        self._in_a_row += 1\n",
-    ),
-    _probe(
-        "cycles of kinds",
-        "kind_search",
-        "                    self._look_for_cycle(trace, self.record)",
-        "                    FIRED\n                    self._look_for_cycle(trace, self.record)",
-    ),
+    _before("standing aside", "standing_aside", "        self._in_a_row += 1\n"),
+    _before("cycles of kinds", "kind_search", "                    self._look_for_cycle(trace, self.record)"),
     _probe(
         "cycles of kinds",
         "steps",
         "again = self.cycles.is_due(pages_move=pages_move) and self.search is None",
         "again = self.cycles.is_due(pages_move=pages_move) and self.search is None and FIRED",
     ),
-    _probe(
-        "stray requests",
-        "stray_requests",
-        "        self._recording.left_out.add(STRAY)",
-        "        FIRED\n        self._recording.left_out.add(STRAY)",
-    ),
+    _before("stray requests", "stray_requests", "        self._recording.left_out.add(STRAY)"),
     _probe(
         "full device",
         "full_device",
         "return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)",
-        "return (held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)) or not FIRED",
+        "return (held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)) "
+        "or not FIRED",
     ),
     _probe(
         "full device",
@@ -72,24 +64,14 @@ PROBES = (
         "if self._is_planned and self.is_marked:",
         "if self._is_planned and self.is_marked and FIRED:",
     ),
-    _probe(
-        "moves of the arena",
-        "tidying",
-        "        soon = record.steps_ever < self._move_after",
-        "        FIRED\n        soon = record.steps_ever < self._move_after",
-    ),
+    _before("moves of the arena", "tidying", "        soon = record.steps_ever < self._move_after"),
     _probe(
         "shared begins",
         "region_plan",
         "alike = places_of_begin(kind, own, self._done[turn], kept)",
         "alike = places_of_begin(kind, own, self._done[turn], kept)\n        (alike >= 0).any() and FIRED",
     ),
-    _probe(
-        "turns",
-        "handed_on",
-        "    return [replace(one, has_two=rank",
-        "    FIRED\n    return [replace(one, has_two=rank",
-    ),
+    _before("turns", "handed_on", "    return [replace(one, has_two=rank"),
     _probe(
         "novelty",
         "novelty",
@@ -97,42 +79,12 @@ PROBES = (
         "return self._excess >= self._too_many and FIRED",
     ),
     _probe("novelty", "novelty", "ends = self._excess == _MOST", "ends = self._excess == _MOST and FIRED"),
-    _probe(
-        "probation",
-        "probation",
-        "            self.is_on = True\n",
-        "            FIRED\n            self.is_on = True\n",
-    ),
-    _probe(
-        "watch pauses",
-        "step_watch",
-        "            self.pause()\n            self._next",
-        "            FIRED\n            self.pause()\n            self._next",
-    ),
-    _probe(
-        "small live on",
-        "lasting",
-        "                self._state.record.small_apart = APART_FOR_LONG",
-        "                FIRED\n                self._state.record.small_apart = APART_FOR_LONG",
-    ),
-    _probe(
-        "stacked places",
-        "region_plan",
-        "    return min(region, stacked,",
-        "    FIRED\n    return min(region, stacked,",
-    ),
-    _probe(
-        "longer lived",
-        "serving",
-        "            self._state.arena.begin_step(*longer)",
-        "            FIRED\n            self._state.arena.begin_step(*longer)",
-    ),
-    _probe(
-        "moves in a pass",
-        "tidying",
-        "        is_astray = record.excess_misses > 2",
-        "        FIRED\n        is_astray = record.excess_misses > 2",
-    ),
+    _before("probation", "probation", "            self.is_on = True\n"),
+    _before("watch pauses", "step_watch", "            self.pause()\n            self._next"),
+    _before("small live on", "lasting", "                self._state.record.small_apart = APART_FOR_LONG"),
+    _before("stacked places", "region_plan", "    return min(region, stacked,"),
+    _before("longer lived", "serving", "            self._state.arena.begin_step(*longer)"),
+    _before("moves in a pass", "tidying", "        is_astray = record.excess_misses > 2"),
     _probe("pages that linger", "tidying", "elif self._quiet_passes > 0:", "elif self._quiet_passes > 0 and FIRED:"),
     _probe(
         "order of kinds",
@@ -147,18 +99,8 @@ PROBES = (
         "return self._astray >= _MOST_ASTRAY * _IN_ORDER",
         "return self._astray >= _MOST_ASTRAY * _IN_ORDER and FIRED",
     ),
-    _probe(
-        "patience",
-        "watching",
-        "        record.ask_after_misses = 2 * record.excess_misses",
-        "        FIRED\n        record.ask_after_misses = 2 * record.excess_misses",
-    ),
-    _probe(
-        "longer rings",
-        "planning_job",
-        "            other = make(longer,",
-        "            FIRED\n            other = make(longer,",
-    ),
+    _before("patience", "watching", "        record.ask_after_misses = 2 * record.excess_misses"),
+    _before("longer rings", "planning_job", "            other = make(longer,"),
     _probe(
         "brim and half",
         "paging",
@@ -177,18 +119,8 @@ PROBES = (
         "self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0",
         "self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] and FIRED else 0",
     ),
-    _probe(
-        "saving",
-        "memory",
-        "            self.state.write(memory_is_short=1)",
-        "            FIRED\n            self.state.write(memory_is_short=1)",
-    ),
-    _probe(
-        "saving",
-        "paging",
-        "        self._state.write(memory_is_short=1)",
-        "        FIRED\n        self._state.write(memory_is_short=1)",
-    ),
+    _before("saving", "memory", "            self.state.write(memory_is_short=1)"),
+    _before("saving", "paging", "        self._state.write(memory_is_short=1)"),
     _probe(
         "plan for memory",
         "controller",
@@ -207,24 +139,14 @@ PROBES = (
         "return self.tapes is None and self._recording.kept is not None and",
         "return self.tapes is None and self._recording.kept is not None and FIRED and",
     ),
-    _probe(
-        "kinds without marks",
-        "watching",
-        "        if self._steps.look_for_unmarked_kinds(trace):",
-        "        FIRED\n        if self._steps.look_for_unmarked_kinds(trace):",
-    ),
+    _before("kinds without marks", "watching", "        if self._steps.look_for_unmarked_kinds(trace):"),
     _probe(
         "waiting for lifespans",
         "looking",
         "and self._is_worth_waiting(tape):",
         "and self._is_worth_waiting(tape) and FIRED:",
     ),
-    _probe(
-        "loosening",
-        "tidying",
-        "            arenas.memory.paging.allowance.loosen()",
-        "            FIRED\n            arenas.memory.paging.allowance.loosen()",
-    ),
+    _before("loosening", "tidying", "            arenas.memory.paging.allowance.loosen()"),
     _probe(
         "seen before marks",
         "recorded_steps",
@@ -235,18 +157,8 @@ PROBES = (
     _probe(
         "places of marks", "step_places", "if min(behind, ahead) > _NEAR:", "if min(behind, ahead) > _NEAR and FIRED:"
     ),
-    _probe(
-        "steady marks",
-        "steady_marks",
-        "        self._names.append(name)\n",
-        "        FIRED\n        self._names.append(name)\n",
-    ),
-    _probe("strands", "strands", "        self._search_at = len(", "        FIRED\n        self._search_at = len("),
-    _probe(
-        "irregular threads",
-        "recording",
-        "            self.left_out |= found\n",
-        "            FIRED\n            self.left_out |= found\n",
-    ),
+    _before("steady marks", "steady_marks", "        self._names.append(name)\n"),
+    _before("strands", "strands", "        self._search_at = len("),
+    _before("irregular threads", "recording", "            self.left_out |= found\n"),
 )
 PROBED = {probe.name for probe in PROBES}
