@@ -41,7 +41,7 @@ def test_one_rule_and_one_program(tmp_path: Path) -> None:
     assert said.endswith("; 2 of 2 trials): nothing gets worse")
     found = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
     assert [(one["rule"], one["trial"]) for one in found] == [
-        (rule, f"program waves {size}") for rule in ("none", "probes", RULE) for size in ("ample", "in 200 MiB")
+        (rule, f"program waves {size}") for rule in ("none", RULE) for size in ("ample", "in 200 MiB")
     ]
     assert all(one["completes"] and one["peak_bytes"] == 196 * MIB for one in found)
     assert ablate("--table")[1] == row

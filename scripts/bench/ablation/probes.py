@@ -139,7 +139,7 @@ PROBES = (
         "return self.tapes is None and self._recording.kept is not None and",
         "return self.tapes is None and self._recording.kept is not None and FIRED and",
     ),
-    _before("kinds without marks", "watching", "        if self._steps.look_for_unmarked_kinds(trace):"),
+    _before("kinds without marks", "steps", "            self.search = KindSearch(None, wanted"),
     _probe(
         "waiting for lifespans",
         "looking",
