@@ -9,6 +9,7 @@ from typing import Any
 MIB = 1 << 20
 WORSE = 1.02  #: times what a program held
 SLOWER = 0.10  #: more of the processor time that a program takes by itself
+NOISE = 0.30  #: of stalloc's part of it, by which two runs differ on a busy machine
 LEAST_RANDOM = 0.985  #: of the random programs have to complete in torch's least memory
 MOST_HOLDING, MOST_SLOWER = 2, 2  #: programs that may hold more, and be slower
 
@@ -30,6 +31,7 @@ class Judgement:
     compared: int = 0  #: trials
     tried: int = 0  #: of these, without the rule: in the others it decided nothing
     errors: list[str] = field(default_factory=list)
+    is_whole: bool = True  #: no trial is missing
 
     @property
     def reasons(self) -> str:
@@ -49,7 +51,9 @@ class Judgement:
         """Whether the rule stays."""
         if self.errors:
             return "errs"
-        return f"stays ({self.reasons})" if self.reasons else "goes"
+        if self.reasons:
+            return f"stays ({self.reasons})"
+        return "goes" if self.is_whole else "goes so far"
 
 
 def judge(
@@ -64,6 +68,7 @@ def judge(
     for key, before in base.items():
         now = without.get(key, before if key in same else None)
         if now is None:
+            row.is_whole = False
             continue
         row.compared += 1
         row.tried += key in without
@@ -103,5 +108,5 @@ def _judge_ample(row: Judgement, name: str, before: dict[str, Any], now: dict[st
         row.hits.append(f"{name} {100 * rates[0]:.1f} to {100 * (rates[1] or 0.0):.1f}")
     if now["steady_calls"] > 2 * before["steady_calls"] + 1:
         row.steady.append(f"{name} {before['steady_calls']} to {now['steady_calls']} of {now['steps']}")
-    if native and now["seconds"] - before["seconds"] > SLOWER * native:
+    if native and now["seconds"] - before["seconds"] > max(SLOWER * native, NOISE * before["seconds"]):
         row.slower.append(f"{name} {(now['seconds'] - before['seconds']) / native:+.2f}")

