@@ -28,6 +28,8 @@ class Judgement:
     slower: list[str] = field(default_factory=list)
     random_rate: tuple[float, float] = (0.0, 0.0)  #: share that completes: with the rule and without
     excess: tuple[float, float] = (0.0, 0.0)  #: share of changing programs that hold too much, the same
+    random_higher: int = 0  #: changing programs whose peak rises by 2 %
+    random_lower: int = 0  #: falls by as much
     compared: int = 0  #: trials
     tried: int = 0  #: of these, without the rule: in the others it decided nothing
     errors: list[str] = field(default_factory=list)
@@ -48,12 +50,15 @@ class Judgement:
 
     @property
     def verdict(self) -> str:
-        """Whether the rule stays."""
+        """Whether the rule stays; of one that goes, how many of the random programs hold more, if many do."""
         if self.errors:
             return "errs"
+        if not self.tried:
+            return "decides nothing"
         if self.reasons:
             return f"stays ({self.reasons})"
-        return "goes" if self.is_whole else "goes so far"
+        goes = "goes" if self.is_whole else "goes so far"
+        return f"{goes}, but {self.random_higher} random" if self.random_higher > self.random_lower + 2 else goes
 
 
 def judge(
@@ -81,6 +86,8 @@ def judge(
             most = better_bytes[f"changing-{name}"]
             most += max(4 * MIB, most // 200)
             rates[kind].append((before["peak_bytes"] > most, now["peak_bytes"] > most))
+            row.random_higher += now["peak_bytes"] >= WORSE * before["peak_bytes"]
+            row.random_lower += before["peak_bytes"] >= WORSE * now["peak_bytes"]
         elif size[0] != "ample":
             if before["completes"] and not now["completes"]:
                 row.fails.append(name)

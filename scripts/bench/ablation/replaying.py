@@ -5,42 +5,21 @@ would count them, those included that wait to be mapped elsewhere. Searches and 
 give equal figures. All requests come from one thread.
 """
 
-import ctypes
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
-from ablation.rows import FREE, MALLOC, Row
-from stalloc.core.requests import free_entry, malloc_entry
+from ablation.asking import ask
+from ablation.rows import MALLOC, Row
 from stalloc.device.mapped_pages import PAGE_BYTES
 from stalloc.replay.offline import let_go, make_controller
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.statistics import report
-
-_malloc = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
-_free = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
-
-
-@numba.njit  # type: ignore[misc]  # small, since it holds nothing of the core
-def _ask(device, rows, address):  # type: ignore[no-untyped-def]
-    """Make requests and frees; False if one is not served that was when it was recorded."""
-    for i in range(len(rows)):
-        what, block = rows[i, 0], rows[i, 1]
-        if what == FREE:
-            _free(device, address[block])
-        else:
-            address[block] = _malloc(device, rows[i, 2], rows[i, 3])
-            if what == MALLOC and address[block] == 0:
-                return False
-            if what != MALLOC:
-                _free(device, address[block])
-    return True
 
 
 class Driver:
@@ -125,7 +104,7 @@ def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> d
     address = np.zeros(int(rows[:, 1].max(initial=0)) + 1, np.int64)
     counts, calls, complete, at = (0, 0), 0, True, 0
     for end in [*np.flatnonzero(rows[:, 0] >= Row.MARK).tolist(), len(rows)]:
-        if not _ask(controller.state.address, rows[at:end], address):
+        if not ask(controller.state.address, rows[at:end], address):
             complete = False
             break
         at = end + 1

@@ -1,23 +1,28 @@
-"""What is tried with a rule switched off, in a process of its own: python trials.py FOLDER, trials on standard input.
+"""What is tried with rules switched off: python trials.py FOLDER, with changes and trials on standard input.
 
-Contract: one line of JSON for each trial, as it comes to its end; what one trial says depends on no other.
+Contract: a line of JSON for each trial, as it comes to its end. Changes of the runtime are made as its modules are
+imported; those of anything else need a copy of the checkout.
 """
 
 import builtins
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harm.catalogue import programs
+from changed import Change
+from harm.catalogue import ROOT, programs
 from harm.judging import SEEN_BEFORE, hit_rates
 from harm.running import Setting, run
 
-from ablation.replaying import Recording, replay
-
 AMPLE_BYTES = 80 << 30
+_WITH_RUNTIME = ("stalloc.runtime", "stalloc.replay", "ablation.replaying")  #: what holds any of it
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ def figures(trial: Trial, recordings: Path) -> dict[str, Any]:
     """What became of it; sums over the devices."""
     if trial.kind == "live":
         return _live(trial)
+    from ablation.replaying import Recording, replay  # each fork has a runtime of its own
+
     parts = [replay(one, trial.capacity_bytes, trial.arena) for one in Recording.load(trial.file_in(recordings))]
     steps = [step for part in parts for step in part["steps"]]
     rates = [hit_rates(part["steps"]) for part in parts]
@@ -95,22 +102,69 @@ def _steady_steps_with_calls(steps: list[dict[str, Any]]) -> int:
     return found
 
 
-def main() -> None:
-    """Run what is asked for on standard input."""
-    recordings, fired = Path(sys.argv[1]), set[str]()
+class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Finds and loads one module whose text is changed."""
+
+    def __init__(self, name: str, path: Path, text: str) -> None:
+        super().__init__(name, str(path))
+        self._text = text
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """It, and no other."""
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
+
+    def get_code(self, fullname: str) -> Any:
+        """Of the changed text."""
+        return compile(self._text, self.path, "exec")
+
+
+def change(changes: list[dict[str, str]]) -> None:
+    """Let modules of the runtime, none of which is imported, have changed texts."""
+    texts: dict[str, str] = {}
+    for one in changes:
+        text = texts.setdefault(one["file"], (ROOT / one["file"]).read_text(encoding="utf-8"))
+        texts[one["file"]] = Change(**one).applied_to(text)
+    for file, text in texts.items():
+        name = file.removesuffix(".py").replace("/", ".")
+        sys.meta_path.insert(0, _Changed(name, ROOT / file, text))
+
+
+def run_all(trials: list[Trial], recordings: Path) -> None:
+    """A line of JSON for each."""
+    fired: set[str] = set()
     builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see probes.py
-    is_first = True
-    for line in sys.stdin:
-        trial = Trial(**json.loads(line))
-        if is_first and trial.kind != "live":
-            figures(trial, recordings)  # what is loaded once is none of a trial's time
-        is_first = False
+    for trial in trials:
         fired.clear()
         try:
             found = figures(trial, recordings)
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"trial": trial.key, **found, "fired": sorted(fired)}), flush=True)
+
+
+def main() -> None:
+    """Do what lines of JSON on standard input ask for, each in a fork that imports the runtime anew."""
+    recordings = Path(sys.argv[1])
+    warm = [Trial("program", path.stem) for path in sorted(recordings.glob("*.npz"))[:1]]
+    for trial in warm:
+        figures(trial, recordings)  # compiled code is loaded once for all
+    for name in list(sys.modules):
+        if name.startswith(_WITH_RUNTIME):
+            del sys.modules[name]
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                change(asked["changes"])
+                run_all([Trial(**one) for one in asked["trials"]], recordings)
+                code = 0
+            finally:
+                os._exit(code)
+        print(json.dumps({"child": child}), flush=True)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"ended": os.waitstatus_to_exitcode(status)}), flush=True)
 
 
 if __name__ == "__main__":
