@@ -61,8 +61,8 @@ def trials_of(**changes: object) -> dict[str, dict[str, object]]:
         ({"peak_bytes": 102 * MIB}, "stays (b)"),
         ({"peak_bytes": 98 * MIB}, "goes"),
         ({"completes": False}, "stays (a)"),
-        ({"seconds": 1.09}, "goes"),
-        ({"seconds": 1.11}, "stays (c)"),
+        ({"step_ms": 1.09}, "goes"),
+        ({"step_ms": 1.11}, "stays (c)"),
         ({"steady_calls": 2}, "stays (d)"),
         ({"known_hit_rate": 0.5}, "goes"),
         ({"error": "ended with -6"}, "errs"),
@@ -72,12 +72,12 @@ def test_what_gets_worse_decides(changes: dict[str, object], verdict: str) -> No
     native = {f"p{number}": 10.0 for number in range(5)}
     before = trials_of()
     for one in before.values():
-        one["seconds"] = 0.1
-    now = trials_of(seconds=0.1)
+        one["step_ms"] = 0.1
+    now = trials_of(step_ms=0.1)
     for one in list(now.values())[:3]:
         one.update(changes)
     for one in list(now.values())[3:]:
-        one["seconds"] = 0.1
+        one["step_ms"] = 0.1
     assert judge(before, now, native, {}, set()).verdict == verdict
 
 

@@ -44,7 +44,6 @@ def main() -> None:
                 rows=rows,
                 device=np.zeros(len(rows), np.int64),
                 names=np.array([""]),
-                seconds=np.array(0.0),
                 better_bytes=np.array(min(needs(program, name) for name in MODELS)),
                 load_bytes=np.array(program.load_bytes),
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 MIB = 1 << 20
 WORSE = 1.02  #: times what a program held
-SLOWER = 0.10  #: more of the processor time that a program takes by itself
+SLOWER = 0.10  #: more of the processor time that a step takes by itself
 NOISE = 0.30  #: of stalloc's part of it, by which two runs differ on a busy machine
 LEAST_RANDOM = 0.985  #: of the random programs have to complete in torch's least memory
 MOST_HOLDING, MOST_SLOWER = 2, 2  #: programs that may hold more, and be slower
@@ -62,7 +62,7 @@ class Judgement:
 
 
 def judge(
-    base: Figures, without: Figures, native_seconds: dict[str, float], better_bytes: dict[str, int], same: set[str]
+    base: Figures, without: Figures, native_ms: dict[str, float], better_bytes: dict[str, int], same: set[str]
 ) -> Judgement:
     """Hold figures without a rule against those with it; the dictionaries are by program.
 
@@ -92,7 +92,7 @@ def judge(
             if before["completes"] and not now["completes"]:
                 row.fails.append(name)
         else:
-            _judge_ample(row, name, before, now, native_seconds.get(name, 0.0))
+            _judge_ample(row, name, before, now, native_ms.get(name, 0.0))
     row.random_rate, row.excess = (_shares(rates[kind]) for kind in ("tight", "changing"))
     return row
 
@@ -115,5 +115,6 @@ def _judge_ample(row: Judgement, name: str, before: dict[str, Any], now: dict[st
         row.hits.append(f"{name} {100 * rates[0]:.1f} to {100 * (rates[1] or 0.0):.1f}")
     if now["steady_calls"] > 2 * before["steady_calls"] + 1:
         row.steady.append(f"{name} {before['steady_calls']} to {now['steady_calls']} of {now['steps']}")
-    if native and now["seconds"] - before["seconds"] > max(SLOWER * native, NOISE * before["seconds"]):
-        row.slower.append(f"{name} {(now['seconds'] - before['seconds']) / native:+.2f}")
+    more = now.get("step_ms", 0.0) - before.get("step_ms", 0.0)
+    if native and more > max(SLOWER * native, NOISE * before.get("step_ms", 0.0)):
+        row.slower.append(f"{name} {more:+.2f} of {native:.1f} ms a step")

@@ -33,9 +33,8 @@ class Writer:
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self.rows: list[tuple[int, int, int, int]] = []  # device, events before, Row, number of a name
+        self.rows: list[tuple[int, ...]] = []  # device, events before, Row, number of a name, processor time
         self.names: dict[str, int] = {}
-        self._began = time.process_time()
         for name, row in _CALLS.items():
             self._follow(runtime, name, row)
         mark = runtime.mark
@@ -72,7 +71,9 @@ class Writer:
         for controller in self._runtime.controllers:
             index = controller.device.index
             if of is None or index in of:
-                self.rows.append((index, int(controller.state.record.num_events), int(row), number))
+                self.rows.append(
+                    (index, int(controller.state.record.num_events), int(row), number, time.process_time_ns())
+                )
 
     def end_step(self, kind: str) -> None:
         self.note(Row.STEP_END, None, kind)
@@ -86,25 +87,24 @@ class Writer:
             "rows": np.concatenate(columns),
             "device": np.concatenate([np.full(len(rows), index) for index, rows in enumerate(columns)]),
             "names": names,
-            "seconds": np.array(time.process_time() - self._began),
         }
 
 
-def _of_device(controller: Any, between: list[tuple[int, int, int]]) -> np.ndarray:
-    """(n, 4): what (MALLOC, … or a Row), block or number of a name, bytes, stream's handle."""
+def _of_device(controller: Any, between: list[tuple[int, ...]]) -> np.ndarray:
+    """(n, 4): what (MALLOC, … or a Row), block or number of a name, bytes or nanoseconds, stream's handle."""
     state = controller.state
     events = state.recorded()
     assert state.first_event == 0, "the record is not whole"
     raw = state.tables.streams["value"][: state.record.num_streams].tolist()
     live: dict[int, int] = {}
     rows: list[tuple[int, int, int, int]] = []
-    between = [*between, (1 << 60, 0, 0)]
+    between = [*between, (1 << 60, 0, 0, 0)]
     following, block = 0, 0
     for number, (tag, address, size) in enumerate(
         zip(events["action"].tolist(), events["address"].tolist(), events["requested_bytes"].tolist(), strict=True)
     ):
         while between[following][0] <= number:
-            rows.append((between[following][1], between[following][2], 0, 0))
+            rows.append((*between[following][1:], 0))
             following += 1
         action, stream = tag & 0xFF, raw[tag >> 8] if tag >> 8 < len(raw) else 0
         if action == ACTION_ALLOC:
@@ -115,7 +115,7 @@ def _of_device(controller: Any, between: list[tuple[int, int, int]]) -> np.ndarr
             rows.append((FREE, live.pop(address), 0, 0))
         elif action == ACTION_OOM:
             rows.append((REFUSED, 0, size, stream))
-    rows += [(row, name, 0, 0) for _, row, name in between[following:-1]]
+    rows += [(*more[1:], 0) for more in between[following:-1]]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 

@@ -82,16 +82,29 @@ class Recording:
 
     rows: np.ndarray  #: (n, 4) as recording.py writes them
     names: list[str]
-    seconds: float  #: of processor time that the program took without plans
+
+    @property
+    def step_end(self) -> Row:
+        """What ends a step: what the benchmark counts, or marks where it counts none."""
+        return Row.STEP_END if (self.rows[:, 0] == Row.STEP_END).any() else Row.MARK
+
+    @property
+    def step_seconds(self) -> float:
+        """Processor time of a step without plans, on average of the later half; 0: unknown."""
+        return later_half(self.rows[self.rows[:, 0] == self.step_end, 2] / 1e9)
 
     @classmethod
     def load(cls, file: Path) -> "list[Recording]":
         """One for each device that was asked for anything."""
         with np.load(file) as kept:
             rows, device, names = kept["rows"], kept["device"], kept["names"].tolist()
-            seconds = float(kept["seconds"])
         found = [rows[device == index] for index in range(int(device.max(initial=0)) + 1)]
-        return [cls(one, names, seconds) for one in found if (one[:, 0] == MALLOC).any()]
+        return [cls(one, names) for one in found if (one[:, 0] == MALLOC).any()]
+
+
+def later_half(times: np.ndarray) -> float:
+    """What a step took on average, of those in the later half, by when each ended."""
+    return float(np.diff(times[len(times) // 2 :]).mean()) if len(times) > 3 else 0.0
 
 
 def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> dict[str, Any]:
@@ -100,7 +113,6 @@ def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> d
     controller = make_controller(capacity_bytes, settings)
     began, driver, steps = time.process_time(), Driver(controller.device), []
     rows = recording.rows
-    ends_step = Row.STEP_END if (rows[:, 0] == Row.STEP_END).any() else Row.MARK
     address = np.zeros(int(rows[:, 1].max(initial=0)) + 1, np.int64)
     counts, calls, complete, at = (0, 0), 0, True, 0
     for end in [*np.flatnonzero(rows[:, 0] >= Row.MARK).tolist(), len(rows)]:
@@ -112,9 +124,9 @@ def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> d
             break
         what, name = int(rows[end, 0]), recording.names[rows[end, 1]]
         _tell(controller, what, name)
-        if what != ends_step:
+        if what != recording.step_end:
             continue
-        name = name if ends_step == Row.STEP_END else ""
+        name = name if what == Row.STEP_END else ""
         total = controller.state.record.total.num_allocs, controller.state.requested_ever_bytes
         told, before, counts = report(controller), counts, total
         steps.append(
@@ -125,6 +137,7 @@ def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> d
                 "hits": told.run_hits,
                 "misses": told.run_misses,
                 "on_plan": told.phase == Phase.PLANNED.value,
+                "ended": time.process_time(),
             }
         )
         calls = driver.calls
@@ -134,6 +147,7 @@ def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> d
         "peak_bytes": peak_bytes,
         "steps": steps,
         "seconds": time.process_time() - began,
+        "step_seconds": later_half(np.array([step["ended"] for step in steps])),
         "note": controller.status.note,
         "plans": controller.status.num_plans,
         "dropped": controller.status.num_dropped,

@@ -63,6 +63,7 @@ def figures(trial: Trial, recordings: Path) -> dict[str, Any]:
         "steps": len(steps),
         "steady_calls": sum(_steady_steps_with_calls(part["steps"]) for part in parts),
         "seconds": round(sum(part["seconds"] for part in parts), 4),
+        "step_ms": round(1e3 * sum(part["step_seconds"] for part in parts), 4),
         "plans": sum(part["plans"] for part in parts),
         "dropped": sum(part["dropped"] for part in parts),
         "note": " ".join(part["note"] for part in parts).strip(),
@@ -74,7 +75,7 @@ def _live(trial: Trial) -> dict[str, Any]:
     outcome = run(program, Setting.STALLOC, trial.capacity_bytes)
     if not outcome.is_complete:
         return {"completes": False, "note": outcome.last_line, "peak_bytes": 0, "hit_rate": 0.0, "known_hit_rate": None,
-                "steps": 0, "steady_calls": 0, "seconds": 0.0}  # fmt: skip
+                "steps": 0, "steady_calls": 0, "step_ms": 0.0}  # fmt: skip
     steps, maps = outcome.seen["steps"], [0, *(step["maps"] for step in outcome.seen["steps"])]
     rate, known = hit_rates(steps)
     for step, before in zip(steps, maps, strict=False):
@@ -86,7 +87,7 @@ def _live(trial: Trial) -> dict[str, Any]:
         "known_hit_rate": known,
         "steps": len(steps),
         "steady_calls": _steady_steps_with_calls(steps),
-        "seconds": 0.0,
+        "step_ms": 0.0,
         "plans": outcome.seen["plans_made"],
         "note": " ".join(outcome.seen["gave_up"]),
     }
