@@ -135,41 +135,6 @@ def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pyte
     assert "kinds of steps" not in plan_in_force()
 
 
-TWO_PERIODS_PEAK_BYTES = 338 << 20  # of the best plan that is known for a ring of two periods
-_LONGER_RING = """
-import json
-import numpy as np
-import stalloc
-from stalloc.device import VirtualGPU
-runtime = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 36))
-import cupy as cp
-MIB = 1 << 20
-sizes = [1, 2, 2, 2, 48, 48, 2, 48, 24, 24, 24, 48, 24, 24]
-lasts = [15, 2, 2, 2, 15, 15, 2, 15, 3, 2, 1, 2, 2, 15]
-weights, live, clock = cp.cuda.alloc(128 * MIB), {}, 0
-for step in range(24):
-    for size, last in zip(sizes, lasts):
-        live.pop(clock, None)
-        live = {end: block for end, block in live.items() if end != clock}
-        block = cp.cuda.alloc(size * MIB)
-        live.setdefault(clock + last, []).append(block)
-        del block
-        clock += 1
-    stalloc.step()
-report, = runtime.reports()
-print(json.dumps([report.plan_peak_bytes, runtime.controllers[0].status.steps_per_ring, report.phase]))
-"""
-
-
-@pytest.mark.usefixtures("cupy_installed")
-def test_an_installed_program_gets_a_ring_of_more_periods_where_that_takes_less(run_checks: Any) -> None:
-    """What lives for a little more than a period ties each place to every other step in a ring of two periods."""
-    peak, periods, phase = run_checks(_LONGER_RING)
-    assert phase == "running on the plan"
-    assert periods > 2
-    assert peak < TWO_PERIODS_PEAK_BYTES
-
-
 def test_no_entry_may_end_beyond_the_arena() -> None:
     tape = ArenaTape(arena_bytes=1024, size=np.array([512]), stream=np.array([0]), offset=np.array([512]))
     check(tape, 0)

@@ -1,0 +1,531 @@
+"""The rules of the runtime that can be switched off: for each where it decides, and its neutral answer."""
+
+from dataclasses import dataclass
+
+from changed import Change
+
+RUNTIME, CORE = "stalloc/runtime/", "stalloc/core/"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, or several that are tried together."""
+
+    name: str
+    lines: int  #: of the package that go with it, about
+    what: str
+    changes: tuple[Change, ...]
+    arena: str = "pages"  #: what it is for
+
+    def __add__(self, other: "Rule") -> "Rule":
+        """Both off."""
+        name, what = f"{self.name} + {other.name}", "several rules"
+        return Rule(name, self.lines + other.lines, what, self.changes + other.changes, self.arena)
+
+
+def _rule(name: str, lines: int, what: str, *places: tuple[str, str, str], arena: str = "pages") -> Rule:
+    changes = tuple(Change(name=name, file=file, old=old, new=new) for file, old, new in places)
+    return Rule(name, lines, what, changes, arena)
+
+
+def _returns(file: str, begin: str, answer: str) -> tuple[str, str, str]:
+    """A function's first statement, before which it returns an answer."""
+    indent = begin[: len(begin) - len(begin.lstrip())]
+    return file, begin, f"{indent}if True:\n{indent}    return {answer}\n{begin}"
+
+
+RULES = (
+    _rule(
+        "strands",
+        467,
+        "threads that make steps of their own are told apart and planned side by side",
+        (RUNTIME + "strands.py", "return self._wanted and self._source.paged", "return False"),
+    ),
+    _rule(
+        "steady marks",
+        360,
+        "the core notes the marks of expected steps itself",
+        (
+            RUNTIME + "controller.py",
+            "elif self.status.phase is Phase.PLANNED and self.strands.is_one and self._aside.is_far:",
+            "elif False:",
+        ),
+    ),
+    _rule(
+        "splices",
+        257,
+        "a large request is served from what two pages have left over",
+        (RUNTIME + "paging.py", "return self._splices.make(pool, size_bytes)", "return False"),
+    ),
+    _rule(
+        "standing aside",
+        190,
+        "a step that is not as planned is served by the heap to its end",
+        _returns(
+            RUNTIME + "standing_aside.py",
+            "        record = self._state.record\n        if self._stood or self._in_a_row",
+            "False",
+        ),
+    ),
+    _rule(
+        "cycles of kinds",
+        139,
+        "a cycle of several kinds of steps is planned as one ring",
+        (
+            RUNTIME + "kind_search.py",
+            "if (self.lacks_places or self.pages_move) and self.record is not None:",
+            "if False:",
+        ),
+        (
+            RUNTIME + "steps.py",
+            "again = self.cycles.is_due(pages_move=pages_move) and self.search is None",
+            "again = False",
+        ),
+    ),
+    _rule(
+        "stray requests",
+        114,
+        "requests of any size are left out of steps",
+        (RUNTIME + "recorded_steps.py", "if not self._strays.leave_out():", "if True:"),
+    ),
+    _rule(
+        "full device",
+        113,
+        "plans wait for, and leave, a program that fills the device",
+        (RUNTIME + "full_device.py", "if not self.may_fill() or arena_bytes", "if True or arena_bytes"),
+        (
+            RUNTIME + "full_device.py",
+            "return min(elsewhere, _LOST) if self.may_fill() else elsewhere",
+            "return elsewhere",
+        ),
+        (
+            RUNTIME + "full_device.py",
+            "if max(record.excess_misses, self._state.num_displaced) < _LOST or",
+            "if True or",
+        ),
+        (
+            RUNTIME + "full_device.py",
+            "if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):",
+            "if False:",
+        ),
+    ),
+    _rule(
+        "growing allowance",
+        80,
+        "more is held where pages move in step after step",
+        (
+            RUNTIME + "allowance.py",
+            "if self._restless > (_PLANNED_PATIENCE if planned else _PATIENCE) and not rests:",
+            "if False:",
+        ),
+    ),
+    _rule(
+        "held once",
+        15,
+        "what a plan had to hold once it may hold again",
+        (RUNTIME + "allowance.py", "if self._is_planned and self.is_marked:", "if False:"),
+    ),
+    _rule(
+        "moves of the arena",
+        75,
+        "the arena moves away from what displaces its requests",
+        (
+            RUNTIME + "tidying.py",
+            "few = (record.ring_end - record.ring_start) // _FEW if record.num_tapes > 1 else 0",
+            "few = 1 << 60",
+        ),
+    ),
+    _rule(
+        "shared begins",
+        100,
+        "kinds of steps that begin alike have one place for what they begin with",
+        (
+            RUNTIME + "region_plan.py",
+            "alike = places_of_begin(kind, own, self._done[turn], kept)",
+            "alike = np.full(len(own), -1, np.int64)",
+        ),
+    ),
+    _rule(
+        "turns",
+        85,
+        "a request that replaces one that lives yet has two places, used in turn",
+        (RUNTIME + "handed_on.py", "return _in_turn(found) if in_turn else found", "return found"),
+    ),
+    _rule(
+        "novelty",
+        45,
+        "no plans of kinds while most steps are new",
+        (RUNTIME + "novelty.py", "return self._excess >= self._too_many", "return False"),
+        (RUNTIME + "novelty.py", "ends = self._excess == _MOST", "ends = False"),
+    ),
+    _rule(
+        "probation",
+        90,
+        "a ring found without marks is judged after eight passes",
+        _returns(
+            RUNTIME + "probation.py",
+            "        record = self._state.record\n        record.doubt_at = record.total.num_allocs + _PASSES",
+            "None",
+        ),
+    ),
+    _rule(
+        "watch pauses",
+        45,
+        "steps beside a plan are recorded for 64 steps, then after ever longer pauses",
+        (RUNTIME + "step_watch.py", "if self._steps > _STEPS:", "if False:"),
+    ),
+    _rule(
+        "small live on",
+        50,
+        "small requests get no places where many live on",
+        (RUNTIME + "lasting.py", "self._num_steps >= _LOOK_STEPS\n            and", "False and"),
+    ),
+    _rule(
+        "stacked places",
+        25,
+        "places that kinds share lie where the region begins, if that is better",
+        (
+            RUNTIME + "region_plan.py",
+            "if region.peak_bytes - region.lower_bound_bytes <= region.lower_bound_bytes // _PARTS or not",
+            "if True or not",
+        ),
+    ),
+    _rule(
+        "longer lived",
+        25,
+        "a kind that asks for the same and keeps it is told by what lives",
+        (RUNTIME + "serving.py", "if are_many and tapes is not None and (longer", "if False and (longer"),
+    ),
+    _rule(
+        "moves in a pass",
+        40,
+        "the arena moves in the middle of a pass",
+        (
+            RUNTIME + "tidying.py",
+            "if record.cursor == record.ring_start or self._state.num_displaced < constants.MANY_DISPLACED:",
+            "if True:",
+        ),
+    ),
+    _rule(
+        "pages that linger",
+        40,
+        "what a deviation needed goes back after passes without one",
+        (RUNTIME + "tidying.py", "elif self._quiet_passes > 0:", "elif False:"),
+    ),
+    _rule(
+        "order of kinds",
+        45,
+        "which kind of step comes next is learnt; without it the last one is expected",
+        _returns(RUNTIME + "kind_order.py", "        before, last, count = self._run\n        earlier", "self._run[1]"),
+    ),
+    _rule(
+        "out of order",
+        40,
+        "a cycle whose steps come in another order is planned as kinds",
+        (RUNTIME + "step_misses.py", "return self._astray >= _MOST_ASTRAY * _IN_ORDER", "return False"),
+    ),
+    _rule(
+        "patience",
+        35,
+        "a plan of a program that marks steps stays although much is missed",
+        (RUNTIME + "watching.py", "if record.ask_after_misses or full_device.may_fill():", "if True:"),
+    ),
+    _rule(
+        "longer rings",
+        25,
+        "rings of more periods are tried",
+        (RUNTIME + "planning_job.py", "for more in range(1, 3) if periods > 1 else ():", "for more in ():"),
+    ),
+    _rule(
+        "pages ahead",
+        45,
+        "pages that the plan needs soon come with those that it needs now",
+        (
+            RUNTIME + "paging.py",
+            "ahead = self._state.arena.lacking_ahead(position) if may_come else []",
+            "ahead: list[int] = []",
+        ),
+    ),
+    _rule(
+        "gathering",
+        35,
+        "all free pages are unmapped at once where a plan or a state comes",
+        (
+            RUNTIME + "paging.py",
+            "        if self._memory.is_capturing:\n            return\n        self._gathers = True",
+            "        if True:\n            return\n        self._gathers = True",
+        ),
+    ),
+    _rule(
+        "brim and half",
+        25,
+        "more may be held before pages move where the program needs most of the device",
+        (RUNTIME + "paging.py", "if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):", "if False:"),
+        (RUNTIME + "paging.py", "if excess > 0 and self._arena is None and self.fills_half():", "if False:"),
+    ),
+    _rule(
+        "spared pages",
+        12,
+        "planned places take pages from one another only where 1/256 more would be held",
+        (
+            RUNTIME + "paging.py",
+            "spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0",
+            "spared_bytes = 0",
+        ),
+    ),
+    _rule(
+        "lasting",
+        90,
+        "what is meant to last gets segments of its own",
+        (
+            RUNTIME + "lasting.py",
+            "self._building = watching and self._state.record.total.num_allocs == 0",
+            "self._building = False",
+        ),
+        _returns(RUNTIME + "lasting.py", "        self._building = False\n        if planned and", "None"),
+    ),
+    _rule(
+        "saving",
+        60,
+        "where memory is short holes are used and segments cut to size",
+        (RUNTIME + "memory.py", "self.state.write(memory_is_short=1)", "pass"),
+        (RUNTIME + "paging.py", "self._state.write(memory_is_short=1)", "pass"),
+    ),
+    _rule(
+        "plan for memory",
+        15,
+        "the plan is given up where a request would fail",
+        (
+            RUNTIME + "controller.py",
+            "if not served and planned and self.shortage.is_enough_in_pieces(size_bytes):",
+            "if False:",
+        ),
+    ),
+    _rule(
+        "kinds put off",
+        20,
+        "a kind of which much outlives the record waits",
+        (RUNTIME + "kind_search.py", "self.put_off = late - self.in_time", "self.put_off = set()"),
+    ),
+    _rule(
+        "steps of the ring",
+        25,
+        "the steps of a ring in force are planned with new kinds",
+        (
+            RUNTIME + "steps.py",
+            "return self.tapes is None and self._recording.kept is not None and",
+            "return False and",
+        ),
+    ),
+    _rule(
+        "kinds without marks",
+        300,
+        "kinds of steps are found where nothing marks steps",
+        (
+            RUNTIME + "watching.py",
+            "if not self._arenas.memory.source.paged or not self._looking.shows_kinds:",
+            "if True:",
+        ),
+    ),
+    _rule(
+        "waiting for lifespans",
+        20,
+        "a plan waits for lifespans that are not known yet",
+        (
+            RUNTIME + "looking.py",
+            "if tape is not None and not tape.planned.all() and self._is_worth_waiting(tape):",
+            "if False:",
+        ),
+    ),
+    _rule(
+        "loosening",
+        15,
+        "more is held where no steps repeat",
+        (RUNTIME + "tidying.py", "arenas.memory.paging.allowance.loosen()", "pass"),
+    ),
+    _rule(
+        "seen before marks",
+        30,
+        "a step that came before there were marks counts as seen",
+        (
+            RUNTIME + "recorded_steps.py",
+            "self._times_seen[name] = int(self._was_seen_before(size, stream))",
+            "self._times_seen[name] = 0",
+        ),
+    ),
+    _rule(
+        "scattered stays",
+        25,
+        "the arena does not move where what lives would keep too many pages",
+        (RUNTIME + "tidying.py", "            or self._leaves_too_much\n", ""),
+    ),
+    _rule(
+        "irregular threads",
+        54,
+        "threads that allocate beside the steps are left out",
+        (
+            RUNTIME + "recording.py",
+            "found = irregular_threads([(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps])",
+            "found: set[int] = set()",
+        ),
+    ),
+    _rule(
+        "places of marks",
+        40,
+        "a mark moves the cursor of a ring to the next begin of a step",
+        (RUNTIME + "step_places.py", "if min(behind, ahead) > _NEAR:", "if False:"),
+    ),
+    # --- in the core: compiled anew
+    _rule(
+        "leases",
+        377,
+        "the heap borrows idle parts of the arena",
+        (
+            CORE + "lending.py",
+            "if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):",
+            "if size > 0:",
+        ),
+    ),
+    _rule(
+        "learnt lifespans",
+        80,
+        "leases go by how long such requests lived",
+        (CORE + "lending.py", "known = lifespan_at(state, row).value", "known = 0"),
+        (
+            CORE + "learnt_lifespans.py",
+            "return lifespan_at(state, row).value > state.ring_end - state.ring_start",
+            "return False",
+        ),
+    ),
+    _rule(
+        "far jumps",
+        155,
+        "the last four requests are looked for anywhere on the tapes",
+        (CORE + "tape_cursor.py", "if position < 0 and run + 1 >= CONTEXT:", "if position < 0 and run < 0:"),
+    ),
+    _rule(
+        "belief in jumps",
+        85,
+        "a jump that was none makes later ones harder",
+        (CORE + "far_jumps.py", "if 2 * num_live > served:", "if served < 0:"),
+    ),
+    _rule(
+        "small apart in plans",
+        45,
+        "small planned requests lie together",
+        (
+            RUNTIME + "paged_arena.py",
+            "tape, source = on_pages(tape, apart=not fills), arenas",
+            "tape, source = on_pages(tape, apart=False), arenas",
+        ),
+    ),
+    _rule(
+        "little borrows nothing",
+        5,
+        "requests below 64 KiB get no lease",
+        (CORE + "requests.py", "together = size < LITTLE or (", "together = ("),
+    ),
+    _rule(
+        "lending before growth",
+        15,
+        "everything idle is lent before reserved memory grows",
+        (CORE + "requests.py", "elif not together and exceeds_peak(state, size) and not", "elif size < 0 and not"),
+    ),
+    _rule(
+        "recovery",
+        20,
+        "displaced requests may take more memory in the next pass",
+        (
+            CORE + "step_log.py",
+            "    state.recovering = recovers\n",
+            "    recovers = False\n    state.recovering = recovers\n",
+        ),
+    ),
+    _rule(
+        "bad passes",
+        12,
+        "a plan goes after eight bad passes",
+        (CORE + "step_log.py", "if state.bad_passes >= _MAX_BAD_PASSES:", "if state.bad_passes < 0:"),
+    ),
+    _rule(
+        "pages by need",
+        25,
+        "of idle pages that are needed soon those go first that are needed later",
+        (CORE + "arena_pages.py", "soon = (state.ring_end - state.ring_start) >> 4", "soon = 0"),
+    ),
+    _rule(
+        "pairs",
+        35,
+        "a pair of requests is looked for in the next 64 entries",
+        (CORE + "tape_cursor.py", "position = _pair_ahead(state, first, end)", "position = -1"),
+    ),
+    _rule(
+        "remnants",
+        25,
+        "small requests use what large ones leave of their pages",
+        (CORE + "heap.py", "if fit == 0 and pool >= 0 and (is_short or _fills_pages(state)):", "if size < 0:"),
+    ),
+    _rule(
+        "end of a gap",
+        30,
+        "a request takes the end of a free block that grows from below",
+        (CORE + "heap.py", "        if _is_end_of_gap(state, row):", "        if size < 0:"),
+    ),
+    _rule(
+        "shared pages",
+        156,
+        "pages that are free in several segments go too",
+        (
+            CORE + "leaving.py",
+            "count, moved = leave_shared_pages(state, wanted, low, high, addresses, sizes, first, before, after)",
+            "moved = 0",
+        ),
+    ),
+    _rule(
+        "planned to last",
+        20,
+        "a displaced request borrows for as long as the plan has it live",
+        (
+            CORE + "lending.py",
+            "lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)",
+            "lasts = known",
+        ),
+    ),
+    _rule(
+        "branches",
+        25,
+        "a pass that goes on as another tape does follows that",
+        (CORE + "tape_cursor.py", "position = _branch(state, key) if state.num_tapes > 1 else -1", "position = -1"),
+    ),
+    _rule(
+        "begins anew",
+        30,
+        "three requests that begin a tape move the cursor there",
+        _returns(
+            CORE + "tape_cursor.py",
+            "    for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed",
+            "-1",
+        ),
+    ),
+    # --- of arenas that are blocks of a pool
+    _rule(
+        "exchanged arenas",
+        900,
+        "arenas that are blocks of CuPy's pool are taken over, retired, shrunk",
+        (
+            RUNTIME + "arenas.py",
+            "return moved_into(self.state.arena.regions(), tape.size, tape.stream, tape.offset) is not None",
+            "return False",
+        ),
+        (RUNTIME + "arenas.py", "if not regions or not self.state.arena.take_over_segments(bases, tape):", "if True:"),
+        (RUNTIME + "arenas.py", "self._retired = bases if self.state.heap.retire(bases) else []", "self._retired = []"),
+        (RUNTIME + "arenas.py", "if plan is None or self.arena is None or not state.arena.is_idle():", "if True:"),
+        (
+            RUNTIME + "arenas.py",
+            "        regions = self.old_regions()\n        fits = moved_into(",
+            "        return 0\n        regions = self.old_regions()\n        fits = moved_into(",
+        ),
+        arena="pool",
+    ),
+)
+BY_NAME = {rule.name: rule for rule in RULES}
