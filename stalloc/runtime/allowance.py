@@ -12,21 +12,13 @@ or than an eighth where it keeps streams apart as PyTorch does, and the device h
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stalloc.core.constants import GRANULE, MODE_REPLAY
+from stalloc.core.constants import MODE_REPLAY
 from stalloc.core.state import DeviceState
+from stalloc.runtime import decisions, thresholds
+from stalloc.sizes import PAGE_BYTES
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
-
-_SPARE_BYTES = 4 << 20  # that is always allowed
-_PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a plan serves
-_PARTS = 256  # of the peak, in which is counted what is
-_HELD_PARTS = 164  # of which one more is left to a plan that has held it: 1 % with what planned places may take
-_TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and where pages never rest
-_SELDOM = 32  # requests of a step for each page that moves, from which on they rest where no plan serves
-_PATIENCE, _PLANNED_PATIENCE = 8, 4  # steps more in which they do not than in which they do, before more is allowed
-_UNREST = 16  # the same, before the plan is taken to be the cause
-_NO_REST, _MOST_OF_STREAMS = 8, 32  # the same, before all of its places may have pages, and the parts that may cost
 
 
 class Allowance:
@@ -34,7 +26,7 @@ class Allowance:
 
     def __init__(self, state: DeviceState) -> None:
         self._state, self._record = state, state.record
-        self._parts = self._least = _TIGHT
+        self._parts = self._least = 1
         self._moved_bytes = self._peak_bytes = 0
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
@@ -58,12 +50,9 @@ class Allowance:
     def held_bytes(self, size_bytes: int) -> int:
         """What may be held in all for a request of so many bytes."""
         peak = self._peak_with(size_bytes)
-        allowed = peak + max(_SPARE_BYTES, self._parts * (peak // _PARTS))
         if not self._is_planned:
-            return allowed
-        most = peak + _PLANNED_BYTES
-        held_bytes = min(self._held_bytes, most + peak // _HELD_PARTS)
-        return max(min(allowed, most + peak // _PARTS), held_bytes, self._rest_bytes)
+            return decisions.allowed_bytes(peak, self._parts)
+        return decisions.allowed_planned_bytes(peak, self._parts, self._held_bytes, self._rest_bytes)
 
     def note_growth(self) -> None:
         """More is held, since nothing that was free could move: as long as the plan serves, no less is allowed."""
@@ -82,11 +71,11 @@ class Allowance:
     @property
     def never_rests(self) -> bool:
         """Whether pages move in step after step that a plan serves, although as much is held as may be."""
-        return self._is_planned and self._restless > _UNREST
+        return self._is_planned and decisions.is_plan_to_blame(self._restless)
 
     def loosen(self) -> None:
         """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
-        self._parts = self._least = _LOOSE
+        self._parts = self._least = thresholds.LOOSE_PARTS
 
     def begin_plan(self) -> None:
         """A plan is put in force, for which pages move now and rest then."""
@@ -99,13 +88,12 @@ class Allowance:
     def note_step(self, free_bytes: Callable[[], int]) -> None:
         """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
         num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
-        rests = self._moved_bytes == 0 if planned else num_requests >= _SELDOM * (self._moved_bytes // GRANULE)
+        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, is_planned=planned)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
         self._restless = max(0, self._restless - 1) if rests else self._restless + 1
-        if self._restless > (_PLANNED_PATIENCE if planned else _PATIENCE) and not rests:
-            most = 1 + _PLANNED_BYTES // max(1, self.peak_bytes // _PARTS) if planned else _MOST
-            self._parts = max(self._parts, min(self._parts + 1, most, _MOST))
-            if planned and self._restless > _NO_REST:
+        if decisions.is_restless(self._restless, is_planned=planned) and not rests:
+            self._parts = decisions.next_parts(self._parts, self.peak_bytes, is_planned=planned)
+            if planned and decisions.may_have_all_pages(self._restless):
                 self._let_rest(free_bytes)
 
     def pass_over(self, steps: "SteadySteps") -> None:
@@ -117,10 +105,10 @@ class Allowance:
 
         Or what streams that are kept apart do: PyTorch's allocator passes no memory from one to another.
         """
-        record, peak = self._record, self.peak_bytes
+        record = self._record
         lacking_bytes = int(record.arena_bytes - record.arena_mapped_bytes)
         needed_bytes = int(record.reserved_bytes) + lacking_bytes
-        has_streams = record.cell_streams & (record.cell_streams - 1) != 0
-        most_bytes = peak + (_MOST_OF_STREAMS if has_streams else _MOST) * (peak // _PARTS)
-        if self._rest_bytes < needed_bytes <= most_bytes and 2 * lacking_bytes <= free_bytes():
-            self._rest_bytes = needed_bytes
+        if self._rest_bytes < needed_bytes:
+            has_streams = record.cell_streams & (record.cell_streams - 1) != 0
+            figures = needed_bytes, lacking_bytes, self.peak_bytes, free_bytes()
+            self._rest_bytes = max(self._rest_bytes, decisions.rest_bytes(*figures, has_streams=has_streams))

@@ -18,6 +18,7 @@ from stalloc.core.host_memory import trim
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
@@ -50,18 +51,6 @@ if TYPE_CHECKING:
     from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
-
-_DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps of which none recurs, after which it is asked what keeps them from it
-_THREADS_DOUBTED = 6  # of these, before which threads are not told apart
-_STRAYS = 64  # a ring is of a part of a step if it does not know one request in so many
-_MISSED = 8  # one request in so many: less is no reason to leave a ring for what may be steps of several kinds
-_POLL_REQUESTS = 64  # from one look at a search that is not over to the next
-_SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
-_DOUBT_PASSES = 8  # over several kinds of steps found without marks, after which they are judged
-_DOUBT_REQUESTS = 1024  # that much is served first: where the program stands has to show
-_DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
-_WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
-_DEARER, _DEARER_BYTES = 1.5, 16 << 20  # times, and bytes, by which a switch may hold more than what came before it
 
 
 @dataclass(frozen=True)
@@ -268,7 +257,7 @@ class Controller:
     def _why_plan_goes(self, *, is_first: bool) -> str | None:
         """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
         record = self.state.record
-        if is_first and 10 * record.misses > record.hits:
+        if is_first and decisions.ignores_marks(record.misses, record.hits):
             return "the first plan did not follow the steps that are marked now"
         return None
 
@@ -374,7 +363,7 @@ class Controller:
         self.arenas.drop_tape()
         record = self.state.record
         was_found = self.status.observed is not None and not self.recording.marks  # in this run
-        if follows_ring and was_found and (is_part or 4 * record.misses > record.hits):
+        if follows_ring and was_found and (is_part or decisions.was_no_step(record.misses, record.hits)):
             self._looking.was_misled(is_part=is_part)
         if not goes_on:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
@@ -477,7 +466,7 @@ class Controller:
         if self.steps.search.done.is_set():
             return True
         if not self.recording.marks:
-            self.state.triggers.at_recorded(self.state.record.num_sizable + _POLL_REQUESTS)
+            self.state.triggers.at_recorded(self.state.record.num_sizable + thresholds.SHORT_RECORD_REQUESTS)
         return False
 
     def _recur_in_part(self) -> bool:
@@ -486,16 +475,16 @@ class Controller:
         If not, see whether a thread is to blame, or take what is held as held for good.
         """
         num_steps = len(self.recording.step_events)
-        if num_steps not in _DOUBT_STEPS or self.status.settings.keep_recording:
+        if not decisions.is_doubted(num_steps) or self.status.settings.keep_recording:
             self._settle()
         elif self.steps.recorded.leave_out_strays():
             return True
-        elif num_steps >= _THREADS_DOUBTED and self.recording.leave_out_threads():
+        elif decisions.may_thread_be_to_blame(num_steps) and self.recording.leave_out_threads():
             self.steps.forget()
         return False
 
     def _settle(self) -> None:
-        if len(self.recording.step_events) >= _SETTLE_STEPS:
+        if decisions.is_settled(len(self.recording.step_events)):
             self._tidying.settle()
 
     # --- at a boundary: the ring that is followed begins anew
@@ -523,7 +512,7 @@ class Controller:
     def _tidy(self) -> None:
         plan, was_observed = self.status.plan, self.status.observed is not None
         # what the switch left behind has died meanwhile; a plan from a file may be one that a budget needs
-        patience = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        patience = decisions.most_misses(len(plan.tape_size)) if plan is not None else 0
         self.state.triggers.after_misses(self.full_device.most_misses(patience) if was_observed else patience)
         self.state.triggers.after_passes(self._tidying.at_boundary())
         if self._probation.is_on:
@@ -558,7 +547,7 @@ class Controller:
             return dearer
         begun = record.cursor - record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
-        if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+        if self.put_in_force(tape, plan, ask_after_misses=decisions.most_misses(len(tape.size))):
             self._separate, self.status.steps_per_ring = job.tape if job.may_share else None, job.periods
             begin, end = record.ring_start, record.ring_end
             self.state.arena.begin_step(begin, end, begin + begun % (end - begin))
@@ -605,7 +594,7 @@ class Controller:
         assert self.status.observed is not None
         needed = self.state.record.reserved_bytes + tape.arena_bytes
         held = self.status.observed.reserved_peak_bytes
-        if needed <= _DEARER * held + _DEARER_BYTES:
+        if not decisions.is_dearer(needed, held):
             return None
         self._tidying.settled = True  # what the heap holds has served so far
         return Refusal(f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it")
@@ -621,7 +610,7 @@ class Controller:
         if self._is_planned:
             records = settings.plan and not settings.keep_recording
             is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
-            if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
+            if is_unknown and decisions.is_wasteful(state.record.step_allocated_peak, state.record.reserved_bytes):
                 self._release_unused()  # no pass over the plan ends, after which unused segments go back
             steps.places.find()
             if steps.tapes is not None and state.triggers.boundary_is_asked:
@@ -657,7 +646,9 @@ class Controller:
             return None
         if not self._is_planned:
             self.note_observed()
-        if not self.put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
+        if not self.put_in_force(
+            search.served, search.plan, ask_after_misses=decisions.most_misses_of_kinds(search.longest)
+        ):
             self.steps.were_refused()
             serves = self.state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
@@ -665,7 +656,7 @@ class Controller:
             self.steps.follow(search)
         else:
             self.steps.follow_unmarked(search)
-            self.state.triggers.after_requests(max(_DOUBT_PASSES * search.longest, _DOUBT_REQUESTS))
+            self.state.triggers.after_requests(decisions.judged_after(search.longest))
         return None
 
     def _follow_cycle(self) -> None:
@@ -716,7 +707,7 @@ class Controller:
         """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record = self.state.record
         lost = record.misses + (record.conflicts if self.steps.tapes is not None else 0)
-        return self._is_planned and not self.recording.step_times_ns and _STRAYS * lost > record.hits
+        return self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.hits)
 
     def _is_part(self) -> bool:
         """Whether a ring found without marks is a part of what repeats; it stays on probation while that is not known.
@@ -739,7 +730,7 @@ class Controller:
         if not self._looking.is_long:
             probation.go_on()
             return False
-        if seems and _MISSED * record.misses > record.hits:
+        if seems and decisions.misses_much(record.misses, record.hits):
             return True
         probation.end()
         return False
@@ -757,7 +748,7 @@ class Controller:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.recording.end(self.status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
-        if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
+        if not self.put_in_force(tape, plan, ask_after_misses=thresholds.DROP_OF_FILE_REQUESTS):
             free, total = self.memory.device.memory_info()
             raise PlanError(
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "

@@ -6,15 +6,14 @@ where pages move in every step of what they serve.
 
 from typing import TYPE_CHECKING
 
+from stalloc.runtime import thresholds
 from stalloc.runtime.recorded_steps import RecordedSteps
 
 if TYPE_CHECKING:
     from stalloc.runtime.kind_search import KindSearch
     from stalloc.runtime.step_cycle import Cycle
 
-LEAST_STEPS = 16  # in which the order repeats
 _MANY = 1 << 30
-_PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
 
 
 class CycleWatch:
@@ -28,7 +27,7 @@ class CycleWatch:
         """The plan is given up."""
         self._found: Cycle | None = None  # to be put in force
         self._search_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
-        self._patience = _PATIENCE
+        self._patience = thresholds.CYCLE_WAITS
         self.begin_plans()
 
     def begin_plans(self) -> None:

@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stalloc.compiled import compile_time
+from stalloc.runtime import decisions
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
-
-_FIRST_NS = 1_000_000_000  # before the first plan
-_LEAST_NS = 300_000_000  # after it
-_STEPS = 1_000  # whose share is there to begin with
 
 
 class Effort:
@@ -58,9 +55,11 @@ class Effort:
     def left_seconds(self) -> float:
         """What may be spent now; below 0 if more was."""
         now = time.process_time_ns()
-        step_ns = (now - self._began_ns) / max(1, self._num_steps - 1)
-        first_ns = max(_LEAST_NS, self._share * _STEPS * step_ns) if self._has_plan else _FIRST_NS
-        return (first_ns + self._share * (now - self._planned_ns) - self._spent_ns) / 1e9
+        step_seconds = (now - self._began_ns) / 1e9 / max(1, self._num_steps - 1)
+        since_seconds = (now - self._planned_ns) / 1e9
+        return decisions.seconds_left(
+            self._share, step_seconds, since_seconds, self._spent_ns / 1e9, has_plan=self._has_plan
+        )
 
     @property
     def is_spent(self) -> bool:

@@ -11,17 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.memory import DeviceMemory
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
-
-_RECENT_STEPS = 8  # at whose peaks is looked before a plan is put in force
-_COVERED = 0.9  # of those peaks has to be what the plan and what lives hold, or other steps need more than they
-_SPARE_BYTES = 4 << 20  # that the device has to have beside them
-_LOST = 8  # requests by which misses outnumber matches, or that were displaced in a pass, once a plan is left
-_PART_SHIFT = 2  # of the device: 1 / 2 ** shift, from which on a step that needs more than any before may fill it
-_MORE_SHIFT = 6  # a step needs more than those before by 1 / 2 ** shift of that
 
 
 class FullDevice:
@@ -32,13 +26,14 @@ class FullDevice:
         self._moves = False
         self._highest_bytes = 0  # that a marked step had allocated, as long as it was not much more
         self._num_settled = 0  # steps since one that needed more
-        self._peaks: deque[int] = deque(maxlen=_RECENT_STEPS)  # bytes allocated at most in the last marked steps
+        # bytes allocated at most in the last marked steps
+        self._peaks: deque[int] = deque(maxlen=thresholds.SETTLED_STEPS)
 
     def note_step(self) -> None:
         """The program marks a step."""
         peak_bytes = self._state.take_peak_bytes()
         self._num_settled += 1
-        if peak_bytes > self._highest_bytes + (self._highest_bytes >> _MORE_SHIFT):
+        if decisions.needs_more(peak_bytes, self._highest_bytes):
             self._highest_bytes, self._num_settled = peak_bytes, 0
             self._note_peak()
         self._peaks.append(peak_bytes)
@@ -53,7 +48,8 @@ class FullDevice:
         if not self.may_fill() or arena_bytes > self._memory.paging.device_bytes:
             return True  # what never fits is refused elsewhere, for another plan to be made
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
-        return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
+        fits = decisions.fits_beside(held_bytes, self._memory.paging.device_bytes)
+        return fits and decisions.covers(held_bytes, self._peaks, self._num_settled)
 
     def begin_plan(self, most_misses: int) -> None:
         """A plan is put in force; elsewhere it is left once misses outnumber hits by so many."""
@@ -62,7 +58,7 @@ class FullDevice:
 
     def _note_peak(self) -> None:
         """Have small blocks lie together if a step that needs more than those before may fill the device."""
-        if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):
+        if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT):
             self._state.record.small_apart = 1
 
     def most_misses(self, elsewhere: int) -> int:
@@ -71,7 +67,7 @@ class FullDevice:
         What a step has and the plan does not know lies scattered over its arena; as long as it is little that does not
         matter to the rest of the step.
         """
-        return min(elsewhere, _LOST) if self.may_fill() else elsewhere
+        return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() else elsewhere
 
     def _is_full(self) -> bool:
         return self._memory.source.paged and self._memory.paging.fills_device()
@@ -79,12 +75,6 @@ class FullDevice:
     def may_fill(self) -> bool:
         """Whether the program has needed so much that it may come to fill the device."""
         return self._memory.source.paged and self._memory.paging.fills_half()
-
-    def _covers(self, arena_bytes: int) -> bool:
-        if self._peaks and self._num_settled < _RECENT_STEPS:  # without marks nobody knows
-            return False
-        held_bytes = self._state.record.total.allocated_bytes + arena_bytes
-        return held_bytes >= _COVERED * max(self._peaks, default=0)
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -99,7 +89,7 @@ class FullDevice:
     def is_left(self, size_bytes: int) -> bool:
         """Whether the program does something else than the plan in force; to be asked when a request needs memory."""
         record = self._state.record
-        if max(record.excess_misses, self._state.num_displaced) < _LOST or self._moves:
+        if not decisions.is_left(max(record.excess_misses, self._state.num_displaced)) or self._moves:
             return False
         if self._memory.is_capturing:
             return False
@@ -109,6 +99,6 @@ class FullDevice:
         """Whether a step needs clearly more than those before, so that nobody knows how much it will be."""
         highest_bytes = max(self._highest_bytes, self._state.record.expected_peak)
         needed_bytes = self._state.record.total.allocated_bytes + size_bytes
-        if needed_bytes <= highest_bytes + (highest_bytes >> _MORE_SHIFT) or not self._memory.source.paged:
+        if not decisions.needs_more(needed_bytes, highest_bytes) or not self._memory.source.paged:
             return False
-        return needed_bytes > self._memory.paging.device_bytes >> _PART_SHIFT
+        return decisions.is_more_than(needed_bytes, self._memory.paging.device_bytes, thresholds.PART_SHIFT)

@@ -7,11 +7,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.device_arena import load_for_moves
 from stalloc.core.host_memory import trim
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.threads import start_thread
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from stalloc.runtime.step_cycle import Cycle
     from stalloc.trace import Trace
     from stalloc.trace.packing import KeptTrace
-
-_MAX_KINDS = 32  # that are planned together; those seen most often
-_SECONDS_A_REQUEST, _IN_CYCLE = 20e-6, 50e-6  # of processor time, that planning takes; the same in a cycle
-_MANY = 100  # one request in so many is without a place
 
 
 @dataclass
@@ -76,7 +71,7 @@ class KindSearch:
     def lacks_places(self) -> bool:
         """Whether the plans have no places for much that the steps ask for."""
         tapes = self.tapes or self.before
-        return tapes is not None and _MANY * int((tapes.offset < 0).sum()) > len(tapes.offset)
+        return tapes is not None and decisions.lacks_places(int((tapes.offset < 0).sum()), len(tapes.offset))
 
     def _run(self, trace: "Trace") -> None:
         try:
@@ -107,7 +102,9 @@ class KindSearch:
             kinds = [again[kind.key].with_what_was_known(kind) if kind.key in again else kind for kind in before]
             kinds += self._most_frequent(fresh)
             kinds.sort(key=lambda kind: -kind.times_seen)
-            self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device, double_buffered=self.double_buffered)
+            self.tapes = plan_steps(
+                kinds[: thresholds.MOST_KINDS], self.made, trace.device, double_buffered=self.double_buffered
+            )
             self.admitted = admit(self.tapes.plans, ring_only=True, num_buffers=self.tapes.num_buffers)
 
     def _name(self, kind: "StepKind") -> bytes:
@@ -128,7 +125,7 @@ class KindSearch:
         tapes = self.tapes or self.before
         found = find_cycle(trace, tapes, of_any_places=self.pages_move) if tapes is not None else None
         tape = found.tape if found is not None else None
-        if found is None or tape is None or len(tape.size) * _IN_CYCLE > self.effort.left_seconds:
+        if found is None or tape is None or not decisions.is_cycle_affordable(len(tape.size), self.effort.left_seconds):
             return
         self.awaits_cycle = self.may_wait and not tape.planned.all()
         cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
@@ -138,5 +135,4 @@ class KindSearch:
     def _most_frequent(self, kinds: "list[StepKind]") -> "list[StepKind]":
         """As many as there is time for."""
         kinds = sorted(kinds, key=lambda kind: -kind.times_seen)
-        seconds = np.cumsum([len(kind.size) for kind in kinds]) * _SECONDS_A_REQUEST
-        return kinds[: max(1, int(np.searchsorted(seconds, self.effort.left_seconds)))]
+        return kinds[: decisions.num_affordable([len(kind.size) for kind in kinds], self.effort.left_seconds)]

@@ -4,10 +4,9 @@ Contract: such requests get segments that hold nothing else; among what is trans
 going back to the device when a plan takes over. A program that begins is taken to make what lasts (a model).
 """
 
+from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
-
-_STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
 
 
 class Lasting:
@@ -32,7 +31,7 @@ class Lasting:
             self._state.write(allocating_persistent=1)
         if watching and not self._state.record.allocating_persistent:
             self._make_free()
-            if self._memory.source.free_bytes() < _STATE_SHARE * self._state.record.total.allocated_bytes:
+            if decisions.is_memory_short(self._memory.source.free_bytes(), self._state.record.total.allocated_bytes):
                 self._memory.save()
             self._state.write(allocating_persistent=1)
 

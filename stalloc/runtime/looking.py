@@ -12,24 +12,14 @@ import numpy as np
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.core.tape_cursor import SURE
-from stalloc.runtime.recording import SHORT_RECORD, Recording
+from stalloc.runtime import decisions, thresholds
+from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Settings
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
-
-_REPEATS = 3  # of a step, at least, where the program sets no marks
-_COVERAGE_OF_SHORT, _SOON = 0.75, 12  # the same of a short record, and requests from one look at it to the next
-_COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
-_WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which the step is looked for; and its share
-_KINDS = 3  # times as long a record for kinds of steps that no marks tell apart
-_EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
-_PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
-_LITTLE = 64  # unless it is of one request, and of one byte, in so many
-_TOLD = 4  # periods without marks, in which lifespans are known if they ever are
-_MIN_PERIOD = 4  # requests; shorter repetitions are none
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,35 +57,36 @@ class Looking:
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
-        self._min_period = _MIN_PERIOD  # without marks
-        self._min_record, self._coverage = 0, _COVERAGE  # requests before the first look, and its share of them
+        self._min_period = thresholds.LEAST_PERIOD_REQUESTS  # without marks
+        self._min_record, self._is_part = 0, False  # requests before the first look; what was found before was a part
         self._look_at = 0  # sizable requests in the record at the next look
-        self._patience = _PATIENCE
+        self._patience = thresholds.LIFESPAN_SCANS
 
     def begin(self) -> None:
         """The record begins anew."""
-        self._patience, self._look_at = _PATIENCE, 0
+        self._patience, self._look_at = thresholds.LIFESPAN_SCANS, 0
 
     def was_misled(self, *, is_part: bool) -> None:
         """The ring that is followed is no step: only a longer one can be, with `is_part` one that holds it."""
         length = self._ring_length
-        self._min_period = max(_MIN_PERIOD, length + 1)
+        self._min_period = max(thresholds.LEAST_PERIOD_REQUESTS, length + 1)
         if is_part:
-            self._min_record = min(_WHOLE_RINGS * length, self._state.record.num_sizable)
-            self._coverage = _WHOLE
+            self._min_record = min(thresholds.PART_RINGS * length, self._state.record.num_sizable)
+            self._is_part = True
 
     def shows_longer_ring(self) -> bool:
         """Whether the record shows a ring that is longer than the one in force, which was found without marks."""
         from stalloc.lifespans.periods import find_period
 
         size, stream = self._recording.requests(0, self._state.record.num_events)
-        period = find_period(size * constants.MAX_STREAMS + stream, _REPEATS)
-        return period is not None and period.length > self._ring_length and period.covered >= _WHOLE * len(size)
+        period = find_period(size * constants.MAX_STREAMS + stream, thresholds.LEAST_REPEATS)
+        found = (period.length, period.covered) if period is not None else (0, 0)
+        return decisions.shows_longer_ring(*found, self._ring_length, len(size))
 
     @property
     def is_long(self) -> bool:
         """Whether the record beside such a ring is long enough for kinds of steps."""
-        return self._state.record.num_sizable >= _KINDS * _WHOLE_RINGS * self._ring_length
+        return decisions.shows_kinds(self._state.record.num_sizable, thresholds.PART_RINGS * self._ring_length)
 
     @property
     def _ring_length(self) -> int:
@@ -104,12 +95,12 @@ class Looking:
     @property
     def shows_kinds(self) -> bool:
         """Whether the record is long enough for kinds of steps that no mark tells apart."""
-        return self._state.record.num_sizable >= _KINDS * self._min_record
+        return decisions.shows_kinds(self._state.record.num_sizable, self._min_record)
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
         """Whether to look now."""
         state, marks, num_steps = self._state, self._recording.marks, len(self._recording.step_events)
-        if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
+        if not decisions.scans_at_each_mark(num_steps) and state.record.num_sizable < self._look_at:
             return False
         self._look_at = state.record.num_sizable * 5 // 4
         if not marks and state.record.num_sizable < self._min_record:
@@ -121,10 +112,7 @@ class Looking:
         if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
             state.triggers.at_recorded(self._recording.overdue_requests)
             return False
-        num_requests = state.record.num_sizable
-        is_short = num_requests < SHORT_RECORD
-        soon = min(num_requests + _SOON, SHORT_RECORD)
-        state.triggers.at_recorded(soon if is_short else self._look_at + SHORT_RECORD)
+        state.triggers.at_recorded(decisions.next_scan_at(state.record.num_sizable))
         return True
 
     def may_find(self) -> bool:
@@ -143,9 +131,8 @@ class Looking:
         if self._recording.marks:
             period = find_step_period(trace)
         else:
-            repeats = max(_REPEATS, settings.observe_steps)
-            is_short = self._state.record.num_sizable < SHORT_RECORD
-            share = max(self._coverage, _COVERAGE_OF_SHORT) if is_short else self._coverage
+            repeats = max(thresholds.LEAST_REPEATS, settings.observe_steps)
+            share = decisions.needed_coverage(self._state.record.num_sizable, is_part=self._is_part)
             period = find_step_period(trace, min_repeats=repeats, min_share=share, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is not None and not tape.planned.any():
@@ -157,14 +144,14 @@ class Looking:
     def _is_worth_waiting(self, tape: "Tape") -> bool:
         """Whether to look again one period later, when lifespans may be known that are not known yet."""
         unknown = ~tape.planned
-        is_little = _LITTLE * np.count_nonzero(unknown) <= len(unknown)
-        if is_little and _LITTLE * int(tape.size[unknown].sum()) <= int(tape.size.sum()):
+        unknown_bytes, num_bytes = int(tape.size[unknown].sum()), int(tape.size.sum())
+        if decisions.are_little(int(np.count_nonzero(unknown)), len(unknown), unknown_bytes, num_bytes):
             return False
         waits, marks = self._patience > 0, self._recording.marks
         if marks:
             self._look_at = 0 if waits else self._look_at  # at the next mark, however long the record is by now
         else:
-            waits = waits and tape.covered_requests < _TOLD * tape.period_requests
+            waits = waits and decisions.are_periods_few(tape.covered_requests, tape.period_requests)
             self._look_at = self._state.record.num_sizable + tape.period_requests
             self._state.triggers.at_recorded(self._look_at)
         self._patience -= waits

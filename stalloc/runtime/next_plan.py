@@ -9,6 +9,7 @@ import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.state import DeviceState
+from stalloc.runtime import decisions
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.status import Status
@@ -50,7 +51,7 @@ class NextPlan:
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
         self._state.triggers.at_boundary()
-        self._state.triggers.after_misses(8 * tape.ring_length + 1024)
+        self._state.triggers.after_misses(decisions.most_misses(tape.ring_length))
         if is_sure:
             self._state.arena.begin_step(0, length, cursor)
 

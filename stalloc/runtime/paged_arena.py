@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.regions import on_pages
+from stalloc.runtime import decisions, thresholds
 
 if TYPE_CHECKING:
     from stalloc.runtime.arenas import Arenas
-
-_PART_SHIFT = 2  # of the device: 1 / 2 ** shift, from which on no byte is spent for the sake of what a plan leaves
 
 
 def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bool:
@@ -21,7 +20,7 @@ def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bo
 
     `expected_bytes`: what the program is taken to need at most.
     """
-    fills = expected_bytes > arenas.memory.paging.device_bytes >> _PART_SHIFT
+    fills = decisions.is_more_than(expected_bytes, arenas.memory.paging.device_bytes, thresholds.PART_SHIFT)
     tape, source = on_pages(tape, apart=not fills), arenas.memory.source
     most_bytes = source.free_bytes() + arenas.state.record.reserved_bytes
     memory = source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
 from stalloc.device.mapped_pages import page_runs
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.allowance import Allowance
 from stalloc.runtime.segment_sizes import round_up
 from stalloc.runtime.splicing import Splices
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 Ranges = list[tuple[int, int]]  # address and bytes of each
 _ALL = 1 << 60
-_RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
-_FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
-_BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
-_HALF_BYTES = 128 << 20  # more that is held before they do where no plan serves, and half of the device is needed
-_PLANNED_SHIFT = 8  # of the peak, 1 / 2 ** shift that is held before planned places take pages from one another
 
 
 class Paging:
@@ -89,7 +85,7 @@ class Paging:
         return False
 
     def _add_range(self, pool: int, size_bytes: int) -> bool:
-        span = round_up(max(size_bytes, _RANGE_SHARE * self._memory.device.total_bytes))
+        span = round_up(max(size_bytes, thresholds.RANGE_TIMES * self._memory.device.total_bytes))
         memory = self._source.reserve(span) or self._source.reserve(round_up(size_bytes))
         if memory is None:
             return False
@@ -113,7 +109,7 @@ class Paging:
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
             return
-        may_come = self.allowance.is_marked and not self._leaves_less_than(_BRIM_SHIFT)
+        may_come = self.allowance.is_marked and not self._leaves_less_than(thresholds.BRIM_SHIFT)
         ahead = self._state.arena.lacking_ahead(position) if may_come else []
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
@@ -200,7 +196,7 @@ class Paging:
 
     def fills_device(self) -> bool:
         """Whether the program's peak is most of what the device has."""
-        return self._leaves_less_than(_FULL_SHIFT)
+        return self._leaves_less_than(thresholds.FULL_SHIFT)
 
     def fills_half(self) -> bool:
         """Whether the program's peak is more than half of what the device has."""
@@ -208,19 +204,19 @@ class Paging:
 
     def fills_part(self, shift: int) -> bool:
         """Whether the program's peak is more than 1 / 2 ** shift of the device."""
-        return self._exceeds(lambda device_bytes: device_bytes >> shift)
+        return self._holds(lambda peak, device_bytes: decisions.is_more_than(peak, device_bytes, shift))
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
-        return self._exceeds(lambda device_bytes: device_bytes - (device_bytes >> shift))
+        return self._holds(lambda peak, device_bytes: decisions.leaves_less_than(peak, device_bytes, shift))
 
-    def _exceeds(self, part: Callable[[int], int]) -> bool:
-        """Whether the program's peak is more than a part of the device, which is asked only where it may be.
+    def _holds(self, exceeds: Callable[[int, int], bool]) -> bool:
+        """Whether the program's peak exceeds a part of the device, which is asked only where it may.
 
         The device has no less than it can be taken to have, unless somebody else took half of what it had.
         """
         peak, sure_bytes = self.allowance.peak_bytes, self._state.record.reserved_bytes + self._sure_bytes
-        return peak > part(sure_bytes) and peak > part(self.device_bytes)
+        return exceeds(peak, sure_bytes) and exceeds(peak, self.device_bytes)
 
     def _make_room(
         self,
@@ -240,15 +236,16 @@ class Paging:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._arena is None and self.fills_half():
-            excess -= _HALF_BYTES  # pages that move leave holes, which a step that needs more may have no use for
-        if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):
+            # pages that move leave holes, which a step that needs more may have no use for
+            excess -= thresholds.HALF_BYTES
+        if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT):
             excess = 0
         if excess > 0:
             self.num_moves += 1
             self.allowance.note_move(round_up(excess))
         if excess + ahead_bytes > 0:
             # the pages that a plan needs again soon move only where it holds more than that
-            spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0
+            spared_bytes = self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] else 0
             self._leave(excess, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes)
         if self._has_room(size_bytes):
             return True

@@ -5,10 +5,9 @@ for at once when it turns out that the plan's is only a part of what repeats.
 """
 
 from stalloc.core.state import DeviceState
+from stalloc.runtime import thresholds
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.status import Status
-
-_PASSES = 8  # over a ring found without marks, after which it is judged
 
 
 class Probation:
@@ -22,7 +21,7 @@ class Probation:
     def begin(self) -> None:
         """The plan in force, of a ring that was found without marks, is to be judged."""
         record = self._state.record
-        self._state.triggers.after_requests(_PASSES * (record.ring_end - record.ring_start))
+        self._state.triggers.after_requests(thresholds.JUDGED_PASSES * (record.ring_end - record.ring_start))
         self.went_on = False
         if not self._status.settings.keep_recording:
             self.is_on = True

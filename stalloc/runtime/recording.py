@@ -22,6 +22,7 @@ from stalloc.core.constants import (
 from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
+from stalloc.runtime import decisions
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
 from stalloc.runtime.refusals import Refusals
 from stalloc.torch_release import known_release
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from stalloc.runtime.runtime_settings import Settings
     from stalloc.runtime.steady_marks import SteadySteps
     from stalloc.trace import Trace
-
-_FIRST_LOOK, SHORT_RECORD = 24, 64  # requests in a record that is looked at, if no mark came: the first, and others
-_OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
 
 
 class Recording:
@@ -63,7 +61,7 @@ class Recording:
         self.begin_beside()
         began = self._state.record.total.num_allocs == 0
         self._state.write(allocating_persistent=int(lasting))
-        self._state.triggers.at_recorded(_FIRST_LOOK if began else SHORT_RECORD)
+        self._state.triggers.at_recorded(decisions.first_scan_at(begins=began))
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""
@@ -128,7 +126,7 @@ class Recording:
     @property
     def overdue_requests(self) -> int:
         """Requests after which a mark of a step should have come, if there are to be any."""
-        return _OVERDUE_STEPS * self.longest_step or _OVERDUE_REQUESTS
+        return decisions.overdue_requests(self.longest_step)
 
     @property
     def marks_are_overdue(self) -> bool:

@@ -14,11 +14,7 @@ from stalloc.core.constants import (
     SMALL_LIMIT,
     WASTE_SHIFT,
 )
-
-_GENERAL = 20 << 20  # bytes; general segments for requests below half of this
-_LARGE = 10 << 20  # bytes; from here on a request gets a segment of its own
-_SLAB = 32 << 20  # bytes; the largest segment for several requests that last
-_WASTE = 0.01  # share of such a segment that may be lost to rounding before it is made for more of them
+from stalloc.runtime import thresholds
 
 
 def round_up(size_bytes: int) -> int:
@@ -32,11 +28,11 @@ def segment_bytes(kind: int, size_bytes: int) -> int:
         kind = SMALL_KIND if size_bytes <= SMALL_LIMIT else GENERAL_KIND
     if kind == SMALL_KIND:
         return GRANULE
-    if size_bytes >= _LARGE:
+    if size_bytes >= thresholds.LARGE_BYTES:
         return round_up(size_bytes)
     if kind != PERSISTENT_KIND:
-        return _GENERAL
-    return _for_several(size_bytes, _SLAB, _WASTE)
+        return thresholds.GENERAL_SEGMENT_BYTES
+    return _for_several(size_bytes, thresholds.SLAB_BYTES, thresholds.SLAB_WASTE)
 
 
 def tight_segment_bytes(size_bytes: int) -> int:

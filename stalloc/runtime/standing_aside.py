@@ -9,6 +9,7 @@ which it serves what it can.
 from typing import TYPE_CHECKING
 
 from stalloc.core.constants import ASIDE
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.paged_arena import move
 from stalloc.runtime.recording import Recording
@@ -17,13 +18,6 @@ from stalloc.runtime.status import Status
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
-
-_LEFT_OUT, _RING_SHARE = 16, 32  # requests, and of the ring one in so many, that a step has to leave out
-_MORE_BYTES, _MORE_SHIFT = 8 << 20, 5  # more than was expected, and 1 / 2 ** shift of that
-_MOST, _THIRD = 1, 2  # requests as planned for each that is not, where so much of a pass is not; or bytes to come
-_EIGHTH = 8  # one part in so many of it is still to come; all but that of what was held before is needed
-_FULL = 4  # all but one part in so many of what is held is allocated
-_MOST_IN_A_ROW = 64  # steps in which it stood aside, with none in between that it served
 
 
 class StandingAside:
@@ -40,7 +34,7 @@ class StandingAside:
     def begins(self) -> bool:
         """A request needs pages: whether the plan stands aside from now on, so that there may be some."""
         record = self._state.record
-        if self._stood or self._in_a_row >= _MOST_IN_A_ROW or self._status.phase is not Phase.PLANNED:
+        if self._stood or self._in_a_row >= thresholds.ASIDE_STEPS or self._status.phase is not Phase.PLANNED:
             return False
         if record.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
@@ -63,10 +57,10 @@ class StandingAside:
         A plan that comes in the middle of a step may begin at another place of it, and go on from the right one.
         """
         record = self._state.record
-        least = max(_LEFT_OUT, (record.ring_end - record.ring_start) // _RING_SHARE)
-        goes_on = self._came_late and record.miss_run == 0 and not self._is_lost(_THIRD)
-        leaves_out = record.left_out - self._left_out >= least and not goes_on
-        is_another = leaves_out or self._state.num_displaced >= least
+        length = record.ring_end - record.ring_start
+        goes_on = self._came_late and record.miss_run == 0 and not self._is_lost(thresholds.THIRD_LOST_HITS)
+        leaves_out = decisions.leaves_out_much(record.left_out - self._left_out, length) and not goes_on
+        is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
         return bool(record.step_count > 0 and is_another)
 
     @property
@@ -77,15 +71,15 @@ class StandingAside:
         """Whether many requests of this pass are not as planned, and for each of them no more than so many are."""
         record = self._state.record
         num_lost, num_hits = record.step_misses - record.step_unplanned, record.hits - record.hits_before
-        return bool(num_lost >= _LEFT_OUT and num_hits_each * num_lost > num_hits)
+        return decisions.is_lost(num_lost, num_hits, num_hits_each)
 
     def _matters(self) -> bool:
         """Whether little is left of what is held and most of the pass not as planned, or the step needs much memory."""
         record = self._state.record
-        little_is_left = _FULL * record.total.allocated_bytes > (_FULL - 1) * record.reserved_bytes
-        if little_is_left and self._is_lost(_MOST):
+        little_is_left = decisions.is_little_left(record.total.allocated_bytes, record.reserved_bytes)
+        if little_is_left and self._is_lost(thresholds.LOST_HITS):
             return True
-        return (little_is_left or self._place_now >= _LEFT_OUT) and self._needs_much()
+        return (little_is_left or self._place_now >= thresholds.ASIDE_REQUESTS) and self._needs_much()
 
     def _needs_much(self) -> bool:
         """Whether the step will need much more than now, and nearly as much as any before, if it goes on as planned.
@@ -100,12 +94,12 @@ class StandingAside:
         ahead_bytes, expected_bytes = int(tape.ahead[record.cursor]), self._allocated_bytes + int(tape.ahead[began])
         needed_bytes = int(record.total.allocated_bytes) + ahead_bytes
         held_bytes = self._arenas.memory.paging.allowance.held_bytes(0)
-        if _EIGHTH * ahead_bytes <= needed_bytes or needed_bytes <= held_bytes - held_bytes // _EIGHTH:
+        if not decisions.has_much_to_come(ahead_bytes, needed_bytes, held_bytes):
             return False
-        if needed_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT):
+        if decisions.is_unexpected(needed_bytes, expected_bytes):
             return True
         own_bytes = int(record.total.allocated_bytes) - self._allocated_bytes  # of this step
-        return self._is_lost(_THIRD) and _THIRD * own_bytes > ahead_bytes
+        return self._is_lost(thresholds.THIRD_LOST_HITS) and thresholds.THIRD_LOST_HITS * own_bytes > ahead_bytes
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""

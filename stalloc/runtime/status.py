@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stalloc.runtime import decisions
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.runtime_settings import Observed, Phase, Settings
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
-
-_SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 
 
 @dataclass
@@ -37,5 +36,5 @@ class Status:
         if self.phase is Phase.PLANNED:
             self.num_dropped, self.dropped_note = self.num_dropped + 1, note
         # what counts is drift that goes on: a plan that served for long begins the count anew, and was of steps
-        self.plans_in_a_row = 1 if num_passes >= _SERVED_LONG else self.plans_in_a_row + 1
+        self.plans_in_a_row = 1 if decisions.has_fitted(num_passes) else self.plans_in_a_row + 1
         return self.plans_in_a_row < self.settings.max_plans and self.settings.plan

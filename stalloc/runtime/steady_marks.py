@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stalloc.core.device_steps import StepAhead
+from stalloc.runtime import thresholds
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.steps import Steps
-
-_LEAST, _MOST = 1, 15  # steps in a row that go by: as many as the last time, and twice as many if all did
-_MOST_HEARD = 7  # marks that all are told of, after ones that were expected and did not come
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class SteadyMarks:
         self._thread = -1  # whose steps may go by
         self._names: list[str] = []  # of the marks of those that did
         self._kinds: list[bytes] = []  # of steps that are expected, if they are recorded
-        self._num_expected, self._num_wanted = 0, _LEAST
+        self._num_expected, self._num_wanted = 0, 1
         self._heard, self._to_hear = 0, 0  # marks to be heard after a step that did not come, and those left of them
 
     def ends_step(self, name: str) -> bool:
@@ -129,7 +127,9 @@ class SteadyMarks:
         """So many of the steps came that were expected: see how many are worth expecting."""
         if num_steps:
             self._heard = 0
-            self._num_wanted = min(_MOST, 2 * num_steps) if num_steps == self._num_expected else num_steps
+            self._num_wanted = (
+                min(thresholds.MOST_PASSED_STEPS, 2 * num_steps) if num_steps == self._num_expected else num_steps
+            )
         else:
-            self._num_wanted, self._heard = _LEAST, min(_MOST_HEARD, 2 * self._heard + 1)
+            self._num_wanted, self._heard = 1, min(thresholds.MOST_HEARD_STEPS, 2 * self._heard + 1)
             self._to_hear = self._heard

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.constants import TINY
-from stalloc.runtime.cycle_watch import LEAST_STEPS
+from stalloc.runtime import decisions
 from stalloc.runtime.looking import Found
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.trace import MARK_STEP
@@ -57,7 +57,7 @@ def find_cycle(trace: "Trace", tapes: "KindPlans", *, of_any_places: bool = Fals
     if period is None or period.first + period.covered < len(sizable):
         return None
     marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
-    if int((marks >= period.first).sum()) <= LEAST_STEPS:
+    if not decisions.makes_a_cycle(int((marks >= period.first).sum())):
         return None
     tape = fold(trace, with_prologue=False, period=period)
     if tape is None:

@@ -6,11 +6,10 @@ Contract: it is counted from mark to mark, and from the first mark after a plan 
 from typing import TYPE_CHECKING
 
 from stalloc.core.state import DeviceState
+from stalloc.runtime import decisions
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
-
-_BAD_SHARE, _MOST_BAD = 4, 8  # a step is bad of which one request in so many was not served; so many in a row
 
 
 class StepMisses:
@@ -27,7 +26,7 @@ class StepMisses:
         fresh = self._plans == num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans
-        self._bad = self._bad + 1 if _BAD_SHARE * missed > hits + missed else 0
+        self._bad = self._bad + 1 if decisions.is_bad(missed, hits + missed) else 0
         return missed, missed / max(hits + missed, 1)
 
     def pass_over(self, steps: "SteadySteps") -> None:
@@ -37,4 +36,4 @@ class StepMisses:
     @property
     def are_few(self) -> bool:
         """Whether there was a step not long ago of which most was served."""
-        return self._bad < _MOST_BAD
+        return decisions.are_bad_steps_few(self._bad)

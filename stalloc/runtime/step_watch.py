@@ -8,15 +8,12 @@ as the one before; a step that the plan knows nothing of shortens it.
 from typing import TYPE_CHECKING
 
 from stalloc.core.state import DeviceState
+from stalloc.runtime import thresholds
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.recorded_steps import RecordedSteps
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
-
-_STEPS = 64  # watched for a kind that recurs; the next watch comes after twice as many steps as the last
-_SOONER = 8  # steps of a pause that one counts for which the plan does not know
-_MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 
 
 class StepWatch:
@@ -25,13 +22,13 @@ class StepWatch:
     def __init__(self, state: DeviceState, recorded: RecordedSteps, effort: Effort) -> None:
         self._state, self._recorded, self._effort = state, recorded, effort
         self._steps = self._pause = 0  # of this watch, and until the next one
-        self._next_pause = _STEPS
+        self._next_pause = thresholds.WATCH_STEPS
 
     def begin(self, *, anew: bool) -> None:
         """Watch from here on, in the record that there is; `anew`: pauses begin to be short again."""
         self._steps = 1
         if anew:
-            self._next_pause = _STEPS
+            self._next_pause = thresholds.WATCH_STEPS
 
     def end(self) -> None:
         """Nothing is watched now."""
@@ -44,7 +41,7 @@ class StepWatch:
     @property
     def num_left(self) -> int:
         """Steps for which this watch goes on."""
-        return _STEPS - self._steps if self._steps else 0
+        return thresholds.WATCH_STEPS - self._steps if self._steps else 0
 
     def pass_over(self, steps: "SteadySteps") -> None:
         """Steps went by, all of them known."""
@@ -56,17 +53,17 @@ class StepWatch:
     def note_step(self, *, missed: bool, is_unknown: bool) -> None:
         """A step ended of which something was missed, or of which little was served."""
         if not self._steps:
-            self._pause -= _SOONER if is_unknown else 1
+            self._pause -= thresholds.UNKNOWN_STEP_COUNTS if is_unknown else 1
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._steps = 1
                 self._recorded.expect_last()
                 self._recorded.begin_anew()
             return
         self._steps += 1
-        if self._steps > _STEPS:
+        if self._steps > thresholds.WATCH_STEPS:
             self.pause()
             self._next_pause *= 2
             self._state.forget_record()
             self._recorded.forget()
-        elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
+        elif self._state.record.num_events > thresholds.MOST_EVENTS or not self._state.record.recording:
             self._recorded.begin_anew()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.state import DeviceState
-from stalloc.runtime.cycle_watch import LEAST_STEPS, CycleWatch
+from stalloc.runtime import decisions, thresholds
+from stalloc.runtime.cycle_watch import CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from stalloc.planner.kind_plans import KindPlans
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
-
-_UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
-_MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
-_STEPS_BEFORE = 4  # before the first of a kind that is to be planned, which show what is handed on to it
 
 
 class Steps:
@@ -105,7 +102,7 @@ class Steps:
         `records`: steps that are not known may be recorded.
         """
         missed, share = self.misses.of_step(num_plans)
-        is_unknown = share * _UNKNOWN_SHARE > 1
+        is_unknown = decisions.is_unknown(share)
         if records:
             self.watch.note_step(missed=missed > 0, is_unknown=is_unknown)
         return is_unknown
@@ -126,7 +123,7 @@ class Steps:
 
     @property
     def _recur_in_any_order(self) -> bool:
-        return self.recorded.count + 1 >= _MIN_STEPS and bool(self._fresh())
+        return decisions.may_recur_in_any_order(self.recorded.count) and bool(self._fresh())
 
     def look_for_kinds(self, trace: "Trace") -> bool:
         """No cycle of steps was found while observing: plan the kinds of steps that recur in any order, if any do."""
@@ -177,7 +174,7 @@ class Steps:
         Or a cycle of those that it knows, as where `pages_move` in every step.
         """
         fresh, recorded = self._fresh(), self.recorded
-        pages_move = pages_move and self.tapes is not None and recorded.count > LEAST_STEPS
+        pages_move = pages_move and self.tapes is not None and decisions.makes_a_cycle(recorded.count)
         again = self.cycles.is_due(pages_move=pages_move) and self.search is None
         if self.keep_plan or self.cycles.is_found or not (fresh or (again and not self._effort.is_spent)):
             return False
@@ -199,7 +196,7 @@ class Steps:
         """The step of the record from which on it shows what plans of these kinds need, beside those in force."""
         is_counted = len(self._recording.step_events) == self.recorded.count + 1  # each of its steps, since it began
         told = self.tapes is not None and is_counted
-        return max(0, self.recorded.first_of(fresh) - _STEPS_BEFORE) if told else 0
+        return max(0, self.recorded.first_of(fresh) - thresholds.STEPS_BEFORE) if told else 0
 
     @property
     def _ring_tells(self) -> bool:

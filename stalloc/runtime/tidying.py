@@ -3,18 +3,10 @@
 Contract: nothing is given back in the middle of a pass, and nothing that passes still use.
 """
 
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.paged_arena import move
-
-_IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
-_MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
-_MAX_VAIN_PASSES = 1 << 12  # the same if what went was needed again at once, each time
-_AT_ONCE = 2  # passes
-_UNLIKE_PASSES = 4  # of which one displaces others, as where two optimizers take turns
-_FEW = 128  # one request in so many is displaced where a step is taken for one of another kind until they part
-_FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
-_MOVING_PASSES = 4  # in a row in which pages moved, after which more will
 
 
 class Tidying:
@@ -28,8 +20,8 @@ class Tidying:
         self._growths_seen = 0  # of the paging, at the last boundary
         self._boundary_at = 0  # passes ever at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
-        self._most_patience = _MAX_QUIET_PASSES
-        self._released_at = -_AT_ONCE  # passes ever when pages went last
+        self._most_patience = thresholds.QUIET_PASSES
+        self._released_at = -thresholds.AT_ONCE_PASSES  # passes ever when pages went last
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: no plan is expected soon
 
@@ -37,9 +29,9 @@ class Tidying:
         """A plan is put in force."""
         if self._arenas.memory.source.paged:
             self._arenas.memory.paging.allowance.begin_plan()
-        self._boundaries, self._segments_kept = _FIRST_PASSES, 0
+        self._boundaries, self._segments_kept = thresholds.SETTLING_PASSES, 0
         self._growths_seen = self._quiet_passes = self._moving_passes = 0
-        self._patience, self._most_patience = 1, _MAX_QUIET_PASSES
+        self._patience, self._most_patience = 1, thresholds.QUIET_PASSES
         self._move_after, self._move_wait = 0, 1
 
     def at_boundary(self) -> int:
@@ -48,7 +40,7 @@ class Tidying:
         if arenas.memory.source.paged:
             return self._unmap_unused()
         self._boundaries -= 1
-        arenas.memory.release_unused(0 if self._boundaries > 0 else _IDLE_PASSES)
+        arenas.memory.release_unused(0 if self._boundaries > 0 else thresholds.IDLE_PASSES)
         num_segments, kept = len(arenas.memory.segments), self._segments_kept
         if self._boundaries == 0:
             self._segments_kept = num_segments
@@ -63,7 +55,7 @@ class Tidying:
         if self._moves_out_of_the_way():
             return 1  # a pass takes its pages from where the arena was
         self._boundaries -= 1
-        if self._boundaries == _FIRST_PASSES - 1:
+        if self._boundaries == thresholds.SETTLING_PASSES - 1:
             paging.end_gathering()
             return 1  # the plan's first pass does
         if self._boundaries > 0:
@@ -71,9 +63,11 @@ class Tidying:
             return 1
         if paging.num_growths != self._growths_seen:
             self._growths_seen = paging.num_growths
-            if record.steps_ever <= self._released_at + _AT_ONCE:
-                self._most_patience = max(self._most_patience, min(2 * self._patience, _MAX_VAIN_PASSES))
-            self._patience = self._quiet_passes = min(2 * self._patience, self._most_patience)
+            since = record.steps_ever - self._released_at
+            self._patience, self._most_patience = decisions.next_quiet_passes(
+                self._patience, self._most_patience, since
+            )
+            self._quiet_passes = self._patience
         elif self._quiet_passes > 0:
             self._quiet_passes = max(0, self._quiet_passes - max(1, passes))
             if self._quiet_passes == 0:
@@ -84,7 +78,7 @@ class Tidying:
     @property
     def moves_pages(self) -> bool:
         """Whether pages move in pass after pass, which waits for the whole device each time."""
-        return self._moving_passes >= _MOVING_PASSES
+        return decisions.moves_in_each_pass(self._moving_passes)
 
     def _moves_out_of_the_way(self) -> bool:
         """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely.
@@ -92,16 +86,15 @@ class Tidying:
         Whether it moved.
         """
         record = self._state.record
-        few = (record.ring_end - record.ring_start) // _FEW if record.num_tapes > 1 else 0
+        length, has_kinds = record.ring_end - record.ring_start, record.num_tapes > 1
         if (
-            self._state.num_displaced <= few
+            not decisions.may_move_arena(self._state.num_displaced, length, has_kinds=has_kinds)
             or record.steps_ever < self._move_after
             or self._arenas.memory.is_capturing
             or self._effort.is_spent
         ):
             return False
-        soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
-        self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
+        self._move_wait = decisions.next_move_wait(record.steps_ever - self._move_after, self._move_wait)
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
             return move(self._arenas)

@@ -36,18 +36,12 @@ def _returns(file: str, begin: str, answer: str) -> tuple[str, str, str]:
 
 RULES = (
     _rule(
-        "strands",
-        467,
-        "threads that make steps of their own are told apart and planned side by side",
-        (RUNTIME + "strands.py", "return self._wanted and self._source.paged", "return False"),
-    ),
-    _rule(
         "steady marks",
         360,
         "the core notes the marks of expected steps itself",
         (
             RUNTIME + "controller.py",
-            "elif self.status.phase is Phase.PLANNED and self.strands.is_one and self._aside.is_far:",
+            "elif self._is_planned and self._aside.is_far:",
             "elif False:",
         ),
     ),
@@ -95,17 +89,17 @@ RULES = (
         (RUNTIME + "full_device.py", "if not self.may_fill() or arena_bytes", "if True or arena_bytes"),
         (
             RUNTIME + "full_device.py",
-            "return min(elsewhere, _LOST) if self.may_fill() else elsewhere",
+            "return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() else elsewhere",
             "return elsewhere",
         ),
         (
             RUNTIME + "full_device.py",
-            "if max(record.excess_misses, self._state.num_displaced) < _LOST or",
+            "if not decisions.is_left(max(record.excess_misses, self._state.num_displaced)) or",
             "if True or",
         ),
         (
             RUNTIME + "full_device.py",
-            "if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):",
+            "if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT):",
             "if False:",
         ),
     ),
@@ -115,7 +109,7 @@ RULES = (
         "more is held where pages move in step after step",
         (
             RUNTIME + "allowance.py",
-            "if self._restless > (_PLANNED_PATIENCE if planned else _PATIENCE) and not rests:",
+            "if decisions.is_restless(self._restless, is_planned=planned) and not rests:",
             "if False:",
         ),
     ),
@@ -131,8 +125,8 @@ RULES = (
         "the arena moves away from what displaces its requests",
         (
             RUNTIME + "tidying.py",
-            "few = (record.ring_end - record.ring_start) // _FEW if record.num_tapes > 1 else 0",
-            "few = 1 << 60",
+            "not decisions.may_move_arena(self._state.num_displaced, length, has_kinds=has_kinds)",
+            "True",
         ),
     ),
     _rule(
@@ -140,8 +134,8 @@ RULES = (
         100,
         "kinds of steps that begin alike have one place for what they begin with",
         (
-            RUNTIME + "region_plan.py",
-            "alike = places_of_begin(kind, own, self._done[turn], kept)",
+            "stalloc/planner/region_plan.py",
+            "alike = places_of_begin(kind, own, self._done[buffer], kept)",
             "alike = np.full(len(own), -1, np.int64)",
         ),
     ),
@@ -149,14 +143,11 @@ RULES = (
         "turns",
         85,
         "a request that replaces one that lives yet has two places, used in turn",
-        (RUNTIME + "handed_on.py", "return _in_turn(found) if in_turn else found", "return found"),
-    ),
-    _rule(
-        "novelty",
-        45,
-        "no plans of kinds while most steps are new",
-        (RUNTIME + "novelty.py", "return self._excess >= self._too_many", "return False"),
-        (RUNTIME + "novelty.py", "ends = self._excess == _MOST", "ends = False"),
+        (
+            "stalloc/planner/carried_over.py",
+            "return _double_buffered(found) if double_buffered else found",
+            "return found",
+        ),
     ),
     _rule(
         "probation",
@@ -164,7 +155,7 @@ RULES = (
         "a ring found without marks is judged after eight passes",
         _returns(
             RUNTIME + "probation.py",
-            "        record = self._state.record\n        record.doubt_at = record.total.num_allocs + _PASSES",
+            "        record = self._state.record\n        self._state.triggers.after_requests(",
             "None",
         ),
     ),
@@ -172,39 +163,7 @@ RULES = (
         "watch pauses",
         45,
         "steps beside a plan are recorded for 64 steps, then after ever longer pauses",
-        (RUNTIME + "step_watch.py", "if self._steps > _STEPS:", "if False:"),
-    ),
-    _rule(
-        "small live on",
-        50,
-        "small requests get no places where many live on",
-        (RUNTIME + "lasting.py", "self._num_steps >= _LOOK_STEPS\n            and", "False and"),
-    ),
-    _rule(
-        "stacked places",
-        25,
-        "places that kinds share lie where the region begins, if that is better",
-        (
-            RUNTIME + "region_plan.py",
-            "if region.peak_bytes - region.lower_bound_bytes <= region.lower_bound_bytes // _PARTS or not",
-            "if True or not",
-        ),
-    ),
-    _rule(
-        "longer lived",
-        25,
-        "a kind that asks for the same and keeps it is told by what lives",
-        (RUNTIME + "serving.py", "if are_many and tapes is not None and (longer", "if False and (longer"),
-    ),
-    _rule(
-        "moves in a pass",
-        40,
-        "the arena moves in the middle of a pass",
-        (
-            RUNTIME + "tidying.py",
-            "if record.cursor == record.ring_start or self._state.num_displaced < constants.MANY_DISPLACED:",
-            "if True:",
-        ),
+        (RUNTIME + "step_watch.py", "if self._steps > thresholds.WATCH_STEPS:", "if False:"),
     ),
     _rule(
         "pages that linger",
@@ -219,22 +178,10 @@ RULES = (
         _returns(RUNTIME + "kind_order.py", "        before, last, count = self._run\n        earlier", "self._run[1]"),
     ),
     _rule(
-        "out of order",
-        40,
-        "a cycle whose steps come in another order is planned as kinds",
-        (RUNTIME + "step_misses.py", "return self._astray >= _MOST_ASTRAY * _IN_ORDER", "return False"),
-    ),
-    _rule(
         "patience",
         35,
         "a plan of a program that marks steps stays although much is missed",
-        (RUNTIME + "watching.py", "if record.ask_after_misses or full_device.may_fill():", "if True:"),
-    ),
-    _rule(
-        "longer rings",
-        25,
-        "rings of more periods are tried",
-        (RUNTIME + "planning_job.py", "for more in range(1, 3) if periods > 1 else ():", "for more in ():"),
+        (RUNTIME + "controller.py", "if record.ask_after_misses or self.full_device.may_fill():", "if True:"),
     ),
     _rule(
         "pages ahead",
@@ -260,7 +207,7 @@ RULES = (
         "brim and half",
         25,
         "more may be held before pages move where the program needs most of the device",
-        (RUNTIME + "paging.py", "if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):", "if False:"),
+        (RUNTIME + "paging.py", "if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT):", "if False:"),
         (RUNTIME + "paging.py", "if excess > 0 and self._arena is None and self.fills_half():", "if False:"),
     ),
     _rule(
@@ -269,7 +216,7 @@ RULES = (
         "planned places take pages from one another only where 1/256 more would be held",
         (
             RUNTIME + "paging.py",
-            "spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0",
+            "spared_bytes = self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] else 0",
             "spared_bytes = 0",
         ),
     ),
@@ -302,12 +249,6 @@ RULES = (
         ),
     ),
     _rule(
-        "kinds put off",
-        20,
-        "a kind of which much outlives the record waits",
-        (RUNTIME + "kind_search.py", "self.put_off = late - self.in_time", "self.put_off = set()"),
-    ),
-    _rule(
         "steps of the ring",
         25,
         "the steps of a ring in force are planned with new kinds",
@@ -322,8 +263,8 @@ RULES = (
         300,
         "kinds of steps are found where nothing marks steps",
         (
-            RUNTIME + "watching.py",
-            "if not self._arenas.memory.source.paged or not self._looking.shows_kinds:",
+            RUNTIME + "controller.py",
+            "if not self.memory.source.paged or not self._looking.shows_kinds:",
             "if True:",
         ),
     ),
@@ -354,26 +295,14 @@ RULES = (
         ),
     ),
     _rule(
-        "scattered stays",
-        25,
-        "the arena does not move where what lives would keep too many pages",
-        (RUNTIME + "tidying.py", "            or self._leaves_too_much\n", ""),
-    ),
-    _rule(
         "irregular threads",
         54,
         "threads that allocate beside the steps are left out",
         (
             RUNTIME + "recording.py",
-            "found = irregular_threads([(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps])",
+            "found = irregular_threads(steps)",
             "found: set[int] = set()",
         ),
-    ),
-    _rule(
-        "places of marks",
-        40,
-        "a mark moves the cursor of a ring to the next begin of a step",
-        (RUNTIME + "step_places.py", "if min(behind, ahead) > _NEAR:", "if False:"),
     ),
     # --- in the core: compiled anew
     _rule(
@@ -396,18 +325,6 @@ RULES = (
             "return lifespan_at(state, row).value > state.ring_end - state.ring_start",
             "return False",
         ),
-    ),
-    _rule(
-        "far jumps",
-        155,
-        "the last four requests are looked for anywhere on the tapes",
-        (CORE + "tape_cursor.py", "if position < 0 and run + 1 >= CONTEXT:", "if position < 0 and run < 0:"),
-    ),
-    _rule(
-        "belief in jumps",
-        85,
-        "a jump that was none makes later ones harder",
-        (CORE + "far_jumps.py", "if 2 * num_live > served:", "if served < 0:"),
     ),
     _rule(
         "small apart in plans",
@@ -508,24 +425,5 @@ RULES = (
         ),
     ),
     # --- of arenas that are blocks of a pool
-    _rule(
-        "exchanged arenas",
-        900,
-        "arenas that are blocks of CuPy's pool are taken over, retired, shrunk",
-        (
-            RUNTIME + "arenas.py",
-            "return moved_into(self.state.arena.regions(), tape.size, tape.stream, tape.offset) is not None",
-            "return False",
-        ),
-        (RUNTIME + "arenas.py", "if not regions or not self.state.arena.take_over_segments(bases, tape):", "if True:"),
-        (RUNTIME + "arenas.py", "self._retired = bases if self.state.heap.retire(bases) else []", "self._retired = []"),
-        (RUNTIME + "arenas.py", "if plan is None or self.arena is None or not state.arena.is_idle():", "if True:"),
-        (
-            RUNTIME + "arenas.py",
-            "        regions = self.old_regions()\n        fits = moved_into(",
-            "        return 0\n        regions = self.old_regions()\n        fits = moved_into(",
-        ),
-        arena="pool",
-    ),
 )
 BY_NAME = {rule.name: rule for rule in RULES}

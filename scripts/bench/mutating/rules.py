@@ -232,13 +232,6 @@ _PLACING = (
         "if candidates:",
     ),
     _rule(
-        "streams-that-save",
-        "planner/sharing",
-        "streams share where it saves nothing",
-        "if saved > best[0]:",
-        "if saved < best[0]:",
-    ),
-    _rule(
         "round-up",
         "planner/layout",
         "sizes are not rounded up to the alignment",
@@ -361,13 +354,6 @@ _SERVING = (
         "if state.has_handovers < 2 or _secure(state, outcome.address):",
     ),
     _rule(
-        "waits-of-captures",
-        "core/handovers",
-        "a stream that is captured waits for work outside of its graph",
-        "return status == 0 and entry.status & DRIVER_STATUS == 0",
-        "return status == 0",
-    ),
-    _rule(
         "unrecorded-users",
         "core/handovers",
         "an event is waited for that was not recorded",
@@ -441,8 +427,8 @@ _SERVING = (
         "one-extra-request",
         "core/tape_cursor",
         "a single request that is not planned moves the place on the plan",
-        "    if run == 0:\n        return _begins_anew(state, key, 2)",
-        "    if run < 0:\n        return _begins_anew(state, key, 2)",
+        "    if state.miss_run == 0:\n        return _begins_anew(state, key, 2)",
+        "    if state.miss_run < 0:\n        return _begins_anew(state, key, 2)",
     ),
     _rule(
         "bad-passes-in-a-row",
@@ -526,7 +512,7 @@ _REPLAYING = (
     ),
     _rule(
         "segments-from-10-mib",
-        "replay/sizes",
+        "replay/rounding",
         "a block of exactly 10 MiB gets a shared segment",
         "size < 10 * SMALL_BYTES",
         "size <= 10 * SMALL_BYTES",

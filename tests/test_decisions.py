@@ -1,0 +1,137 @@
+"""What the runtime decides from figures, on both sides of each of its numbers."""
+
+from typing import Any
+
+import pytest
+
+from stalloc.runtime import decisions as d
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+#: a decision, the figures at which it is the last of one sort and the first of the other, and what it says of each
+BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], Any]]] = [
+    (d.is_short, ((63,), True), ((64,), False)),
+    (d.next_scan_at, ((52,), 64), ((51,), 63)),
+    (d.next_scan_at, ((63,), 64), ((64,), 144)),
+    (d.scans_at_each_mark, ((32,), True), ((33,), False)),
+    (d.shows_longer_ring, ((11, 90, 10, 100), True), ((11, 89, 10, 100), False)),
+    (d.shows_longer_ring, ((11, 100, 10, 100), True), ((10, 100, 10, 100), False)),
+    (d.shows_whole, ((80, 10), True), ((79, 10), False)),
+    (d.shows_kinds, ((300, 100), True), ((299, 100), False)),
+    (d.are_little, ((1, 64, 0, 1), True), ((1, 63, 0, 1), False)),
+    (d.are_little, ((0, 1, 1, 64), True), ((0, 1, 1, 63), False)),
+    (d.are_periods_few, ((39, 10), True), ((40, 10), False)),
+    (d.overdue_requests, ((100,), 1600), ((0,), 65_536)),
+    (d.may_recur_in_any_order, ((4,), True), ((3,), False)),
+    (d.is_doubted, ((4,), True), ((5,), False)),
+    (d.is_doubted, ((48,), True), ((96,), False)),
+    (d.is_doubted, ((6,), True), ((8,), False)),
+    (d.is_doubted, ((12,), True), ((3,), False)),
+    (d.is_doubted, ((24,), True), ((2,), False)),
+    (d.may_thread_be_to_blame, ((6,), True), ((5,), False)),
+    (d.is_settled, ((10,), True), ((9,), False)),
+    (d.is_unknown, ((0.051,), True), ((0.05,), False)),
+    (d.lacks_places, ((10, 999), True), ((10, 1000), False)),
+    (d.makes_a_cycle, ((17,), True), ((16,), False)),
+    (d.num_affordable, (([1000, 1000], 0.0401), 2), (([1000, 1000], 0.0399), 1)),
+    (d.num_affordable, (([1000, 1000, 1000], 1.0), 3), (([1000], 0.0), 1)),
+    (d.is_cycle_affordable, ((1000, 0.0501), True), ((1000, 0.0499), False)),
+    (d.most_misses, ((0,), 1024), ((100,), 1824)),
+    (d.most_misses_of_kinds, ((0,), 1024), ((100,), 7424)),
+    (d.is_bad, ((251, 1000), True), ((250, 1000), False)),
+    (d.are_bad_steps_few, ((7,), True), ((8,), False)),
+    (d.seems_a_part, ((1, 63), True), ((1, 64), False)),
+    (d.misses_much, ((1, 7), True), ((1, 8), False)),
+    (d.ignores_marks, ((1, 9), True), ((1, 10), False)),
+    (d.was_no_step, ((1, 3), True), ((1, 4), False)),
+    (d.judged_after, ((100,), 1024), ((200,), 1600)),
+    (d.has_fitted, ((50,), True), ((49,), False)),
+    (d.allowed_bytes, ((GIB, 1), GIB + 4 * MIB), ((GIB, 2), GIB + 8 * MIB)),
+    (d.allowed_bytes, ((MIB, 1), 5 * MIB), ((2 * GIB, 1), 2 * GIB + 8 * MIB)),
+    # as much as is allowed anyway, at most; what had to be held once, a little more; what gives all places pages
+    (d.allowed_planned_bytes, ((GIB, 12, 0, 0), GIB + 12 * MIB), ((GIB, 1, 0, 0), GIB + 4 * MIB)),
+    (
+        d.allowed_planned_bytes,
+        ((GIB, 1, 2 * GIB, 0), GIB + 8 * MIB + GIB // 164),
+        ((GIB, 1, GIB + 9 * MIB, 0), GIB + 9 * MIB),
+    ),
+    (d.allowed_planned_bytes, ((GIB, 1, 0, 2 * GIB), 2 * GIB), ((GIB, 1, 0, GIB), GIB + 4 * MIB)),
+    (d.may_have_all_pages, ((9,), True), ((8,), False)),
+    (d.is_plan_to_blame, ((17,), True), ((16,), False)),
+    (d.is_wasteful, ((100, 111), True), ((100, 109), False)),
+    (d.is_dearer, ((166 * MIB + 1, 100 * MIB), True), ((166 * MIB, 100 * MIB), False)),
+    (d.is_dearer, ((16 * MIB + 1, 0), True), ((16 * MIB, 0), False)),
+    (d.next_move_wait, ((3, 1), 2), ((4, 1), 1)),
+    (d.next_move_wait, ((7, 8), 16), ((8, 8), 1)),
+    (d.next_move_wait, ((0, 64), 64), ((0, 16), 32)),
+    (d.next_quiet_passes, ((1, 64, 3), (2, 64)), ((64, 64, 3), (64, 64))),
+    (d.next_quiet_passes, ((64, 64, 2), (128, 128)), ((4096, 4096, 2), (4096, 4096))),
+    (d.moves_in_each_pass, ((4,), True), ((3,), False)),
+    (d.leaves_less_than, ((76, 100, 2), True), ((75, 100, 2), False)),
+    (d.is_more_than, ((26, 100, 2), True), ((25, 100, 2), False)),
+    (d.needs_more, ((66, 64), True), ((65, 64), False)),
+    (d.fits_beside, ((96 * MIB, 100 * MIB), True), ((96 * MIB + 1, 100 * MIB), False)),
+    (d.covers, ((90, [100], 8), True), ((89, [100], 8), False)),
+    (d.covers, ((100, [100], 8), True), ((100, [100], 7), False)),
+    (d.covers, ((100, [], 0), True), ((100, [50], 0), False)),
+    (d.is_left, ((8,), True), ((7,), False)),
+    (d.is_memory_short, ((199, 100), True), ((200, 100), False)),
+    (d.leaves_out_much, ((16, 100), True), ((15, 100), False)),
+    (d.leaves_out_much, ((32, 1024), True), ((31, 1024), False)),
+    (d.is_lost, ((16, 15, 1), True), ((16, 16, 1), False)),
+    (d.is_lost, ((16, 0, 1), True), ((15, 0, 1), False)),
+    (d.is_little_left, ((76, 100), True), ((75, 100), False)),
+    (d.has_much_to_come, ((126, 1000, 1000), True), ((125, 1000, 1000), False)),
+    (d.has_much_to_come, ((500, 876, 1000), True), ((500, 875, 1000), False)),
+    (d.is_unexpected, ((108 * MIB + 1, 100 * MIB), True), ((108 * MIB, 100 * MIB), False)),
+    (d.is_unexpected, ((33 * GIB + 1, 32 * GIB), True), ((33 * GIB, 32 * GIB), False)),
+]
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES, ids=lambda boundary: f"{boundary[0].__name__}{boundary[1][0]}")
+def test_a_decision_turns_where_its_number_says(boundary: Any) -> None:
+    decide, *sides = boundary
+    for figures, answer in sides:
+        assert decide(*figures) == answer
+
+
+def test_the_first_search_of_a_record_comes_soon_where_a_program_begins() -> None:
+    assert (d.first_scan_at(begins=True), d.first_scan_at(begins=False)) == (24, 64)
+
+
+def test_an_unmarked_ring_has_to_fill_more_of_a_short_record_and_most_after_a_part_was_taken_for_a_step() -> None:
+    shares = [d.needed_coverage(requests, is_part=part) for requests in (64, 63) for part in (False, True)]
+    assert shares == [0.6, 0.9, 0.75, 0.9]
+
+
+def test_pages_rest_under_a_plan_if_none_moves_and_elsewhere_if_few_do() -> None:
+    assert [d.rests(64, pages, is_planned=False) for pages in (2, 3)] == [True, False]
+    assert [d.rests(64, pages, is_planned=True) for pages in (0, 1)] == [True, False]
+    assert [d.is_restless(steps, is_planned=False) for steps in (8, 9)] == [False, True]
+    assert [d.is_restless(steps, is_planned=True) for steps in (4, 5)] == [False, True]
+
+
+def test_more_is_allowed_part_by_part_up_to_what_fragmentation_commonly_costs() -> None:
+    assert [d.next_parts(parts, GIB, is_planned=False) for parts in (1, 11, 12, 16)] == [2, 12, 12, 16]
+    assert [d.next_parts(parts, GIB, is_planned=True) for parts in (1, 2, 3)] == [2, 3, 3]
+    assert d.next_parts(12, MIB, is_planned=True) == 12
+
+
+def test_all_places_of_a_plan_get_pages_if_that_costs_no_more_than_fragmentation() -> None:
+    def rest(needed: int, lacking: int = 0, free: int = 0, *, streams: bool = False) -> bool:
+        return d.rest_bytes(needed, lacking, 256 * MIB, free, has_streams=streams) > 0
+
+    assert [rest(needed * MIB) for needed in (268, 269)] == [True, False]
+    assert [rest(needed * MIB, streams=True) for needed in (288, 289)] == [True, False]
+    assert [rest(260 * MIB, 8 * MIB, free * MIB) for free in (16, 15)] == [True, False]
+
+
+def test_an_arena_moves_for_one_displaced_request_or_for_one_in_128_where_there_are_kinds() -> None:
+    assert [d.may_move_arena(displaced, 1280, has_kinds=False) for displaced in (0, 1)] == [False, True]
+    assert [d.may_move_arena(displaced, 1280, has_kinds=True) for displaced in (10, 11)] == [False, True]
+
+
+def test_planning_may_take_a_second_before_the_first_plan_and_a_share_of_the_programs_time_after_it() -> None:
+    assert d.seconds_left(0.01, 0.0, 0.0, 0.75, has_plan=False) == pytest.approx(0.25)
+    assert d.seconds_left(0.01, 0.001, 10.0, 0.0, has_plan=True) == pytest.approx(0.4)
+    assert d.seconds_left(0.01, 0.5, 0.0, 1.0, has_plan=True) == pytest.approx(4.0)
