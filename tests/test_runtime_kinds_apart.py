@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from programs.step_program import MIB, Program
 
-from stalloc.runtime.paged_arena import move
 from stalloc.runtime.runtime_settings import Phase
 
 
@@ -15,7 +14,7 @@ def test_an_arena_that_moves_before_two_kinds_of_steps_part_costs_no_hits() -> N
     def train(kind: int, *, moves: bool = False) -> None:
         live = [program.allocate(MIB + 4096 * number) for number in range(24)]
         if moves:
-            assert move(program.controller.arenas)
+            assert program.controller.arenas.move()
         live += [program.allocate((2 + kind) * MIB + 512 * number) for number in range(20)]
         for address in live:
             program.free(address)

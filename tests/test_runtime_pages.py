@@ -14,7 +14,6 @@ from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.paged_arena import move
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.trace import MARK_STEP
 
@@ -180,7 +179,7 @@ class Program:
         if rng.random() < 0.1:
             self.controller.memory.release_unused()
         if rng.random() < 0.1 and self.controller.status.phase is Phase.PLANNED:
-            move(self.controller.arenas)
+            self.controller.arenas.move()
         self.controller.mark(MARK_STEP, "")
         self.check()
 

@@ -11,7 +11,7 @@ from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.runtime_settings import Phase, Settings
-from stalloc.runtime.segment_sizes import GRANULE
+from stalloc.sizes import PAGE_BYTES
 
 MIB = 1 << 20
 LASTING, STEP = "lasting", "step"
@@ -90,9 +90,9 @@ def test_watched_steps_fit_where_a_caching_allocator_fits(unit_bytes: int) -> No
     too_little, enough = 0, 1 << 13  # granules
     while enough - too_little > 1:
         middle = (too_little + enough) // 2
-        fits = program.fits_natively(middle * GRANULE)
+        fits = program.fits_natively(middle * PAGE_BYTES)
         too_little, enough = (too_little, middle) if fits else (middle, enough)
-    assert list(program.unserved(enough * GRANULE)) == []
+    assert list(program.unserved(enough * PAGE_BYTES)) == []
 
 
 def test_watched_steps_of_whole_granules_fit_into_hardly_more_than_they_allocate() -> None:

@@ -10,7 +10,7 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import validate_kinds
 from stalloc.planner.kind_plans import KindPlans, plan_steps
-from stalloc.runtime.segment_sizes import round_up
+from stalloc.sizes import whole_pages
 
 
 def made_up_kind(rng: np.random.Generator, streams: int = 1, most: int = MIB) -> StepKind:
@@ -174,7 +174,7 @@ def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generat
         rings.append(ring)
     begins = [0, *np.cumsum([ring.length for ring in rings])[:-1].tolist()]
     size, offset = (np.concatenate([getattr(ring, name) for ring in rings]) for name in ("size", "offset"))
-    arena_bytes, stream = round_up(max(ring.peak for ring in rings)), np.zeros(len(size), np.int64)
+    arena_bytes, stream = whole_pages(max(ring.peak for ring in rings)), np.zeros(len(size), np.int64)
     machine.state.arena.install(
         ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
     )
@@ -238,9 +238,9 @@ def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
     size, offset = np.concatenate([first.size, second.size]), np.concatenate([first.offset, second.offset])
     stream = np.zeros(80, np.int64)
     machine.state.arena.install(
-        ArenaTape(arena_bytes=round_up(peak), size=size, stream=stream, offset=offset, begins=(0, 40))
+        ArenaTape(arena_bytes=whole_pages(peak), size=size, stream=stream, offset=offset, begins=(0, 40))
     )
-    machine.state.arena.serve(machine.take(round_up(peak)), round_up(peak))
+    machine.state.arena.serve(machine.take(whole_pages(peak)), whole_pages(peak))
     for ring in (first, second, second, first, second):
         one_pass(machine, ring, ring.size)
     assert machine.state.record.hits == 5 * 40

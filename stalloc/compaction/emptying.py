@@ -16,7 +16,7 @@ from stalloc.compaction.sliding import plan_slide, slide, whole_segments
 from stalloc.compaction.torch_storages import Candidate
 from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
-from stalloc.runtime.segment_sizes import GRANULE, round_up
+from stalloc.sizes import PAGE_BYTES, whole_pages
 
 ALIGNMENT = 512
 _OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
@@ -73,7 +73,7 @@ def _buffer_bytes(group: list[Candidate]) -> int:
     own.
     """
     total = packed([member.size_bytes for member in group], ALIGNMENT)[1]
-    return round_up(total) if total <= SMALL_LIMIT else round_up(max(total, _OWN_SEGMENT))
+    return whole_pages(total) if total <= SMALL_LIMIT else whole_pages(max(total, _OWN_SEGMENT))
 
 
 def move_in_rounds(
@@ -173,7 +173,7 @@ def _room(view: HeapView, cap_bytes: int | None) -> int:
     free = view.controller.memory.source.free_bytes()
     if cap_bytes is not None:
         free = min(free, cap_bytes - view.controller.state.record.reserved_bytes)
-    return free - GRANULE
+    return free - PAGE_BYTES
 
 
 def segments_to_empty(
@@ -199,13 +199,13 @@ def segments_to_empty(
     best = emptied = gained = 0
     for _, _, gain, contents in choices:
         spare = _ROUNDING if _live_bytes(moving) > free else 0
-        if needed_bytes is not None and round_up(needed_bytes) + spare <= free + gained:
+        if needed_bytes is not None and whole_pages(needed_bytes) + spare <= free + gained:
             break
         moving, emptied = moving + contents, emptied + gain
         chosen.append(contents)
         if emptied - _buffer_bytes(moving) > gained:
             best, gained = len(chosen), emptied - _buffer_bytes(moving)
-    if needed_bytes is not None and free + gained < round_up(needed_bytes):
+    if needed_bytes is not None and free + gained < whole_pages(needed_bytes):
         raise BadInputError(
             f"{needed_bytes} bytes cannot be freed in one piece on device {view.controller.device.index}: {free} are "
             f"free and moving everything that may move gives {gained} more."

@@ -196,9 +196,9 @@ def keep(runtime: "Runtime", fit: Fit, budget_bytes: int, disk: tuple[Path, int]
     `disk` is a folder, and how many bytes may be used there.
     """
     from stalloc.imports import after_import
-    from stalloc.runtime.held_budget import hold_to_budget
 
-    hold_to_budget(runtime.controllers, budget_bytes)
+    for controller in runtime.controllers:
+        controller.hold_to_budget(budget_bytes)
 
     def apply() -> None:
         from stalloc.techniques.applying import apply_settings

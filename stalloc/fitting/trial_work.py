@@ -211,14 +211,14 @@ def _install(work: TrialWork) -> Any:
     """stalloc in this process: only recording, or on a plan within a limit."""
     from stalloc import integrations
     from stalloc.planner import plans_from_bytes
-    from stalloc.runtime.held_budget import hold_to_budget
 
     if work.under == "recorded":
         return integrations.install(device="virtual", settings=integrations.Settings(plan=False, keep_recording=True))
     plans = plans_from_bytes(work.plan, "the plan of the trial") if work.plan else None
     runtime = integrations.install(device="virtual", known_plans=plans)
     if work.limit_bytes:
-        hold_to_budget(runtime.controllers, work.limit_bytes)
+        for controller in runtime.controllers:
+            controller.hold_to_budget(work.limit_bytes)
     return runtime
 
 

@@ -17,7 +17,7 @@ from stalloc.core.record_types import Words
 from stalloc.core.regions import rounded
 from stalloc.errors import PlanError
 from stalloc.planner import Plan, Verdict, validate, validate_kinds
-from stalloc.runtime.segment_sizes import round_up
+from stalloc.sizes import whole_pages
 
 _MOST_REMEMBERED = 4096
 _passed: dict[bytes, int] = {}  # names of plans that the validator passed, and the size of the arena then
@@ -46,7 +46,7 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_buffers: int = 1) -> Ar
     num_prologue, earlier = plans[0].num_prologue - firsts[0], plans[0].handover_earlier
     lengths = [len(plan.tape_size) - plan.num_prologue for plan in plans]
     return ArenaTape(
-        arena_bytes=round_up(plans[0].peak_bytes),
+        arena_bytes=whole_pages(plans[0].peak_bytes),
         size=size,
         stream=stream,
         offset=offset,

@@ -8,10 +8,12 @@ is taken.
 
 from typing import Any
 
+from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import GRANULE
+from stalloc.core.regions import on_pages
+from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.paged_arena import serve_by_pages
 
 
 class Arenas:
@@ -34,7 +36,7 @@ class Arenas:
         state, record = self.state, self.state.record
         expected_bytes = max(record.expected_peak, state.allocated_peak_bytes, tape.arena_bytes)
         if self.memory.source.paged:
-            return serve_by_pages(self, tape, expected_bytes)
+            return self._serve_by_pages(tape, expected_bytes)
         if self.arena is not None and not state.arena.is_idle():
             return False
         self.drop_tape()
@@ -68,6 +70,67 @@ class Arenas:
             while len(self._events) < len(tables.entries):
                 self._events.append(cupy.cuda.Event(disable_timing=True))
         self.state.arena.share_cells(gives, [event.ptr for event in self._events])
+
+    # --- by pages: a plan never waits for memory, and what lives in its way costs its own pages and no more
+
+    def _serve_by_pages(self, tape: ArenaTape, expected_bytes: int) -> bool:
+        """Serve a tape from addresses without memory; False if the device could never hold it.
+
+        `expected_bytes`: what the program is taken to need at most.
+        """
+        fills = decisions.is_more_than(expected_bytes, self.memory.paging.device_bytes, thresholds.PART_SHIFT)
+        tape, source = on_pages(tape, apart=not fills), self.memory.source
+        most_bytes = source.free_bytes() + self.state.record.reserved_bytes
+        memory = source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None
+        if memory is None:
+            return False
+        self.drop_tape()
+        if self.arena is not None:  # it could not be dissolved
+            return False
+        self._serve_on(memory, tape, 0, anew=True)
+        self.memory.paging.gather()
+        self.state.write(expected_peak=expected_bytes, memory_is_short=0)
+        self.state.triggers.at_boundary()
+        return True
+
+    def _serve_on(self, memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:
+        self.state.arena.install(tape, cursor)
+        if tape.cross_streams:
+            self.order_handovers(tape.gives)
+        self.arena, self.tape = memory, tape
+        self.state.arena.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
+
+    def move(self) -> bool:
+        """Serve the plan in force from other addresses: what is in its way keeps its place, and pages follow.
+
+        False if there are no others.
+        """
+        state, record, tape = self.state, self.state.record, self.tape
+        memory = self.memory.source.reserve(self.arena.size_bytes) if tape is not None else None
+        if tape is None or memory is None or state.arena.tape is None:
+            return False
+        begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
+        learnt = state.arena.tape.lifespans
+        names = "history_count", "last_miss", "miss_run", "excess_misses", "bad_passes"  # where it is remains as sure
+        followed = {name: int(getattr(record, name)) for name in names}
+        self.drop_tape()
+        if self.arena is not None:  # it could not be dissolved
+            state.write(mode=constants.MODE_REPLAY)
+            state.triggers.after_misses(ask_after)
+            return False
+        self._serve_on(memory, tape, cursor, anew=False)
+        state.arena.tape.lifespans[:] = learnt
+        state.arena.begin_step(begin, end, cursor)
+        state.write(**followed)
+        state.triggers.after_misses(ask_after)
+        return True
+
+    def back(self, position: int) -> None:
+        """Map what the place of a tape's entry lacks, if there is memory for it."""
+        if self.arena is not None and self.memory.source.paged:
+            self.memory.paging.back(position)
+        if self.state.record.ask_at_step:  # passes are counted in which pages move
+            self.state.triggers.at_boundary()
 
     # --- giving up
 

@@ -29,9 +29,7 @@ from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.looking import Found, Looking
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.next_plan import NextPlan
-from stalloc.runtime.paged_arena import back
-from stalloc.runtime.planning_job import PlanJob
+from stalloc.runtime.planning_job import NextPlan, PlanJob
 from stalloc.runtime.probation import Probation
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Observed, Phase, Settings
@@ -117,7 +115,7 @@ class Controller:
             if reason == constants.NEED_PAGES:
                 self.memory.free_deferred()
                 if not self._aside.begins():
-                    back(self.arenas, detail)
+                    self.arenas.back(detail)
                 self._rest_if_refused()
             elif reason == constants.AT_BOUNDARY:
                 if self.memory.is_capturing:
@@ -754,6 +752,15 @@ class Controller:
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "
                 "bytes free: close what uses it, or plan a smaller step."
             )
+
+    def hold_to_budget(self, budget_bytes: int) -> None:
+        """Before the first allocation: take no more from the device, and keep a plan that the budget was tried with.
+
+        What the program does beside it is served by the heap, and the next step that is planned has its addresses
+        again, as when it was tried; only a request that could not be served otherwise ends it.
+        """
+        self.memory.keep_within(budget_bytes)
+        self.steps.keep_plan = self._is_planned
 
     def serve_recording(self, tape: ArenaTape) -> bool:
         """Serve the plan of a whole recording from the first request on, in one block; False if it does not fit."""

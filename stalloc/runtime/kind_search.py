@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout, Plan
     from stalloc.planner.kind_plans import KindPlans
-    from stalloc.runtime.step_cycle import Cycle
+    from stalloc.runtime.cycles import Cycle
     from stalloc.trace import Trace
     from stalloc.trace.packing import KeptTrace
 
@@ -120,7 +120,7 @@ class KindSearch:
         return [kind for kind in found if self._name(kind) in self.of_ring and (kind.end > 0).any()]
 
     def _look_for_cycle(self, trace: "Trace", record: int) -> None:
-        from stalloc.runtime.step_cycle import Cycle, find_cycle
+        from stalloc.runtime.cycles import Cycle, find_cycle
 
         tapes = self.tapes or self.before
         found = find_cycle(trace, tapes, of_any_places=self.pages_move) if tapes is not None else None

@@ -8,7 +8,9 @@ a lack of anything but memory.
 """
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
+from stalloc.core import constants
 from stalloc.core.constants import BLOCK_FREE, BLOCK_UNMAPPED
 from stalloc.core.snapshot import HeapBlock, segments
 from stalloc.core.state import DeviceState
@@ -19,6 +21,10 @@ from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.runtime.call_sites import CallSites, this_call_site
 from stalloc.trace.sites import UNKNOWN
+
+if TYPE_CHECKING:
+    from stalloc.core.state import DeviceState
+
 
 _MAX_HOLDERS = 3
 _NEXT = (
@@ -105,3 +111,34 @@ def _holders(state: DeviceState, blocks: list[HeapBlock], call_sites: CallSites 
     found = largest_holders(state, call_sites, _MAX_HOLDERS, blocks)
     told = ", ".join(f"{human_bytes(held)} by {by(name, count)}" for name, held, count in found)
     return f"Most is held: {told}. " if told else ""
+
+
+FULL_TABLES = {constants.FULL_STREAMS: "streams", constants.FULL_POOLS: "pools", constants.FULL_LIVE: "live blocks"}
+
+_ADVICE = {
+    "streams": "it holds {most:,}, which all have memory: free what was allocated on streams that are done with",
+    "pools": (
+        "it holds {most:,}, some for each stream and some for each pool of CUDA graphs: "
+        "use the same streams again, and let graphs share a pool"
+    ),
+    "live blocks": "{live:,} blocks are live: free some, or allocate fewer and larger ones",
+    "blocks": (
+        "it holds {most:,}, with {live:,} blocks that are live and the free ones between them: "
+        "free some, or allocate fewer and larger ones"
+    ),
+    "segments": "it holds {most:,}: free what is no longer used, so that segments go back to the device",
+}
+
+
+def full_table_text(state: "DeviceState", name: str, size_bytes: int) -> str:
+    """The sentence for a request of `size_bytes` that the table called `name` has no row for."""
+    most = {
+        "streams": constants.MAX_STREAMS,
+        "pools": state.record.pools_used,
+        "blocks": state.record.blocks_capacity,
+        "segments": state.record.segments_capacity,
+    }.get(name, 0)
+    return (
+        f"stalloc: a request of {size_bytes} bytes on device {state.device} was not served, since stalloc's table of "
+        f"{name} is full, not the device: {_ADVICE[name].format(most=most, live=state.record.live_count)}."
+    )

@@ -1,6 +1,7 @@
-"""A plan in the making: one job, in a thread of its own, one judgement of what it made.
+"""A plan in the making: the job that makes it, and the ring that is followed until it is there.
 
 Contract: nothing that goes wrong in a job reaches the program; it ends with a plan that was admitted, or with an error.
+A ring is followed without being served, so that the boundary is known at which its plan can come into force.
 """
 
 import threading
@@ -8,11 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.device_arena import load_for_moves
+from stalloc.core.state import DeviceState
 from stalloc.device.ordering import ordering
+from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
 from stalloc.runtime.effort import Effort
+from stalloc.runtime.recording import Recording
+from stalloc.runtime.status import Status
 from stalloc.runtime.threads import start_thread
 from stalloc.trace.packing import KeptTrace
 
@@ -72,3 +79,80 @@ class PlanJob:
         make = planner or plan_tape
         plan = make(self.tape, streams=self.streams)
         self.plan, self.admitted = plan, admit([plan], ring_only=True)
+
+
+class NextPlan:
+    """Of one device."""
+
+    def __init__(self, status: Status, state: DeviceState, recording: Recording, planner: "Planner | None") -> None:
+        """`planner` stands in for `plan_tape`."""
+        self._status, self._state, self._recording = status, state, recording
+        self._planner = planner
+        self.job: PlanJob | None = None  #: that makes it; None: no plan is in the making
+        self._wait_seconds = 0.0  # that the next boundary waits for it
+        self._shared: tuple[Tape, PlanJob] | None = None  # a ring in force, and its plan in which streams share memory
+
+    def forget(self) -> None:
+        """No plan is in the making any more."""
+        self.job = self._shared = None
+
+    def make(self, job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
+        """Start a job; until its plan is there, follow its ring from an entry on, so that its boundary is known.
+
+        Without marks a period of it is enough: its plan may begin with any. `is_sure`: the program is at that entry.
+        """
+        self.job, self._wait_seconds = job, self._status.settings.plan_wait_seconds
+        if not job.done.is_set():
+            job.start(self._planner, self._recording.kept, self._status.effort)
+        tape, first = job.tape, job.tape.num_prologue
+        length = tape.ring_length if self._recording.marks else tape.period_requests
+        ring, nowhere = slice(first, first + length), np.full(length, -1, np.int64)
+        self._state.triggers.at_recorded(0)
+        cursor %= length
+        self._state.arena.install(
+            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
+        )
+        self._state.triggers.at_boundary()
+        self._state.triggers.after_misses(decisions.most_misses(tape.ring_length))
+        if is_sure:
+            self._state.arena.begin_step(0, length, cursor)
+
+    @property
+    def is_at_begin(self) -> bool:
+        """Whether the ring that is to be planned, found without marks, begins anew with the request that comes now."""
+        record = self._state.record
+        return (
+            not self._recording.marks
+            and record.cursor == record.ring_start
+            and record.history_count == 0 > record.last_miss
+        )
+
+    def take_shared(self, tape: "Tape") -> PlanJob | None:
+        """The plan of the ring in force in which streams share memory, which is waited for once; None: not made.
+
+        Should it take longer, or fail, the plan in force goes on.
+        """
+        if self._shared is None or self._shared[0] is not tape:
+            self._shared = tape, PlanJob(tape, "share")
+            self._shared[1].start(self._planner, None, self._status.effort)
+            self._shared[1].done.wait(self._status.settings.plan_wait_seconds)
+        job = self._shared[1]
+        if not job.done.is_set():
+            self._state.triggers.at_boundary()
+            return None
+        if job.admitted is None:
+            return None
+        self._shared = None
+        return job
+
+    def take_made(self) -> PlanJob | None:
+        """At a boundary: the job, if it is done; once it is waited for."""
+        job = self.job
+        if job is None:
+            return None
+        wait, self._wait_seconds = self._wait_seconds, 0.0
+        if not job.done.wait(wait):
+            self._state.triggers.at_boundary()
+            return None
+        self.job = None
+        return job

@@ -6,7 +6,6 @@ counted as reserved is what the device really gives up.
 
 from stalloc.core.constants import (
     GENERAL_KIND,
-    GRANULE,
     MAX_SHARED_SEGMENT,
     PERSISTENT_KIND,
     PRIVATE_KINDS,
@@ -15,11 +14,7 @@ from stalloc.core.constants import (
     WASTE_SHIFT,
 )
 from stalloc.runtime import thresholds
-
-
-def round_up(size_bytes: int) -> int:
-    """The next multiple of the device's granularity."""
-    return -(-size_bytes // GRANULE) * GRANULE
+from stalloc.sizes import PAGE_BYTES, whole_pages
 
 
 def segment_bytes(kind: int, size_bytes: int) -> int:
@@ -27,9 +22,9 @@ def segment_bytes(kind: int, size_bytes: int) -> int:
     if kind >= PRIVATE_KINDS:
         kind = SMALL_KIND if size_bytes <= SMALL_LIMIT else GENERAL_KIND
     if kind == SMALL_KIND:
-        return GRANULE
+        return PAGE_BYTES
     if size_bytes >= thresholds.LARGE_BYTES:
-        return round_up(size_bytes)
+        return whole_pages(size_bytes)
     if kind != PERSISTENT_KIND:
         return thresholds.GENERAL_SEGMENT_BYTES
     return _for_several(size_bytes, thresholds.SLAB_BYTES, thresholds.SLAB_WASTE)
@@ -43,6 +38,6 @@ def tight_segment_bytes(size_bytes: int) -> int:
 def _for_several(size_bytes: int, most_bytes: int, waste: float) -> int:
     """The smallest segment for equal requests of which no more than `waste` is lost, else the one that loses least."""
     counts = range(1, most_bytes // size_bytes + 1)
-    slabs = [(1 - n * size_bytes / round_up(n * size_bytes), n) for n in counts]
+    slabs = [(1 - n * size_bytes / whole_pages(n * size_bytes), n) for n in counts]
     _, count = next((slab for slab in slabs if slab[0] <= waste), min(slabs))
-    return round_up(count * size_bytes)
+    return whole_pages(count * size_bytes)

@@ -8,12 +8,13 @@ import gc
 
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
-from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.interruptions import driver_status
+from stalloc.runtime.out_of_memory_text import FULL_TABLES, full_table_text
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase
-from stalloc.runtime.segment_sizes import round_up, segment_bytes, tight_segment_bytes
+from stalloc.runtime.segment_sizes import segment_bytes, tight_segment_bytes
 from stalloc.runtime.status import Status
+from stalloc.sizes import whole_pages
 
 #: after these "the process must be terminated and relaunched" (CUDA driver API, CUresult); and an error of the memory
 _CONTEXT_LOST = frozenset((214, 700, 702, 714, 715, 716, 717, 718, 719))
@@ -39,7 +40,7 @@ class Shortage:
                 return True
             if not memory.source.refusal:
                 return self._refuse(state.heap.full_table(), size_bytes)
-        wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
+        wanted, least = segment_bytes(kind, size_bytes), whole_pages(size_bytes)
         if state.record.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
         if planned and kind == constants.GENERAL_KIND:

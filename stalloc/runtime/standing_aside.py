@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from stalloc.core.constants import ASIDE
 from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.arenas import Arenas
-from stalloc.runtime.paged_arena import move
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.status import Status
@@ -44,7 +43,7 @@ class StandingAside:
         if not (self._is_another() and self._matters()):
             return False
         with self._status.effort.counted():
-            if not move(self._arenas):
+            if not self._arenas.move():
                 return False
         self._in_a_row += 1
         self._stood = True

@@ -13,7 +13,7 @@ import numpy as np
 
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions, thresholds
-from stalloc.runtime.cycle_watch import CycleWatch
+from stalloc.runtime.cycles import CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch

@@ -6,7 +6,6 @@ Contract: nothing is given back in the middle of a pass, and nothing that passes
 from stalloc.runtime import decisions, thresholds
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.effort import Effort
-from stalloc.runtime.paged_arena import move
 
 
 class Tidying:
@@ -97,7 +96,7 @@ class Tidying:
         self._move_wait = decisions.next_move_wait(record.steps_ever - self._move_after, self._move_wait)
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
-            return move(self._arenas)
+            return self._arenas.move()
 
     def settle(self) -> None:
         """No step repeats so far: pages move no more for the last few percent, which would cost it at every step."""

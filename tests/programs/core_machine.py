@@ -19,7 +19,8 @@ from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.records import word_at
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segment_sizes import round_up, segment_bytes
+from stalloc.runtime.segment_sizes import segment_bytes
+from stalloc.sizes import whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20
 FIRST_ADDRESS = 0x7000_0000_0000
@@ -129,7 +130,7 @@ class Machine:
             return int(action(argument)) if callable(action) else 1
         pool = request >> constants.REASON_BITS
         size = segment_bytes(self.state.heap.pool_kind(pool), argument)
-        for segment in (size, round_up(argument)):
+        for segment in (size, whole_pages(argument)):
             base = self.take(segment)
             if base:
                 assert self.state.heap.give_segment(pool, base, segment)
@@ -167,7 +168,7 @@ class Machine:
     def _from_returned(self, size: int) -> int:
         """The lowest whole granules that came back and hold `size` bytes; 0 if there are none."""
         for place, (start, length) in enumerate(self._returned):
-            base = round_up(start - self._start) + self._start
+            base = whole_pages(start - self._start) + self._start
             if base + size <= start + length:
                 rest = [(start, base - start), (base + size, start + length - base - size)]
                 self._returned[place : place + 1] = [piece for piece in rest if piece[1]]
@@ -205,7 +206,7 @@ class Machine:
     def install(self, program: "Ring | ArenaTape", *, serve: bool = True) -> int:
         """Follow a tape from its first request and serve it from an arena; the arena's base."""
         tape = program.tape() if isinstance(program, Ring) else program
-        arena_bytes = round_up(tape.arena_bytes)
+        arena_bytes = whole_pages(tape.arena_bytes)
         self.state.arena.install(tape)
         if not serve:
             return 0
@@ -265,7 +266,7 @@ class Ring:
     def tape(self) -> ArenaTape:
         """What is served of it."""
         columns = {"size": self.size, "stream": self.stream, "offset": self.offset}
-        return ArenaTape(arena_bytes=round_up(self.peak), num_prologue=self.num_prologue, **columns)
+        return ArenaTape(arena_bytes=whole_pages(self.peak), num_prologue=self.num_prologue, **columns)
 
     def _meet(self, i: int, j: int) -> bool:
         """Whether two requests of the ring are ever live together; it turns for ever."""

@@ -9,7 +9,7 @@ from programs.core_machine import Machine, Ring
 from stalloc.core.constants import NEED_EVENTS, NOT_READY
 from stalloc.device.ordering import Ordering
 from stalloc.planner import Plan
-from stalloc.runtime.segment_sizes import round_up
+from stalloc.sizes import whole_pages
 
 _HANDLE = 16  # handles of streams are addresses
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -127,7 +127,7 @@ class Checked(Machine):
     def follow(self, ring: Ring, plan: Plan, *, has_memory: bool = True) -> None:
         """Serve a ring from its plan, handovers secured; with `has_memory` from all of the arena, else from none."""
         ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
-        arena_bytes = round_up(ring.peak)
+        arena_bytes = whole_pages(ring.peak)
         self.state.arena.install(ring.tape())
         gives = np.unique(plan.handover_earlier)
         self.state.arena.share_cells(gives, list(range(1, ring.length + 1)))

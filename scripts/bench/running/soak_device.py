@@ -20,10 +20,9 @@ from stalloc.core import arena, constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
-from stalloc.runtime.paged_arena import move
 from stalloc.runtime.process import Runtime, start
 from stalloc.runtime.runtime_settings import Phase, Settings
-from stalloc.runtime.segment_sizes import round_up
+from stalloc.sizes import whole_pages
 
 NUM_THREADS, NUM_SLOTS, RING_ENTRIES = 4, 2048, 256
 CHUNK = 20_000  # operations between two looks at what is to be done
@@ -143,7 +142,7 @@ class Soak:
             ]
             begins, peak_bytes = (0, len(ring)), max(peak_bytes, other.peak_bytes)
         size, stream, offset = columns
-        arena_bytes = round_up(peak_bytes)
+        arena_bytes = whole_pages(peak_bytes)
         tape = ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=begins)
         with controller.lock:
             controller.steady.end()  # as whoever enters Python
@@ -211,7 +210,7 @@ class Soak:
         """Other addresses for the plan in force, and pages of the arena for the heap."""
         with self.controller.lock:
             if self.controller.status.phase is Phase.PLANNED and not self.state.record.private_kind:
-                move(self.controller.arenas)
+                self.controller.arenas.move()
                 self._note("moves of the arena")
 
     @staticmethod

@@ -21,7 +21,8 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segment_sizes import round_up, segment_bytes
+from stalloc.runtime.segment_sizes import segment_bytes
+from stalloc.sizes import whole_pages
 
 INSERT, DROP, RESIZE, REORDER, STREAM, REPEAT, CUT, HALVE = range(8)
 NAMES = ("insert", "drop", "resize", "reorder", "change stream", "repeat", "cut short", "halve all")
@@ -113,7 +114,7 @@ def _call(function, a, b):
 
 def _arena_tape(tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> ArenaTape:
     size, stream, offset = tape
-    return ArenaTape(arena_bytes=round_up(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins))
+    return ArenaTape(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins))
 
 
 class Device:
@@ -164,7 +165,7 @@ class Device:
 
     def serve(self, tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
         """Serve a tape from a fresh arena."""
-        arena_bytes = round_up(peak_bytes)
+        arena_bytes = whole_pages(peak_bytes)
         self.state.arena.install(_arena_tape(tape, begins, peak_bytes))
         base = self.take(arena_bytes)
         self.state.arena.count(arena_bytes)

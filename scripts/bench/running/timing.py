@@ -17,7 +17,8 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segment_sizes import round_up, segment_bytes
+from stalloc.runtime.segment_sizes import segment_bytes
+from stalloc.sizes import whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200
@@ -72,7 +73,7 @@ class Ring:
 
     def serve(self, device: Device, room: int = 0) -> None:
         """Serve this ring on a device, from an arena with `room` bytes beyond the plan."""
-        arena_bytes = round_up(self.peak + room)
+        arena_bytes = whole_pages(self.peak + room)
         stream = np.zeros(LENGTH, np.int64)
         device.state.arena.install(
             ArenaTape(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset)
