@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stalloc.device.decisions import MOST_IN_A_ROW
+from stalloc.device.deciding_lines import MOST_IN_A_ROW
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from stalloc.device.decisions import VARIABLE, as_variable, parse_assumption
+from stalloc.device.deciding_lines import VARIABLE, as_variable, parse_assumption
 
 
 def add_assume_argument(parser: argparse.ArgumentParser) -> None:

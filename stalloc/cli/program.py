@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from stalloc import device as devices
 from stalloc.cli.launchers import LAUNCHER_MODULES, LAUNCHERS, instead_of
 from stalloc.device import VirtualGPU, find_gpu
-from stalloc.device.decisions import last_place, short_place
+from stalloc.device.deciding_lines import last_place, short_place
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError, StallocError
 from stalloc.figures import human_bytes

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.device.decisions import Decisions
+from stalloc.device.deciding_lines import Decisions
 
 _DECIDING = ("__bool__", "__int__", "__index__")
 _READING = (*_DECIDING, "__float__", "item", "tolist", "get")

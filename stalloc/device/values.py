@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stalloc.device.decisions import Decisions
+from stalloc.device.deciding_lines import Decisions
 
 MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
 MAX_NUMBERS = 1024  # of floating-point tensors: scales, boxes, shares

@@ -20,7 +20,7 @@ from stalloc.device.completion import COMPLETIONS, Completion
 from stalloc.device.completion import VARIABLE as COMPLETION
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.cupy_reads import count_reads
-from stalloc.device.decisions import Decisions
+from stalloc.device.deciding_lines import Decisions
 from stalloc.device.driver_faults import VARIABLE, set_faults
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory

@@ -10,7 +10,12 @@ from ablation.rules import RUNTIME
 
 
 def _probe(name: str, file: str, old: str, new: str) -> Change:
-    return Change(name=name, file=f"{RUNTIME}{file}.py", old=old, new=new.replace("FIRED", f'fired("{name}")'))
+    return Change(
+        name=name,
+        file=f"{file if '/' in file else RUNTIME + file}.py",
+        old=old,
+        new=new.replace("FIRED", f'fired("{name}")'),
+    )
 
 
 def _before(name: str, file: str, statement: str) -> Change:
@@ -35,15 +40,14 @@ PROBES = (
     _probe(
         "full device",
         "full_device",
-        "return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)",
-        "return (held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)) "
-        "or not FIRED",
+        "return fits and decisions.covers(held_bytes, self._peaks, self._num_settled)",
+        "return (fits and decisions.covers(held_bytes, self._peaks, self._num_settled)) or not FIRED",
     ),
     _probe(
         "full device",
         "full_device",
-        "return min(elsewhere, _LOST) if self.may_fill() else elsewhere",
-        "return min(elsewhere, _LOST) if self.may_fill() and FIRED else elsewhere",
+        "return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() else elsewhere",
+        "return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() and FIRED else elsewhere",
     ),
     _probe(
         "full device",
@@ -54,58 +58,45 @@ PROBES = (
     _probe(
         "full device",
         "full_device",
-        "if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):",
-        "if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT) and FIRED:",
+        "if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT):",
+        "if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT) and FIRED:",
     ),
-    _probe("growing allowance", "allowance", "_PATIENCE) and not rests:", "_PATIENCE) and not rests and FIRED:"),
+    _probe(
+        "growing allowance",
+        "allowance",
+        "is_planned=planned) and not rests:",
+        "is_planned=planned) and not rests and FIRED:",
+    ),
     _probe(
         "held once",
         "allowance",
         "if self._is_planned and self.is_marked:",
         "if self._is_planned and self.is_marked and FIRED:",
     ),
-    _before("moves of the arena", "tidying", "        soon = record.steps_ever < self._move_after"),
+    _before("moves of the arena", "tidying", "        self._move_wait = decisions.next_move_wait("),
     _probe(
         "shared begins",
-        "region_plan",
-        "alike = places_of_begin(kind, own, self._done[turn], kept)",
-        "alike = places_of_begin(kind, own, self._done[turn], kept)\n        (alike >= 0).any() and FIRED",
+        "stalloc/planner/region_plan",
+        "alike = places_of_begin(kind, own, self._done[buffer], kept)",
+        "alike = places_of_begin(kind, own, self._done[buffer], kept)\n        (alike >= 0).any() and FIRED",
     ),
-    _before("turns", "handed_on", "    return [replace(one, has_two=rank"),
-    _probe(
-        "novelty",
-        "novelty",
-        "return self._excess >= self._too_many",
-        "return self._excess >= self._too_many and FIRED",
-    ),
-    _probe("novelty", "novelty", "ends = self._excess == _MOST", "ends = self._excess == _MOST and FIRED"),
+    _before("turns", "stalloc/planner/carried_over", "    return [replace(one, has_two=rank"),
     _before("probation", "probation", "            self.is_on = True\n"),
     _before("watch pauses", "step_watch", "            self.pause()\n            self._next"),
-    _before("small live on", "lasting", "                self._state.record.small_apart = APART_FOR_LONG"),
-    _before("stacked places", "region_plan", "    return min(region, stacked,"),
-    _before("longer lived", "serving", "            self._state.arena.begin_step(*longer)"),
-    _before("moves in a pass", "tidying", "        is_astray = record.excess_misses > 2"),
     _probe("pages that linger", "tidying", "elif self._quiet_passes > 0:", "elif self._quiet_passes > 0 and FIRED:"),
     _probe(
         "order of kinds",
-        "kind_order",
-        "        return self._turn * len(self._ends_turn) + self._expected()",
+        "step_places",
+        "        return self._buffer * len(self._switches_buffers) + self._expected()",
         "        self._expected() != self._run[1] and FIRED\n"
-        "        return self._turn * len(self._ends_turn) + self._expected()",
+        "        return self._buffer * len(self._switches_buffers) + self._expected()",
     ),
-    _probe(
-        "out of order",
-        "step_misses",
-        "return self._astray >= _MOST_ASTRAY * _IN_ORDER",
-        "return self._astray >= _MOST_ASTRAY * _IN_ORDER and FIRED",
-    ),
-    _before("patience", "watching", "        record.ask_after_misses = 2 * record.excess_misses"),
-    _before("longer rings", "planning_job", "            other = make(longer,"),
+    _before("patience", "controller", "        self.state.triggers.after_misses(2 * record.excess_misses)"),
     _probe(
         "brim and half",
         "paging",
-        "if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):",
-        "if excess > 0 and self._leaves_less_than(_BRIM_SHIFT) and FIRED:",
+        "if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT):",
+        "if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT) and FIRED:",
     ),
     _probe(
         "brim and half",
@@ -116,8 +107,8 @@ PROBES = (
     _probe(
         "spared pages",
         "paging",
-        "self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0",
-        "self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] and FIRED else 0",
+        "self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] else 0",
+        "self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] and FIRED else 0",
     ),
     _before("saving", "memory", "            self.state.write(memory_is_short=1)"),
     _before("saving", "paging", "        self._state.write(memory_is_short=1)"),
@@ -126,12 +117,6 @@ PROBES = (
         "controller",
         "if not served and planned and self.shortage.is_enough_in_pieces(size_bytes):",
         "if not served and planned and self.shortage.is_enough_in_pieces(size_bytes) and FIRED:",
-    ),
-    _probe(
-        "kinds put off",
-        "kind_search",
-        "        self.put_off = late - self.in_time",
-        "        self.put_off = late - self.in_time\n        self.put_off and FIRED",
     ),
     _probe(
         "steps of the ring",
@@ -153,12 +138,7 @@ PROBES = (
         "int(self._was_seen_before(size, stream))",
         "int(self._was_seen_before(size, stream) and FIRED)",
     ),
-    _probe("scattered stays", "tidying", "or self._leaves_too_much\n", "or (self._leaves_too_much and FIRED)\n"),
-    _probe(
-        "places of marks", "step_places", "if min(behind, ahead) > _NEAR:", "if min(behind, ahead) > _NEAR and FIRED:"
-    ),
     _before("steady marks", "steady_marks", "        self._names.append(name)\n"),
-    _before("strands", "strands", "        self._search_at = len("),
     _before("irregular threads", "recording", "            self.left_out |= found\n"),
 )
 PROBED = {probe.name for probe in PROBES}

@@ -169,6 +169,6 @@ def _tell(controller: Any, what: int, name: str) -> None:
         with controller.lock:
             controller.lasting.end()
     elif what == Row.EXPECT_MARKS:
-        controller.watching.expects_marks = True
+        controller.expects_marks = True
     elif what == Row.RELEASE:
         controller.memory.release_unused()

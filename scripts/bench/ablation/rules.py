@@ -175,7 +175,9 @@ RULES = (
         "order of kinds",
         45,
         "which kind of step comes next is learnt; without it the last one is expected",
-        _returns(RUNTIME + "kind_order.py", "        before, last, count = self._run\n        earlier", "self._run[1]"),
+        _returns(
+            RUNTIME + "step_places.py", "        before, last, count = self._run\n        earlier", "self._run[1]"
+        ),
     ),
     _rule(
         "patience",
@@ -331,9 +333,9 @@ RULES = (
         45,
         "small planned requests lie together",
         (
-            RUNTIME + "paged_arena.py",
-            "tape, source = on_pages(tape, apart=not fills), arenas",
-            "tape, source = on_pages(tape, apart=False), arenas",
+            RUNTIME + "arenas.py",
+            "tape, source = on_pages(tape, apart=not fills), self",
+            "tape, source = on_pages(tape, apart=False), self",
         ),
     ),
     _rule(
