@@ -30,7 +30,7 @@ def test_every_rule_fits_the_sources() -> None:
 def test_one_rule_and_one_program(tmp_path: Path) -> None:
     def ablate(*more: str) -> list[str]:
         command = [sys.executable, "-P", str(BENCH / "ablate"), "--rules", RULE, "--only", "waves", "--random", "0"]
-        folders = ["--results", str(tmp_path / "results"), "--recordings", str(tmp_path / "recordings")]
+        folders = ["--json", str(tmp_path / "results"), "--recordings", str(tmp_path / "recordings")]
         done = subprocess.run([*command, *folders, *more], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()

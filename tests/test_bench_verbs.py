@@ -33,7 +33,8 @@ QUICK: dict[str, list[str]] = {
     "tiers": ["--quick", "--only", "page"],
     "values": ["--size", "tiny", "--pairs", "1"],
 }
-ELSEWHERE = {"fidelity", "kernels"}  # the first by test_fidelity.py, with its recordings; the second needs a GPU
+#: by tests of their own (test_fidelity.py has recordings), and what needs a GPU
+ELSEWHERE = {"ablate", "fidelity", "kernels", "mutate"}
 NEEDS_TRACES = ("cost", "replay")
 
 

@@ -252,8 +252,7 @@ print("captured")
         STALLOC_VIRTUAL_ORDER="strict",
     )
     assert done.stdout == "captured\n", done.stderr
-    assert done.stderr.count("stalloc:") == 1
-    assert "STALLOC_POISON stops checking: a graph is captured that neither torch nor CuPy told of" in done.stderr
+    assert done.stderr == ""
 
 
 def test_many_blocks_freed_while_a_graph_is_captured_are_each_looked_at_and_filled(run_program: Any) -> None:

@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -39,7 +40,8 @@ static bool ends_context(int status) { return status == 214 || (status >= 700 &&
 static bool may_fail(const char *name) {
     for (int i = 0; i < NUM_NUMBERED; i++) {
         size_t length = strlen(numbered[i]);
-        if (strncmp(name, numbered[i], length) == 0 && name[length] >= '0' && name[length] <= '9') return true;
+        if (strncmp(name, numbered[i], length) == 0 && name[length] >= '0' && name[length] <= '9')
+            return strcmp(numbered[i], "attribute") == 0 || atoi(name + length) < MAX_DEVICES;
     }
     for (int i = 0; i < NUM_NAMES; i++)
         if (strcmp(names[i], name) == 0) return true;
