@@ -122,6 +122,11 @@ def is_cycle_affordable(requests: int, seconds: float) -> bool:
     return requests * t.CYCLE_SECONDS <= seconds
 
 
+def is_near_mark(requests: int) -> bool:
+    """Whether the cursor may be so far from where a mark is; else it is set there."""
+    return requests <= t.NEAR_REQUESTS
+
+
 # --- giving a plan up
 
 

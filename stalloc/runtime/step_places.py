@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from stalloc.core.device_steps import StepAhead
 from stalloc.core.state import DeviceState
+from stalloc.runtime import decisions
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
@@ -172,13 +173,17 @@ class StepPlaces:
             self._since = cursor, steps.followed, self._since[2], begin
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
-        """The position next to the cursor."""
+        """The position next to the cursor; the one after the last where there is none near."""
         length, at = end - begin, cursor - begin
         after = bisect.bisect_left(self._positions, at) % len(self._positions)
         behind, ahead = (at - self._positions[after - 1]) % length, (self._positions[after] - at) % length
-        self._current = after if ahead < behind else (after - 1) % len(self._positions)
-        if min(behind, ahead) == 0:
+        nearest = after if ahead < behind else (after - 1) % len(self._positions)
+        if not decisions.is_near_mark(min(behind, ahead)):
+            nearest = (self._current + 1) % len(self._positions)
+            self._state.arena.begin_step(begin, end, begin + self._positions[nearest])
+        elif min(behind, ahead) == 0:
             self._state.arena.begin_step(begin, end, cursor)
+        self._current = nearest
 
     def name_of_followed(self) -> bytes | None:
         """The name of the step that just ended, if it asked for what its tape has and nothing else; None: not known."""

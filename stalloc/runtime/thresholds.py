@@ -37,6 +37,7 @@ CYCLE_WAITS = 3  # steps that the plan of a cycle waits for lifespans
 WATCH_STEPS = 64  # beside a plan for kinds that are new; the next watch comes after a pause of twice as many
 UNKNOWN_STEP_COUNTS = 8  # steps of that pause, one that the plan does not know
 MOST_EVENTS = 1 << 20  # of a record beside a plan
+NEAR_REQUESTS = 8  # that the cursor may be off at a mark, since marks and requests may come from several threads
 
 # --- when a plan is given up
 DROP_PASSES, DROP_REQUESTS = 8, 1024  # by so many passes and requests misses outnumber hits

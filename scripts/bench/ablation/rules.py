@@ -306,6 +306,12 @@ RULES = (
             "found: set[int] = set()",
         ),
     ),
+    _rule(
+        "places of marks",
+        10,
+        "a mark moves the cursor of a ring to the next start of a step",
+        (RUNTIME + "step_places.py", "if not decisions.is_near_mark(min(behind, ahead)):", "if False:"),
+    ),
     # --- in the core: compiled anew
     _rule(
         "leases",
