@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from stalloc.core.constants import GENERAL_KIND, PERSISTENT_KIND
 from stalloc.runtime import decisions as d
+from stalloc.runtime.segment_sizes import segment_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -21,6 +23,28 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.are_little, ((1, 64, 0, 1), True), ((1, 63, 0, 1), False)),
     (d.are_little, ((0, 1, 1, 64), True), ((0, 1, 1, 63), False)),
     (d.are_periods_few, ((39, 10), True), ((40, 10), False)),
+    (d.least_repeats, ((4,), 4), ((0,), 3)),
+    (d.least_period, ((4,), 5), ((0,), 4)),
+    (d.least_record, ((100,), 800), ((0,), 0)),
+    (d.may_wait_for_lifespans, ((2,), True), ((3,), False)),
+    (d.first_needed, ((10,), 6), ((3,), 0)),
+    (d.num_planned_kinds, ((31,), 31), ((33,), 32)),
+    (d.may_cycle_wait, ((2,), True), ((3,), False)),
+    (d.watch_left, ((60,), 4), ((65,), -1)),
+    (d.is_record_long, ((1_048_577,), True), ((1_048_576,), False)),
+    (d.next_passed_steps, ((7, 7), 14), ((8, 8), 15)),
+    (d.next_passed_steps, ((7, 8), 7), ((15, 15), 15)),
+    (d.next_heard_marks, ((2,), 5), ((7,), 7)),
+    (d.passes_to_judgement, ((10,), 80), ((1,), 8)),
+    (d.is_settling, ((2,), True), ((3,), False)),
+    (d.idle_passes, ((2,), 0), ((3,), 2)),
+    (d.fills_device, ((76, 100), True), ((75, 100), False)),
+    (d.is_at_brim, ((89, 100), True), ((88, 100), False)),
+    (d.may_fill, ((51, 100), True), ((50, 100), False)),
+    (d.is_large_part, ((26, 100), True), ((25, 100), False)),
+    (d.excess_beside_no_plan, ((129 * MIB,), MIB), ((127 * MIB,), -MIB)),
+    (d.spared_bytes, ((256,), 1), ((255,), 0)),
+    (d.range_bytes, ((GIB, GIB), 2 * GIB), ((3 * GIB, GIB), 3 * GIB)),
     (d.overdue_requests, ((100,), 1600), ((0,), 65_536)),
     (d.may_recur_in_any_order, ((4,), True), ((3,), False)),
     (d.is_doubted, ((4,), True), ((5,), False)),
@@ -66,7 +90,8 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.next_move_wait, ((7, 8), 16), ((8, 8), 1)),
     (d.next_move_wait, ((0, 64), 64), ((0, 16), 32)),
     (d.next_quiet_passes, ((1, 64, 3), (2, 64)), ((64, 64, 3), (64, 64))),
-    (d.next_quiet_passes, ((64, 64, 2), (128, 128)), ((4096, 4096, 2), (4096, 4096))),
+    (d.next_quiet_passes, ((64, 64, 2), (128, 128)), ((2048, 2048, 2), (4096, 4096))),
+    (d.next_quiet_passes, ((4096, 4096, 2), (4096, 4096)), ((4096, 64, 3), (64, 64))),
     (d.moves_in_each_pass, ((4,), True), ((3,), False)),
     (d.leaves_less_than, ((76, 100, 2), True), ((75, 100, 2), False)),
     (d.is_more_than, ((26, 100, 2), True), ((25, 100, 2), False)),
@@ -79,8 +104,13 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.is_memory_short, ((199, 100), True), ((200, 100), False)),
     (d.leaves_out_much, ((16, 100), True), ((15, 100), False)),
     (d.leaves_out_much, ((32, 1024), True), ((31, 1024), False)),
-    (d.is_lost, ((16, 15, 1), True), ((16, 16, 1), False)),
-    (d.is_lost, ((16, 0, 1), True), ((15, 0, 1), False)),
+    (d.is_half_lost, ((16, 15), True), ((16, 16), False)),
+    (d.is_half_lost, ((16, 0), True), ((15, 0), False)),
+    (d.is_third_lost, ((16, 31), True), ((16, 32), False)),
+    (d.is_third_lost, ((16, 0), True), ((15, 0), False)),
+    (d.is_third_there, ((51, 100), True), ((50, 100), False)),
+    (d.has_begun, ((16,), True), ((15,), False)),
+    (d.may_stand_aside, ((63,), True), ((64,), False)),
     (d.is_little_left, ((76, 100), True), ((75, 100), False)),
     (d.has_much_to_come, ((126, 1000, 1000), True), ((125, 1000, 1000), False)),
     (d.has_much_to_come, ((500, 876, 1000), True), ((500, 875, 1000), False)),
@@ -103,6 +133,17 @@ def test_the_first_search_of_a_record_comes_soon_where_a_program_begins() -> Non
 def test_an_unmarked_ring_has_to_fill_more_of_a_short_record_and_most_after_a_part_was_taken_for_a_step() -> None:
     shares = [d.needed_coverage(requests, is_part=part) for requests in (64, 63) for part in (False, True)]
     assert shares == [0.6, 0.9, 0.75, 0.9]
+
+
+def test_a_step_that_no_plan_knows_shortens_a_pause() -> None:
+    assert (d.counts_in_pause(is_unknown=True), d.counts_in_pause(is_unknown=False)) == (8, 1)
+
+
+def test_figures_that_a_plan_begins_with() -> None:
+    assert (d.least_parts(repeats=True), d.least_parts(repeats=False)) == (1, 16)
+    assert (d.most_misses_of_file(), d.most_quiet_passes()) == (256, 64)
+    assert [d.most_misses_where(2000, may_fill=full) for full in (True, False)] == [8, 2000]
+    assert d.num_recent_steps() == 8
 
 
 def test_pages_rest_under_a_plan_if_none_moves_and_elsewhere_if_few_do() -> None:
@@ -136,3 +177,11 @@ def test_planning_may_take_a_second_before_the_first_plan_and_a_share_of_the_pro
     assert d.seconds_left(0.01, 0.0, 0.0, 0.75, has_plan=False) == pytest.approx(0.25)
     assert d.seconds_left(0.01, 0.001, 10.0, 0.0, has_plan=True) == pytest.approx(0.4)
     assert d.seconds_left(0.01, 0.5, 0.0, 1.0, has_plan=True) == pytest.approx(4.0)
+
+
+def test_segments_are_pytorchs_and_those_of_what_lasts_lose_hardly_anything_to_rounding() -> None:
+    general = [segment_bytes(GENERAL_KIND, size) // MIB for size in (5 * MIB, 10 * MIB - 512, 10 * MIB)]
+    assert general == [20, 20, 10]
+    # several of one size, of which rounding loses the least, or less than a hundredth, in at most 32 MiB
+    lasting = [segment_bytes(PERSISTENT_KIND, size) // MIB for size in (1_049_088, 1_100_800, 1_152_512, 1_411_072)]
+    assert lasting == [32, 18, 22, 30]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from stalloc.core.constants import MODE_REPLAY
 from stalloc.core.state import DeviceState
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.sizes import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Allowance:
 
     def __init__(self, state: DeviceState) -> None:
         self._state, self._record = state, state.record
-        self._parts = self._least = 1
+        self._parts = self._least = decisions.least_parts(repeats=True)
         self._moved_bytes = self._peak_bytes = 0
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
@@ -75,7 +75,7 @@ class Allowance:
 
     def loosen(self) -> None:
         """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
-        self._parts = self._least = thresholds.LOOSE_PARTS
+        self._parts = self._least = decisions.least_parts(repeats=False)
 
     def begin_plan(self) -> None:
         """A plan is put in force, for which pages move now and rest then."""

@@ -12,7 +12,7 @@ from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import GRANULE
 from stalloc.core.regions import on_pages
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 
 
@@ -78,7 +78,7 @@ class Arenas:
 
         `expected_bytes`: what the program is taken to need at most.
         """
-        fills = decisions.is_more_than(expected_bytes, self.memory.paging.device_bytes, thresholds.PART_SHIFT)
+        fills = decisions.is_large_part(expected_bytes, self.memory.paging.device_bytes)
         tape, source = on_pages(tape, apart=not fills), self.memory.source
         most_bytes = source.free_bytes() + self.state.record.reserved_bytes
         memory = source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None

@@ -18,7 +18,7 @@ from stalloc.core.host_memory import trim
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
@@ -464,7 +464,7 @@ class Controller:
         if self.steps.search.done.is_set():
             return True
         if not self.recording.marks:
-            self.state.triggers.at_recorded(self.state.record.num_sizable + thresholds.SHORT_RECORD_REQUESTS)
+            self.state.triggers.at_recorded(self.state.record.num_sizable + decisions.first_scan_at(begins=False))
         return False
 
     def _recur_in_part(self) -> bool:
@@ -746,7 +746,7 @@ class Controller:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.recording.end(self.status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
-        if not self.put_in_force(tape, plan, ask_after_misses=thresholds.DROP_OF_FILE_REQUESTS):
+        if not self.put_in_force(tape, plan, ask_after_misses=decisions.most_misses_of_file()):
             free, total = self.memory.device.memory_info()
             raise PlanError(
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.constants import TINY
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.looking import Found
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recorded_steps import RecordedSteps
@@ -38,7 +38,7 @@ class CycleWatch:
         """The plan is given up."""
         self._found: Cycle | None = None  # to be put in force
         self._search_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
-        self._patience = thresholds.CYCLE_WAITS
+        self._waited = 0
         self.begin_plans()
 
     def begin_plans(self) -> None:
@@ -50,7 +50,7 @@ class CycleWatch:
         if search.lacks_places:
             self._search_at = 2 * self._recorded.count
         if search.awaits_cycle:
-            self._search_at, self._patience = self._recorded.count + 1, self._patience - 1
+            self._search_at, self._waited = self._recorded.count + 1, self._waited + 1
             return True
         if search.cycle is not None and search.cycle.record == self._recorded.num_records:
             self._found = search.cycle
@@ -80,7 +80,7 @@ class CycleWatch:
         """A search of all of the record begins; whether its cycle may wait for another step."""
         self._search_at = 0
         self._looked_for_moves |= pages_move
-        return self._patience > 0
+        return decisions.may_cycle_wait(self._waited)
 
 
 @dataclass(frozen=True, eq=False)

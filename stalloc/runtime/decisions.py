@@ -68,6 +68,26 @@ def overdue_requests(longest_step: int) -> int:
     return t.OVERDUE_STEPS * longest_step or t.OVERDUE_REQUESTS
 
 
+def least_repeats(observe_steps: int) -> int:
+    """How often an unmarked ring has to come, of which so many steps are to be seen at least."""
+    return max(t.LEAST_REPEATS, observe_steps)
+
+
+def least_period(misled_by: int) -> int:
+    """Requests of an unmarked ring, at least, after one of so many was none; 0: there was none."""
+    return max(t.LEAST_PERIOD_REQUESTS, misled_by + 1 if misled_by else 0)
+
+
+def least_record(ring_requests: int) -> int:
+    """Requests of a record in which a step is looked for, after a ring that was a part of one."""
+    return t.PART_RINGS * ring_requests
+
+
+def may_wait_for_lifespans(scans: int) -> bool:
+    """Whether a plan waits for lifespans that are not known, after so many scans that it waited."""
+    return scans < t.LIFESPAN_SCANS
+
+
 # --- marked steps
 
 
@@ -127,6 +147,46 @@ def is_near_mark(requests: int) -> bool:
     return requests <= t.NEAR_REQUESTS
 
 
+def first_needed(step: int) -> int:
+    """The first step that shows what one needs that is carried over to it."""
+    return max(0, step - t.STEPS_BEFORE)
+
+
+def num_planned_kinds(kinds: int) -> int:
+    """How many of so many kinds are planned together."""
+    return min(kinds, t.MOST_KINDS)
+
+
+def may_cycle_wait(steps: int) -> bool:
+    """Whether the plan of a cycle waits for lifespans, after so many steps that it waited."""
+    return steps < t.CYCLE_WAITS
+
+
+def watch_left(steps: int) -> int:
+    """Steps for which the watch beside a plan goes on after so many; the first pause is as long as a watch."""
+    return t.WATCH_STEPS - steps
+
+
+def counts_in_pause(*, is_unknown: bool) -> int:
+    """Steps of a pause that a step counts for."""
+    return t.UNKNOWN_STEP_COUNTS if is_unknown else 1
+
+
+def is_record_long(events: int) -> bool:
+    """Whether a record beside a plan begins anew."""
+    return events > t.MOST_EVENTS
+
+
+def next_passed_steps(came: int, expected: int) -> int:
+    """How many steady steps are expected next, after so many of those expected came."""
+    return min(t.MOST_PASSED_STEPS, 2 * came) if came == expected else came
+
+
+def next_heard_marks(heard: int) -> int:
+    """How many marks are heard before steps are expected again, after none of them came."""
+    return min(t.MOST_HEARD_STEPS, 2 * heard + 1)
+
+
 # --- giving a plan up
 
 
@@ -178,6 +238,16 @@ def judged_after(requests: int) -> int:
 def has_fitted(passes: int) -> bool:
     """Whether a plan that is given up after so many passes was of steps."""
     return passes >= t.FITTED_PASSES
+
+
+def most_misses_of_file() -> int:
+    """By how much misses may outnumber hits under a plan from a file."""
+    return t.DROP_OF_FILE_REQUESTS
+
+
+def passes_to_judgement(ring_requests: int) -> int:
+    """Requests after which the plan of an unmarked ring is judged."""
+    return t.JUDGED_PASSES * ring_requests
 
 
 # --- what is held
@@ -261,6 +331,26 @@ def moves_in_each_pass(passes: int) -> bool:
     return passes >= t.MOVING_PASSES
 
 
+def least_parts(*, repeats: bool) -> int:
+    """Parts of the peak that may be held from the start."""
+    return 1 if repeats else t.LOOSE_PARTS
+
+
+def is_settling(passes: int) -> bool:
+    """Whether whatever is free goes back after so many passes over a plan."""
+    return passes < t.SETTLING_PASSES
+
+
+def idle_passes(passes: int) -> int:
+    """Passes for which a block of CuPy's pool served nothing that goes back, after so many over a plan."""
+    return 0 if is_settling(passes) else t.IDLE_PASSES
+
+
+def most_quiet_passes() -> int:
+    """Passes without a growth before what one needed goes, at most, unless it is needed again at once."""
+    return t.QUIET_PASSES
+
+
 # --- a program that fills the device
 
 
@@ -272,6 +362,41 @@ def leaves_less_than(peak_bytes: int, device_bytes: int, shift: int) -> bool:
 def is_more_than(peak_bytes: int, device_bytes: int, shift: int) -> bool:
     """Whether a peak is more than 1 / 2 ** shift of the device."""
     return peak_bytes > device_bytes >> shift
+
+
+def fills_device(peak_bytes: int, device_bytes: int) -> bool:
+    """Whether a peak is most of the device."""
+    return leaves_less_than(peak_bytes, device_bytes, t.FULL_SHIFT)
+
+
+def is_at_brim(peak_bytes: int, device_bytes: int) -> bool:
+    """Whether a peak leaves so little of the device that pages stay where they are."""
+    return leaves_less_than(peak_bytes, device_bytes, t.BRIM_SHIFT)
+
+
+def may_fill(peak_bytes: int, device_bytes: int) -> bool:
+    """Whether a peak is more than half of the device."""
+    return is_more_than(peak_bytes, device_bytes, 1)
+
+
+def is_large_part(peak_bytes: int, device_bytes: int) -> bool:
+    """Whether a peak is such a part of the device that a step which needs more than any before may fill it."""
+    return is_more_than(peak_bytes, device_bytes, t.PART_SHIFT)
+
+
+def excess_beside_no_plan(excess_bytes: int) -> int:
+    """Of what is held beyond what is allowed, where no plan serves and half of the device is needed."""
+    return excess_bytes - t.HALF_BYTES
+
+
+def spared_bytes(peak_bytes: int) -> int:
+    """What is held more before planned places take pages from one another."""
+    return peak_bytes >> t.PLANNED_SHIFT
+
+
+def range_bytes(size_bytes: int, device_bytes: int) -> int:
+    """How long a range of addresses for a request is."""
+    return max(size_bytes, t.RANGE_TIMES * device_bytes)
 
 
 def needs_more(peak_bytes: int, highest_bytes: int) -> bool:
@@ -295,6 +420,16 @@ def is_left(lost: int) -> bool:
     return lost >= t.LEFT_REQUESTS
 
 
+def num_recent_steps() -> int:
+    """Steps whose peaks are remembered: as many as a plan waits for."""
+    return t.SETTLED_STEPS
+
+
+def most_misses_where(elsewhere: int, *, may_fill: bool) -> int:
+    """By how much misses may outnumber hits where a program may fill the device, and elsewhere."""
+    return min(elsewhere, t.LEFT_REQUESTS) if may_fill else elsewhere
+
+
 def is_memory_short(free_bytes: int, allocated_bytes: int) -> bool:
     """Whether an optimizer's state may not fit."""
     return free_bytes < t.STATE_TIMES * allocated_bytes
@@ -308,9 +443,29 @@ def leaves_out_much(left_out: int, ring_requests: int) -> bool:
     return left_out >= max(t.ASIDE_REQUESTS, ring_requests // t.ASIDE_SHARE)
 
 
-def is_lost(lost: int, hits: int, hits_each: int) -> bool:
-    """Whether many requests are not as planned, and for each of them no more than so many are."""
-    return lost >= t.ASIDE_REQUESTS and hits_each * lost > hits
+def is_half_lost(lost: int, hits: int) -> bool:
+    """Whether many requests are not as planned, and for each of them no more than one is."""
+    return lost >= t.ASIDE_REQUESTS and lost > hits
+
+
+def is_third_lost(lost: int, hits: int) -> bool:
+    """Whether many requests are not as planned, a third of all."""
+    return lost >= t.ASIDE_REQUESTS and 2 * lost > hits
+
+
+def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
+    """Whether a third of what a step needs for itself is there."""
+    return 2 * own_bytes > ahead_bytes
+
+
+def has_begun(place: int) -> bool:
+    """Whether a pass is so far that it shows which step it is."""
+    return place >= t.ASIDE_REQUESTS
+
+
+def may_stand_aside(steps: int) -> bool:
+    """Whether a plan may leave one more step to the heap, after so many in a row."""
+    return steps < t.ASIDE_STEPS
 
 
 def is_little_left(allocated_bytes: int, reserved_bytes: int) -> bool:

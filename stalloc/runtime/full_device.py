@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class FullDevice:
         self._highest_bytes = 0  # that a marked step had allocated, as long as it was not much more
         self._num_settled = 0  # steps since one that needed more
         # bytes allocated at most in the last marked steps
-        self._peaks: deque[int] = deque(maxlen=thresholds.SETTLED_STEPS)
+        self._peaks: deque[int] = deque(maxlen=decisions.num_recent_steps())
 
     def note_step(self) -> None:
         """The program marks a step."""
@@ -58,7 +58,7 @@ class FullDevice:
 
     def _note_peak(self) -> None:
         """Have small blocks lie together if a step that needs more than those before may fill the device."""
-        if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT):
+        if self._memory.source.paged and self._memory.paging.fills_part():
             self._state.record.small_apart = 1
 
     def most_misses(self, elsewhere: int) -> int:
@@ -67,7 +67,7 @@ class FullDevice:
         What a step has and the plan does not know lies scattered over its arena; as long as it is little that does not
         matter to the rest of the step.
         """
-        return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() else elsewhere
+        return decisions.most_misses_where(elsewhere, may_fill=self.may_fill())
 
     def _is_full(self) -> bool:
         return self._memory.source.paged and self._memory.paging.fills_device()
@@ -101,4 +101,4 @@ class FullDevice:
         needed_bytes = self._state.record.total.allocated_bytes + size_bytes
         if not decisions.needs_more(needed_bytes, highest_bytes) or not self._memory.source.paged:
             return False
-        return decisions.is_more_than(needed_bytes, self._memory.paging.device_bytes, thresholds.PART_SHIFT)
+        return decisions.is_large_part(needed_bytes, self._memory.paging.device_bytes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.device_arena import load_for_moves
 from stalloc.core.host_memory import trim
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.threads import start_thread
@@ -103,7 +103,10 @@ class KindSearch:
             kinds += self._most_frequent(fresh)
             kinds.sort(key=lambda kind: -kind.times_seen)
             self.tapes = plan_steps(
-                kinds[: thresholds.MOST_KINDS], self.made, trace.device, double_buffered=self.double_buffered
+                kinds[: decisions.num_planned_kinds(len(kinds))],
+                self.made,
+                trace.device,
+                double_buffered=self.double_buffered,
             )
             self.admitted = admit(self.tapes.plans, ring_only=True, num_buffers=self.tapes.num_buffers)
 

@@ -12,7 +12,7 @@ import numpy as np
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.core.tape_cursor import SURE
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Settings
 
@@ -57,21 +57,21 @@ class Looking:
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
-        self._min_period = thresholds.LEAST_PERIOD_REQUESTS  # without marks
+        self._min_period = decisions.least_period(0)  # without marks
         self._min_record, self._is_part = 0, False  # requests before the first look; what was found before was a part
         self._look_at = 0  # sizable requests in the record at the next look
-        self._patience = thresholds.LIFESPAN_SCANS
+        self._waited = 0  # scans, for lifespans
 
     def begin(self) -> None:
         """The record begins anew."""
-        self._patience, self._look_at = thresholds.LIFESPAN_SCANS, 0
+        self._waited = self._look_at = 0
 
     def was_misled(self, *, is_part: bool) -> None:
         """The ring that is followed is no step: only a longer one can be, with `is_part` one that holds it."""
         length = self._ring_length
-        self._min_period = max(thresholds.LEAST_PERIOD_REQUESTS, length + 1)
+        self._min_period = decisions.least_period(length)
         if is_part:
-            self._min_record = min(thresholds.PART_RINGS * length, self._state.record.num_sizable)
+            self._min_record = min(decisions.least_record(length), self._state.record.num_sizable)
             self._is_part = True
 
     def shows_longer_ring(self) -> bool:
@@ -79,14 +79,14 @@ class Looking:
         from stalloc.lifespans.periods import find_period
 
         size, stream = self._recording.requests(0, self._state.record.num_events)
-        period = find_period(size * constants.MAX_STREAMS + stream, thresholds.LEAST_REPEATS)
+        period = find_period(size * constants.MAX_STREAMS + stream, decisions.least_repeats(0))
         found = (period.length, period.covered) if period is not None else (0, 0)
         return decisions.shows_longer_ring(*found, self._ring_length, len(size))
 
     @property
     def is_long(self) -> bool:
         """Whether the record beside such a ring is long enough for kinds of steps."""
-        return decisions.shows_kinds(self._state.record.num_sizable, thresholds.PART_RINGS * self._ring_length)
+        return decisions.shows_kinds(self._state.record.num_sizable, decisions.least_record(self._ring_length))
 
     @property
     def _ring_length(self) -> int:
@@ -131,7 +131,7 @@ class Looking:
         if self._recording.marks:
             period = find_step_period(trace)
         else:
-            repeats = max(thresholds.LEAST_REPEATS, settings.observe_steps)
+            repeats = decisions.least_repeats(settings.observe_steps)
             share = decisions.needed_coverage(self._state.record.num_sizable, is_part=self._is_part)
             period = find_step_period(trace, min_repeats=repeats, min_share=share, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
@@ -147,12 +147,12 @@ class Looking:
         unknown_bytes, num_bytes = int(tape.size[unknown].sum()), int(tape.size.sum())
         if decisions.are_little(int(np.count_nonzero(unknown)), len(unknown), unknown_bytes, num_bytes):
             return False
-        waits, marks = self._patience > 0, self._recording.marks
+        waits, marks = decisions.may_wait_for_lifespans(self._waited), self._recording.marks
         if marks:
             self._look_at = 0 if waits else self._look_at  # at the next mark, however long the record is by now
         else:
             waits = waits and decisions.are_periods_few(tape.covered_requests, tape.period_requests)
             self._look_at = self._state.record.num_sizable + tape.period_requests
             self._state.triggers.at_recorded(self._look_at)
-        self._patience -= waits
+        self._waited += waits
         return waits

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core.constants import GRANULE, PRIVATE_KINDS, SMALL_KIND
 from stalloc.core.snapshot import segments
 from stalloc.device.mapped_pages import page_runs
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.allowance import Allowance
 from stalloc.sizes import whole_pages
 
@@ -131,7 +131,7 @@ class Paging:
         return False
 
     def _add_range(self, pool: int, size_bytes: int) -> bool:
-        span = whole_pages(max(size_bytes, thresholds.RANGE_TIMES * self._memory.device.total_bytes))
+        span = whole_pages(decisions.range_bytes(size_bytes, self._memory.device.total_bytes))
         memory = self._source.reserve(span) or self._source.reserve(whole_pages(size_bytes))
         if memory is None:
             return False
@@ -155,7 +155,7 @@ class Paging:
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
             return
-        may_come = self.allowance.is_marked and not self._leaves_less_than(thresholds.BRIM_SHIFT)
+        may_come = self.allowance.is_marked and not self._holds(decisions.is_at_brim)
         ahead = self._state.arena.lacking_ahead(position) if may_come else []
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
@@ -242,19 +242,15 @@ class Paging:
 
     def fills_device(self) -> bool:
         """Whether the program's peak is most of what the device has."""
-        return self._leaves_less_than(thresholds.FULL_SHIFT)
+        return self._holds(decisions.fills_device)
 
     def fills_half(self) -> bool:
         """Whether the program's peak is more than half of what the device has."""
-        return self.fills_part(1)
+        return self._holds(decisions.may_fill)
 
-    def fills_part(self, shift: int) -> bool:
-        """Whether the program's peak is more than 1 / 2 ** shift of the device."""
-        return self._holds(lambda peak, device_bytes: decisions.is_more_than(peak, device_bytes, shift))
-
-    def _leaves_less_than(self, shift: int) -> bool:
-        """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
-        return self._holds(lambda peak, device_bytes: decisions.leaves_less_than(peak, device_bytes, shift))
+    def fills_part(self) -> bool:
+        """Whether the program's peak is a large part of the device."""
+        return self._holds(decisions.is_large_part)
 
     def _holds(self, exceeds: Callable[[int, int], bool]) -> bool:
         """Whether the program's peak exceeds a part of the device, which is asked only where it may.
@@ -283,15 +279,15 @@ class Paging:
         excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._arena is None and self.fills_half():
             # pages that move leave holes, which a step that needs more may have no use for
-            excess -= thresholds.HALF_BYTES
-        if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT):
+            excess = decisions.excess_beside_no_plan(excess)
+        if excess > 0 and self._holds(decisions.is_at_brim):
             excess = 0
         if excess > 0:
             self.num_moves += 1
             self.allowance.note_move(whole_pages(excess))
         if excess + ahead_bytes > 0:
             # the pages that a plan needs again soon move only where it holds more than that
-            spared_bytes = self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] else 0
+            spared_bytes = decisions.spared_bytes(self.allowance.peak_bytes) if place[1] else 0
             self._leave(excess, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes)
         if self._has_room(size_bytes):
             return True

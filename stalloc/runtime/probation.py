@@ -5,7 +5,7 @@ for at once when it turns out that the plan's is only a part of what repeats.
 """
 
 from stalloc.core.state import DeviceState
-from stalloc.runtime import thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.status import Status
 
@@ -21,7 +21,7 @@ class Probation:
     def begin(self) -> None:
         """The plan in force, of a ring that was found without marks, is to be judged."""
         record = self._state.record
-        self._state.triggers.after_requests(thresholds.JUDGED_PASSES * (record.ring_end - record.ring_start))
+        self._state.triggers.after_requests(decisions.passes_to_judgement(record.ring_end - record.ring_start))
         self.went_on = False
         if not self._status.settings.keep_recording:
             self.is_on = True

@@ -9,7 +9,7 @@ which it serves what it can.
 from typing import TYPE_CHECKING
 
 from stalloc.core.constants import ASIDE
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase
@@ -33,7 +33,7 @@ class StandingAside:
     def begins(self) -> bool:
         """A request needs pages: whether the plan stands aside from now on, so that there may be some."""
         record = self._state.record
-        if self._stood or self._in_a_row >= thresholds.ASIDE_STEPS or self._status.phase is not Phase.PLANNED:
+        if self._stood or not decisions.may_stand_aside(self._in_a_row) or self._status.phase is not Phase.PLANNED:
             return False
         if record.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
@@ -57,7 +57,7 @@ class StandingAside:
         """
         record = self._state.record
         length = record.ring_end - record.ring_start
-        goes_on = self._came_late and record.miss_run == 0 and not self._is_lost(thresholds.THIRD_LOST_HITS)
+        goes_on = self._came_late and record.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
         leaves_out = decisions.leaves_out_much(record.left_out - self._left_out, length) and not goes_on
         is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
         return bool(record.step_count > 0 and is_another)
@@ -66,19 +66,19 @@ class StandingAside:
     def _place_now(self) -> int:
         return int(self._state.record.cursor - self._state.record.ring_start)
 
-    def _is_lost(self, num_hits_each: int) -> bool:
-        """Whether many requests of this pass are not as planned, and for each of them no more than so many are."""
+    @property
+    def _lost_and_hit(self) -> tuple[int, int]:
+        """Requests of this pass that are not as planned, and those that are."""
         record = self._state.record
-        num_lost, num_hits = record.step_misses - record.step_unplanned, record.hits - record.hits_before
-        return decisions.is_lost(num_lost, num_hits, num_hits_each)
+        return record.step_misses - record.step_unplanned, record.hits - record.hits_before
 
     def _matters(self) -> bool:
         """Whether little is left of what is held and most of the pass not as planned, or the step needs much memory."""
         record = self._state.record
         little_is_left = decisions.is_little_left(record.total.allocated_bytes, record.reserved_bytes)
-        if little_is_left and self._is_lost(thresholds.LOST_HITS):
+        if little_is_left and decisions.is_half_lost(*self._lost_and_hit):
             return True
-        return (little_is_left or self._place_now >= thresholds.ASIDE_REQUESTS) and self._needs_much()
+        return (little_is_left or decisions.has_begun(self._place_now)) and self._needs_much()
 
     def _needs_much(self) -> bool:
         """Whether the step will need much more than now, and nearly as much as any before, if it goes on as planned.
@@ -98,7 +98,7 @@ class StandingAside:
         if decisions.is_unexpected(needed_bytes, expected_bytes):
             return True
         own_bytes = int(record.total.allocated_bytes) - self._allocated_bytes  # of this step
-        return self._is_lost(thresholds.THIRD_LOST_HITS) and thresholds.THIRD_LOST_HITS * own_bytes > ahead_bytes
+        return decisions.is_third_lost(*self._lost_and_hit) and decisions.is_third_there(own_bytes, ahead_bytes)
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stalloc.core.device_steps import StepAhead
-from stalloc.runtime import thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.steps import Steps
@@ -127,9 +127,7 @@ class SteadyMarks:
         """So many of the steps came that were expected: see how many are worth expecting."""
         if num_steps:
             self._heard = 0
-            self._num_wanted = (
-                min(thresholds.MOST_PASSED_STEPS, 2 * num_steps) if num_steps == self._num_expected else num_steps
-            )
+            self._num_wanted = decisions.next_passed_steps(num_steps, self._num_expected)
         else:
-            self._num_wanted, self._heard = 1, min(thresholds.MOST_HEARD_STEPS, 2 * self._heard + 1)
+            self._num_wanted, self._heard = 1, decisions.next_heard_marks(self._heard)
             self._to_hear = self._heard

@@ -8,7 +8,7 @@ as the one before; a step that the plan knows nothing of shortens it.
 from typing import TYPE_CHECKING
 
 from stalloc.core.state import DeviceState
-from stalloc.runtime import thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.recorded_steps import RecordedSteps
 
@@ -22,13 +22,13 @@ class StepWatch:
     def __init__(self, state: DeviceState, recorded: RecordedSteps, effort: Effort) -> None:
         self._state, self._recorded, self._effort = state, recorded, effort
         self._steps = self._pause = 0  # of this watch, and until the next one
-        self._next_pause = thresholds.WATCH_STEPS
+        self._next_pause = decisions.watch_left(0)
 
     def begin(self, *, anew: bool) -> None:
         """Watch from here on, in the record that there is; `anew`: pauses begin to be short again."""
         self._steps = 1
         if anew:
-            self._next_pause = thresholds.WATCH_STEPS
+            self._next_pause = decisions.watch_left(0)
 
     def end(self) -> None:
         """Nothing is watched now."""
@@ -41,7 +41,7 @@ class StepWatch:
     @property
     def num_left(self) -> int:
         """Steps for which this watch goes on."""
-        return thresholds.WATCH_STEPS - self._steps if self._steps else 0
+        return decisions.watch_left(self._steps) if self._steps else 0
 
     def pass_over(self, steps: "SteadySteps") -> None:
         """Steps went by, all of them known."""
@@ -53,17 +53,17 @@ class StepWatch:
     def note_step(self, *, missed: bool, is_unknown: bool) -> None:
         """A step ended of which something was missed, or of which little was served."""
         if not self._steps:
-            self._pause -= thresholds.UNKNOWN_STEP_COUNTS if is_unknown else 1
+            self._pause -= decisions.counts_in_pause(is_unknown=is_unknown)
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._steps = 1
                 self._recorded.expect_last()
                 self._recorded.begin_anew()
             return
         self._steps += 1
-        if self._steps > thresholds.WATCH_STEPS:
+        if decisions.watch_left(self._steps) < 0:
             self.pause()
             self._next_pause *= 2
             self._state.forget_record()
             self._recorded.forget()
-        elif self._state.record.num_events > thresholds.MOST_EVENTS or not self._state.record.recording:
+        elif decisions.is_record_long(self._state.record.num_events) or not self._state.record.recording:
             self._recorded.begin_anew()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.state import DeviceState
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.cycles import CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
@@ -196,7 +196,7 @@ class Steps:
         """The step of the record from which on it shows what plans of these kinds need, beside those in force."""
         is_counted = len(self._recording.step_events) == self.recorded.count + 1  # each of its steps, since it began
         told = self.tapes is not None and is_counted
-        return max(0, self.recorded.first_of(fresh) - thresholds.STEPS_BEFORE) if told else 0
+        return decisions.first_needed(self.recorded.first_of(fresh)) if told else 0
 
     @property
     def _ring_tells(self) -> bool:

@@ -89,7 +89,6 @@ STATE_TIMES = 2  # what a model and its gradients hold, that an optimizer may as
 # --- a step that is not the planned one, and is served by the heap to its end
 ASIDE_REQUESTS, ASIDE_SHARE = 16, 32  # and of the ring, that it has to leave out, or to find taken
 ASIDE_BYTES, ASIDE_SHIFT = 8 << 20, 5  # more than was expected, and of that, that it needs
-LOST_HITS, THIRD_LOST_HITS = 1, 2  # as planned for each request that is not: half of them, or a third
 LITTLE_LEFT_SHARE = 4  # of what is held, that is all that is free
 TO_COME_SHARE = 8  # of what the step will need, that is still to come
 ASIDE_STEPS = 64  # in a row, after which one is served as far as it is planned

@@ -3,7 +3,7 @@
 Contract: nothing is given back in the middle of a pass, and nothing that passes still use.
 """
 
-from stalloc.runtime import decisions, thresholds
+from stalloc.runtime import decisions
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.effort import Effort
 
@@ -13,14 +13,14 @@ class Tidying:
 
     def __init__(self, arenas: Arenas, effort: Effort) -> None:
         self._arenas, self._state, self._effort = arenas, arenas.state, effort
-        self._boundaries = 0  # until the plan has settled; below 0: since then
+        self._passes = 0  # over the plan
         self._segments_kept = 0  # of the heap, when the plan had settled
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
         self._growths_seen = 0  # of the paging, at the last boundary
         self._boundary_at = 0  # passes ever at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
-        self._most_patience = thresholds.QUIET_PASSES
-        self._released_at = -thresholds.AT_ONCE_PASSES  # passes ever when pages went last
+        self._most_patience = decisions.most_quiet_passes()
+        self._released_at = -decisions.most_quiet_passes()  # passes ever when pages went last; long ago
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: no plan is expected soon
 
@@ -28,9 +28,9 @@ class Tidying:
         """A plan is put in force."""
         if self._arenas.memory.source.paged:
             self._arenas.memory.paging.allowance.begin_plan()
-        self._boundaries, self._segments_kept = thresholds.SETTLING_PASSES, 0
+        self._passes = self._segments_kept = 0
         self._growths_seen = self._quiet_passes = self._moving_passes = 0
-        self._patience, self._most_patience = 1, thresholds.QUIET_PASSES
+        self._patience, self._most_patience = 1, decisions.most_quiet_passes()
         self._move_after, self._move_wait = 0, 1
 
     def at_boundary(self) -> int:
@@ -38,12 +38,14 @@ class Tidying:
         arenas = self._arenas
         if arenas.memory.source.paged:
             return self._unmap_unused()
-        self._boundaries -= 1
-        arenas.memory.release_unused(0 if self._boundaries > 0 else thresholds.IDLE_PASSES)
+        was_settling = decisions.is_settling(self._passes)
+        self._passes += 1
+        settles = decisions.is_settling(self._passes)
+        arenas.memory.release_unused(decisions.idle_passes(self._passes))
         num_segments, kept = len(arenas.memory.segments), self._segments_kept
-        if self._boundaries == 0:
+        if was_settling and not settles:
             self._segments_kept = num_segments
-        return self._boundaries > 0 or num_segments > kept
+        return settles or num_segments > kept
 
     def _unmap_unused(self) -> int:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
@@ -53,11 +55,11 @@ class Tidying:
         self._moves_seen = paging.num_moves
         if self._moves_out_of_the_way():
             return 1  # a pass takes its pages from where the arena was
-        self._boundaries -= 1
-        if self._boundaries == thresholds.SETTLING_PASSES - 1:
+        self._passes += 1
+        if self._passes == 1:
             paging.end_gathering()
             return 1  # the plan's first pass does
-        if self._boundaries > 0:
+        if decisions.is_settling(self._passes):
             paging.release()
             return 1
         if paging.num_growths != self._growths_seen:

@@ -46,8 +46,8 @@ PROBES = (
     _probe(
         "full device",
         "full_device",
-        "return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() else elsewhere",
-        "return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() and FIRED else elsewhere",
+        "return decisions.most_misses_where(elsewhere, may_fill=self.may_fill())",
+        "return decisions.most_misses_where(elsewhere, may_fill=self.may_fill() and FIRED)",
     ),
     _probe(
         "full device",
@@ -58,8 +58,8 @@ PROBES = (
     _probe(
         "full device",
         "full_device",
-        "if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT):",
-        "if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT) and FIRED:",
+        "if self._memory.source.paged and self._memory.paging.fills_part():",
+        "if self._memory.source.paged and self._memory.paging.fills_part() and FIRED:",
     ),
     _probe(
         "growing allowance",
@@ -95,8 +95,8 @@ PROBES = (
     _probe(
         "brim and half",
         "paging",
-        "if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT):",
-        "if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT) and FIRED:",
+        "if excess > 0 and self._holds(decisions.is_at_brim):",
+        "if excess > 0 and self._holds(decisions.is_at_brim) and FIRED:",
     ),
     _probe(
         "brim and half",
@@ -107,8 +107,8 @@ PROBES = (
     _probe(
         "spared pages",
         "paging",
-        "self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] else 0",
-        "self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] and FIRED else 0",
+        "decisions.spared_bytes(self.allowance.peak_bytes) if place[1] else 0",
+        "decisions.spared_bytes(self.allowance.peak_bytes) if place[1] and FIRED else 0",
     ),
     _before("saving", "memory", "            self.state.write(memory_is_short=1)"),
     _before("saving", "paging", "        self._state.write(memory_is_short=1)"),

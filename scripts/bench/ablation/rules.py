@@ -57,7 +57,7 @@ RULES = (
         "a step that is not as planned is served by the heap to its end",
         _returns(
             RUNTIME + "standing_aside.py",
-            "        record = self._state.record\n        if self._stood or self._in_a_row",
+            "        record = self._state.record\n        if self._stood or not decisions",
             "False",
         ),
     ),
@@ -89,7 +89,7 @@ RULES = (
         (RUNTIME + "full_device.py", "if not self.may_fill() or arena_bytes", "if True or arena_bytes"),
         (
             RUNTIME + "full_device.py",
-            "return min(elsewhere, thresholds.LEFT_REQUESTS) if self.may_fill() else elsewhere",
+            "return decisions.most_misses_where(elsewhere, may_fill=self.may_fill())",
             "return elsewhere",
         ),
         (
@@ -99,7 +99,7 @@ RULES = (
         ),
         (
             RUNTIME + "full_device.py",
-            "if self._memory.source.paged and self._memory.paging.fills_part(thresholds.PART_SHIFT):",
+            "if self._memory.source.paged and self._memory.paging.fills_part():",
             "if False:",
         ),
     ),
@@ -163,7 +163,7 @@ RULES = (
         "watch pauses",
         45,
         "steps beside a plan are recorded for 64 steps, then after ever longer pauses",
-        (RUNTIME + "step_watch.py", "if self._steps > thresholds.WATCH_STEPS:", "if False:"),
+        (RUNTIME + "step_watch.py", "if decisions.watch_left(self._steps) < 0:", "if False:"),
     ),
     _rule(
         "pages that linger",
@@ -209,7 +209,7 @@ RULES = (
         "brim and half",
         25,
         "more may be held before pages move where the program needs most of the device",
-        (RUNTIME + "paging.py", "if excess > 0 and self._leaves_less_than(thresholds.BRIM_SHIFT):", "if False:"),
+        (RUNTIME + "paging.py", "if excess > 0 and self._holds(decisions.is_at_brim):", "if False:"),
         (RUNTIME + "paging.py", "if excess > 0 and self._arena is None and self.fills_half():", "if False:"),
     ),
     _rule(
@@ -218,7 +218,7 @@ RULES = (
         "planned places take pages from one another only where 1/256 more would be held",
         (
             RUNTIME + "paging.py",
-            "spared_bytes = self.allowance.peak_bytes >> thresholds.PLANNED_SHIFT if place[1] else 0",
+            "spared_bytes = decisions.spared_bytes(self.allowance.peak_bytes) if place[1] else 0",
             "spared_bytes = 0",
         ),
     ),
