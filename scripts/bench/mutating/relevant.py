@@ -11,8 +11,8 @@ _OF_FOLDER = {
     "lifespans": "lifespans_load lifespans_tape lifespans_periods lifespans_classes lifespans_unmarked planner_tape "
     "stats",
     "core": "runtime_heap runtime_page_heap growth runtime_replay runtime_handing runtime_shared_blocks runtime_arena "
-    "runtime_tapes runtime_jumps runtime_strands runtime_full_tables integrations_streams regions runtime_pages "
-    "runtime_shared_pages torch_statistics runtime_fuzz runtime_lasting",
+    "runtime_tapes runtime_full_tables integrations_streams regions runtime_pages "
+    "runtime_shared_pages torch_statistics runtime_fuzz",
     "runtime": "runtime_steps runtime_replay runtime_kinds runtime_arenas runtime_pages",
     "replay": "replay_models_rules replay_models replay_torch_record replay_torch replay_models_cupy simulate settings",
     "analysis": "explain error_causes error_log error_wordings stats top diff",
@@ -42,7 +42,7 @@ _OF_MODULE = {
     "core/leases": "runtime_arena runtime_replay",
     "core/stream_uses": "runtime_shared_blocks integrations_streams",
     "core/counters": "torch_statistics",
-    "core/tape_cursor": "runtime_jumps runtime_replay",
+    "core/tape_cursor": "runtime_replay",
     "core/step_log": "runtime_replay runtime_steps",
     "core/arena_tape": "runtime_tapes",
     "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
