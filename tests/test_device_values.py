@@ -255,7 +255,7 @@ def test_generation_ends_and_names_the_line_that_reads_what_is_not_known(run_che
 _WAITING = (
     _PROLOGUE
     + """
-from stalloc.device import decisions as limits
+from stalloc.device import deciding_lines as limits
 limits.MOST_IN_A_ROW = int(sys.argv[1])
 scores, num_turns = torch.randn(4, device="cuda"), 0
 try:
