@@ -1,13 +1,14 @@
 """The units that memory is handed out in: 512 bytes to a program, as by PyTorch and CuPy, and 2 MiB to an allocator."""
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from stalloc.columns import Column
+if TYPE_CHECKING:
+    from stalloc.columns import Column
 
 ALIGNMENT_BYTES = 512  #: requests are rounded up to it, and blocks begin at multiples of it
 PAGE_BYTES = 2 << 20  #: what the driver maps on every GPU so far; segments are multiples of it
 
-Size = TypeVar("Size", int, Column)
+Size = TypeVar("Size", int, "Column")
 
 
 def aligned(size_bytes: Size) -> Size:

@@ -9,8 +9,7 @@ from made_up_programs import MIB, Program
 from recordings import ALL, each, path_of
 
 from stalloc.lifespans import Tape, expand, fold, lower_bound, peak_load
-from stalloc.lifespans.tape import unrolled
-from stalloc.planner import plan, plan_tape, validate
+from stalloc.planner import plan, validate
 from stalloc.trace import Trace, load_traces
 
 KEPT, HELD, LOSS, LONG, LEAK, TINY, WORK = (MIB * (10 + i) for i in range(7))
@@ -297,32 +296,6 @@ def test_a_real_training_folds_to_its_load(name):
     rounded = (tape.size + 511) // 512 * 512
     peak = peak_load(tape.start, tape.end, rounded, (tape.ring_start, tape.ring_end))
     assert 0.999 * lower_bound(trace) < peak <= lower_bound(trace)
-
-
-def test_more_periods_in_a_ring_give_a_plan_more_freedom() -> None:
-    """What lives for a little more than a period takes turns between two places."""
-    sizes = [1, 2, 2, 2, 48, 48, 2, 48, 24, 24, 24, 48, 24, 24]
-    lasts = [15, 2, 2, 2, 15, 15, 2, 15, 3, 2, 1, 2, 2, 15]
-    start = np.arange(28)
-    columns = {"size": np.tile(sizes, 2) * MIB, "stream": np.zeros(28, np.int64), "row": start}
-    ring = Tape(
-        **columns,
-        start=start,
-        end=start + np.tile(lasts, 2),
-        planned=np.ones(28, bool),
-        num_prologue=0,
-        ring_start=0,
-        ring_end=28,
-        period_requests=14,
-        covered_requests=28,
-        minimum_size=513,
-    )
-    longer = unrolled(ring, 3)
-    assert longer.ring_length == 42
-    assert longer.size.tolist() == columns["size"].tolist() + columns["size"][:14].tolist()
-    assert (longer.end - longer.start).tolist() == lasts * 3
-    plans = [plan_tape(tape) for tape in (ring, longer)]
-    assert plans[1].peak_bytes < plans[0].peak_bytes, "two periods tie each place to every other step"
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -13,9 +13,9 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.core.constants import BLOCK_FREE, BLOCK_LIVE, GRANULE, PRIVATE_KINDS
-from stalloc.core.regions import rounded
 from stalloc.core.snapshot import ARENA_KIND, HeapSegment, segments
 from stalloc.runtime import Controller, current
+from stalloc.sizes import aligned, whole_pages
 
 _SPAN_BYTES = 256 << 20  # of a segment by pages, or one block, are emptied at once: there is to be room for a copy
 
@@ -73,7 +73,7 @@ def heap_view(device: Any) -> HeapView | None:
         np.array([segment.kind for _, _, _, segment in spans], np.int64),
         np.array([segment.stream for _, _, _, segment in spans], np.uint64),
         np.array([block.address for block, _ in live], np.int64),
-        rounded(np.array([block.requested_bytes for block, _ in live], np.int64)),
+        aligned(np.array([block.requested_bytes for block, _ in live], np.int64)),
         np.array([block.state == BLOCK_LIVE and kind < PRIVATE_KINDS for block, kind in live], bool),
         (arena, arena + arena_bytes),
     )
@@ -88,7 +88,7 @@ def _spans(segment: HeapSegment) -> list[tuple[int, int, int]]:
             begin = spans.pop()[0] if spans and end - spans[-1][0] <= _SPAN_BYTES else block.address
             spans.append((begin, end))
     pages_end = segment.address + segment.size_bytes
-    lows = [segment.address, *(-(-end // GRANULE) * GRANULE for _, end in spans[:-1])]
+    lows = [segment.address, *(whole_pages(end) for _, end in spans[:-1])]
     highs = [*(begin // GRANULE * GRANULE for begin, _ in spans[1:]), pages_end]
     gains = (max(0, high - low) for low, high in zip(lows, highs, strict=True))
     return [(begin, end - begin, gain) for (begin, end), gain in zip(spans, gains, strict=False)]

@@ -1,10 +1,12 @@
 """What the numbers in records mean, and the sizes that the core goes by."""
 
+from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES
+
 # sizes, bytes
-ALIGNMENT = 512  # every size is rounded up to it, as by torch and CuPy
+ALIGNMENT = ALIGNMENT_BYTES  # every size is rounded up to it, as by torch and CuPy
 TINY = 512  # requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # requests up to this size share segments
-GRANULE = 2 << 20  # segments are multiples of it, and it is the size of a page
+GRANULE = PAGE_BYTES  # segments are multiples of it, and it is the size of a page
 LITTLE = GRANULE >> 5  # requests below this lie together: one that lived on alone would keep a page from all others
 # where memory is short, requests that leave more than 1 / 2 ** WASTE_SHIFT of a segment of their own share larger ones
 WASTE_SHIFT = 5

@@ -1,4 +1,4 @@
-"""What the core is to ask Python next: the one place that writes these fields of a state."""
+"""What the core is to ask Python next: the one place that sets these fields; a new record or tape clears them."""
 
 from stalloc.core.constants import AT_ANY_REQUEST
 from stalloc.core.device_tables import DeviceTables

@@ -9,8 +9,9 @@ import numpy as np
 
 from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.constants import ALIGNMENT, GRANULE, LITTLE
+from stalloc.core.constants import GRANULE, LITTLE
 from stalloc.core.record_types import Words
+from stalloc.sizes import aligned, whole_pages
 
 _FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more than 1 / 2 ** shift of the others
 
@@ -22,16 +23,16 @@ def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
     from whoever needs memory.
     """
     if tape.cross_streams:
-        return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
+        return replace(tape, arena_bytes=whole_pages(tape.arena_bytes))
     end, moved = 0, np.full(len(tape.offset), -1, np.int64)
     for index in distinct(tape.stream[tape.offset >= 0]).tolist():
-        end = -(-end // GRANULE) * GRANULE
+        end = whole_pages(end)
         own = np.flatnonzero((tape.stream == index) & (tape.offset >= 0))
         for rows in _apart(tape, own) if apart else (own,):
-            packed, size_bytes = _without_gaps(tape.offset[rows], rounded(tape.size[rows]))
+            packed, size_bytes = _without_gaps(tape.offset[rows], aligned(tape.size[rows]))
             moved[rows] = packed + end
             end += size_bytes
-    return replace(tape, offset=moved, arena_bytes=max(-(-end // GRANULE), 1) * GRANULE)
+    return replace(tape, offset=moved, arena_bytes=max(whole_pages(end), GRANULE))
 
 
 def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
@@ -39,7 +40,7 @@ def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
     is_small = tape.size[rows] < LITTLE
     small, others = rows[is_small], rows[~is_small]
     small_bytes, other_bytes = (
-        _without_gaps(tape.offset[part], rounded(tape.size[part]))[1] for part in (small, others)
+        _without_gaps(tape.offset[part], aligned(tape.size[part]))[1] for part in (small, others)
     )
     few = small_bytes > 0 and max(small_bytes, GRANULE) <= other_bytes >> _FEW_SHIFT
     return (others, small) if few else (rows,)
@@ -53,8 +54,3 @@ def _without_gaps(offset: Words, size: Words) -> tuple[Words, int]:
     packed = np.empty_like(offset)
     packed[order] = low - unused
     return packed, int((packed + size).max(initial=0))
-
-
-def rounded(size: Words) -> Words:
-    """(k,) bytes that requests take: whole units of ALIGNMENT."""
-    return (size + (ALIGNMENT - 1)) & -ALIGNMENT

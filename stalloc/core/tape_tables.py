@@ -21,9 +21,9 @@ from stalloc.core.constants import (
 )
 from stalloc.core.record_types import Record, Words
 from stalloc.core.records import Cell, Key, Ring, Slot, TapeEntry, Word, table
-from stalloc.core.regions import rounded
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
+from stalloc.sizes import aligned
 
 _MAX_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
 
@@ -79,7 +79,7 @@ class TapeTables:
 def make_tables(tape: ArenaTape) -> TapeTables:
     """The tables of a tape."""
     stream, offset = tape.stream, tape.offset
-    size = rounded(tape.size)
+    size = aligned(tape.size)
     planned = offset >= 0
     low, high = offset[planned], (offset + size)[planned]
     bounds = distinct(np.concatenate([[0], low, high])).astype(np.int64)

@@ -16,9 +16,9 @@ from functools import cache
 from typing import Any
 
 from stalloc.notices import say
+from stalloc.sizes import PAGE_BYTES
 
 PageEntries = Callable[[ctypes.CDLL], tuple[int, int]]
-PAGE_BYTES = 2 << 20  # what the driver maps on every GPU so far
 #: attributes: mapping; other processes may map it by file descriptors; network cards may reach it
 _SUPPORTED, _EXPORTED, _DIRECT_ACCESS = 102, 103, 110
 _FILE_DESCRIPTOR, _OUT_OF_MEMORY = 1, 2

@@ -14,9 +14,9 @@ import torch
 from stalloc.fitting.activation_watch import ActivationWatch
 from stalloc.fitting.run_seen import CallRecorded, RunSeen, Span
 from stalloc.fitting.update_watch import UpdateWatch
+from stalloc.sizes import aligned
 from stalloc.techniques.block_tape import BlockTape, Wanted
 from stalloc.techniques.recompute import MakeTape
-from stalloc.techniques.tensor_memory import rounded
 from stalloc.trace import Trace
 
 
@@ -55,7 +55,7 @@ class RunWatch:
         activations: ActivationWatch | None = None,
     ) -> RunSeen:
         """The run, of the record's trace; `rows` are those of blocks by model and name."""
-        sizes = [rounded(size) for size in trace.size.tolist()]
+        sizes = aligned(trace.size).tolist()
         by_address: dict[int, list[int]] = {}
         addresses = trace.address[trace.start.clip(0)].tolist()
         for row, address in enumerate(addresses):

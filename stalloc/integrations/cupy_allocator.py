@@ -16,6 +16,7 @@ from stalloc.core.entry import cupy_entries
 from stalloc.integrations.cupy_captures import forget_captures, heed_captures
 from stalloc.integrations.cupy_default_pool import call_outside, hand_out, take_back
 from stalloc.runtime import Runtime
+from stalloc.sizes import aligned
 
 _PER_THREAD = 2  # cudaStreamPerThread
 
@@ -56,7 +57,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
                 return MemoryPointer(Memory(0), 0)
             raise _out_of_memory(runtime, nbytes)
         if nbytes & part:
-            memory.size = _rounded(nbytes)
+            memory.size = aligned(nbytes)
         return MemoryPointer(memory, 0)
 
     def allocate_and_tell(nbytes: int) -> Any:
@@ -73,10 +74,6 @@ def _name_of_thread() -> int:
     It is told from handles, which are addresses, by its last bits.
     """
     return threading.get_ident() << 4 | _PER_THREAD
-
-
-def _rounded(nbytes: int) -> int:
-    return (nbytes + constants.ALIGNMENT - 1) & -constants.ALIGNMENT
 
 
 def _memory_class(free: int) -> Any:
@@ -146,7 +143,7 @@ def _allocate_with_hooks(runtime: Runtime, allocate: Callable[[int, bool], Any],
     from cupy.cuda.memory import MemoryPointer
     from cupy.cuda.memory_hook import get_memory_hooks
 
-    device, hooks, size = get_device_id(), list(get_memory_hooks().values()), _rounded(nbytes)
+    device, hooks, size = get_device_id(), list(get_memory_hooks().values()), aligned(nbytes)
     state = runtime.controllers[device].state
     for hook in hooks:
         hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)

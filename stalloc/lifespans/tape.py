@@ -6,7 +6,6 @@ that: of two requests the later one is allocated before the earlier one is freed
 Frees that come a little earlier or later from step to step then seldom change a lifespan.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,27 +140,6 @@ def _prologue(trace: Trace, rows: Column, deaths: Column, ring_start: int, ring_
         "planned": np.ones(ring_start, bool),
         "row": rows[early],
     }
-
-
-def unrolled(tape: Tape, num_periods: int) -> Tape:
-    """The same ring with so many periods: a plan has more freedom where requests outlive a period.
-
-    For tapes without a prologue; `num_periods` is at least the number that the ring has.
-    """
-    assert tape.num_prologue == 0, "what lives from a prologue on would have to be given a new end"
-    length = num_periods * tape.period_requests
-    place = np.arange(length) % tape.period_requests
-    start = np.arange(length)
-    return dataclasses.replace(
-        tape,
-        size=tape.size[place],
-        stream=tape.stream[place],
-        start=start,
-        end=start + (tape.end - tape.start)[place],
-        planned=tape.planned[place],
-        row=tape.row[place],
-        ring_end=length,
-    )
 
 
 def expand(tape: Tape, offsets: Column, trace: Trace) -> Column:

@@ -1,8 +1,9 @@
 """Sizes: rounding, and what torch takes from the device for a request. Compiled, and usable from Python."""
 
 from stalloc.compiled import inner, njit
+from stalloc.sizes import PAGE_BYTES
 
-GRANULE = 2 << 20  # bytes; segments begin at multiples of it, and what the device maps is a multiple
+GRANULE = PAGE_BYTES  # segments begin at multiples of it, and what the device maps is a multiple
 SMALL_BYTES = 1 << 20  # torch serves requests up to this from segments of one granule
 LARGE_SEGMENT = 20 << 20  # bytes that torch takes for requests from there to 10 MiB
 

@@ -14,10 +14,9 @@ from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.core.record_types import Words
-from stalloc.core.regions import rounded
 from stalloc.errors import PlanError
 from stalloc.planner import Plan, Verdict, validate, validate_kinds
-from stalloc.sizes import whole_pages
+from stalloc.sizes import aligned, whole_pages
 
 _MOST_REMEMBERED = 4096
 _passed: dict[bytes, int] = {}  # names of plans that the validator passed, and the size of the arena then
@@ -61,7 +60,7 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_buffers: int = 1) -> Ar
 def _bytes_ahead(plan: Plan) -> Words:
     """(k,) bytes by which more of the ring lives at its peak than when each entry of the tape is asked for."""
     ring = np.arange(len(plan.tape_size)) >= plan.num_prologue
-    size = np.where(ring & (plan.tape_offset >= 0), rounded(plan.tape_size), 0)
+    size = np.where(ring & (plan.tape_offset >= 0), aligned(plan.tape_size), 0)
     order = np.argsort(plan.tape_end, kind="stable")
     begun, ended = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (size, size[order]))
     ends = plan.tape_end[order]

@@ -2,8 +2,8 @@
 
 Contract: what lives in an arena keeps its place, whichever plan comes or goes, and no byte passes from one stream to
 another. Where memory comes by pages, every plan gets addresses of its own, whose pages come as it is followed, from
-what is free elsewhere first. Where it comes in blocks, an arena is one of them, which goes back before the next
-is taken.
+what is free elsewhere first. Where it comes in blocks, an arena is one of them, which goes back before the
+next is taken.
 """
 
 from typing import Any
@@ -46,9 +46,7 @@ class Arenas:
         memory = self.memory.malloc(tape.arena_bytes)
         if memory is None:
             return False
-        state.arena.install(tape)
-        if tape.cross_streams:
-            self.order_handovers(tape.gives)
+        self._install(tape, 0)
         self.serve_from(memory, tape.arena_bytes)
         state.write(expected_peak=expected_bytes, memory_is_short=0)
         state.triggers.at_boundary()
@@ -60,8 +58,13 @@ class Arenas:
         self.state.arena.count(arena_bytes)
         self.state.arena.serve(memory.ptr, arena_bytes)
 
-    def order_handovers(self, gives: Any) -> None:
-        """Get ready to secure the handovers of the tape that was just installed."""
+    def _install(self, tape: ArenaTape, cursor: int) -> None:
+        """Follow a tape from an entry on, ready to secure its handovers, without serving it yet."""
+        self.state.arena.install(tape, cursor)
+        if tape.cross_streams:
+            self._order_handovers(tape.gives)
+
+    def _order_handovers(self, gives: Any) -> None:
         import cupy
 
         tables = self.state.arena.tape
@@ -94,9 +97,7 @@ class Arenas:
         return True
 
     def _serve_on(self, memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:
-        self.state.arena.install(tape, cursor)
-        if tape.cross_streams:
-            self.order_handovers(tape.gives)
+        self._install(tape, cursor)
         self.arena, self.tape = memory, tape
         self.state.arena.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
 

@@ -534,7 +534,6 @@ class Controller:
         if not self.full_device.may_begin(tape.arena_bytes):
             self.state.triggers.at_boundary()
             return Refusal("", for_now=True)
-        self.steps.unroll(job.tape)
         self.note_observed()
         if not record.recording:
             self.state.forget_record()

@@ -43,11 +43,6 @@ def shows_longer_ring(length: int, covered: int, ring_length: int, requests: int
     return length > ring_length and covered >= t.WHOLE_COVERAGE * requests
 
 
-def shows_whole(requests: int, ring_length: int) -> bool:
-    """Whether a record beside a ring of a part is long enough for the whole."""
-    return requests >= t.PART_RINGS * ring_length
-
-
 def shows_kinds(requests: int, least_requests: int) -> bool:
     """Whether an unmarked record is long enough for several kinds of steps."""
     return requests >= t.KINDS_RECORD_TIMES * least_requests

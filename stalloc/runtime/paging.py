@@ -31,7 +31,7 @@ class Splices:
         if kind == SMALL_KIND or kind >= PRIVATE_KINDS or self._memory.poison is not None:
             return False
         tail, head = self._heap.find_splice(pool, size_bytes)
-        own_bytes = -(-max(size_bytes - tail[1] - head[1], 0) // GRANULE) * GRANULE
+        own_bytes = whole_pages(max(size_bytes - tail[1] - head[1], 0))
         if not (tail[1] or head[1]) or own_bytes > self._source.free_bytes():
             return False
         memory = self._source.reserve(own_bytes + 2 * GRANULE)

@@ -76,12 +76,8 @@ class Steps:
         if self.search is not None and self.search.wanted <= self.planned:
             self.search = None  # a cycle of them knows more: what is handed on through several steps too
         self.places.follow_ring(places)
-        self.unroll(tape)
-        self.tapes = None
-
-    def unroll(self, tape: "Tape") -> None:
-        """The ring that is followed has got more periods than the record showed."""
         self.places.unroll(tape.ring_length, tape.period_requests)
+        self.tapes = None
 
     def take_ready(self) -> KindSearch | None:
         """The search that has ended since with plans that were admitted; None if there is none."""

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-_UNIT_BYTES = 512
-
-
-def rounded(size_bytes: int) -> int:
-    """What torch counts for a request of so many bytes."""
-    return -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
+from stalloc.sizes import aligned
 
 
 def storages_of(values: Any) -> set[int]:
@@ -50,7 +45,7 @@ def tensors_of(values: Any) -> list[Any]:
 def sizes_of(values: Any) -> dict[int, int]:
     """The bytes of the memory of all tensors, by the same number."""
     return {
-        one.untyped_storage()._cdata: rounded(one.untyped_storage().nbytes())
+        one.untyped_storage()._cdata: aligned(one.untyped_storage().nbytes())
         for one in tree_leaves(values)
         if isinstance(one, torch.Tensor) and one.layout == torch.strided
     }

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from running.soak_device import Result
 from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.process import start
@@ -27,17 +28,6 @@ SHARED, WAITED, SYNCHRONIZED = range(3)  # how what other streams use is freed
 _STEPS_OF_A_RECIPE = 40
 _SLOT_OF_NONE = -1
 _MAX_FOUND = 20
-
-
-@dataclass
-class Result:
-    """What a soak did and what it found."""
-
-    operations: int
-    seed: int
-    seconds: float
-    counts: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
