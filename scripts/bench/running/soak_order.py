@@ -187,8 +187,8 @@ class OrderSoak:
         self.counts["empty_cache"] += 1
 
     def _new_stream(self) -> None:
-        """Another stream takes the place of one, whose work is over and on which nothing lives."""
-        at = self.rng.randrange(NUM_STREAMS)
+        """Another stream takes the place of one, whose work is over and on which nothing lives; the first one stays."""
+        at = self.rng.randrange(1, NUM_STREAMS)
         old = self._streams[at]
         while self._graphs:
             self._drop(self._graphs[0])
@@ -210,7 +210,9 @@ class OrderSoak:
             self._drop(rng.choice(self._graphs))
         if rng.random() < 0.5:
             self._empty_cache()
-        stream, forked = rng.sample(self._streams, 2)
+        # what an untold capture frees serves only the next one of its stream: with new streams the device would fill
+        stream = rng.choice(self._streams) if is_told else self._streams[0]
+        forked = rng.choice([one for one in self._streams if one is not stream])
         self._num_captures += 1
         pool = (self._num_captures, 0) if is_told else None
         if pool is not None:
