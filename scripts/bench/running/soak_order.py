@@ -160,12 +160,12 @@ class OrderSoak:
             elif other in self._blocks:
                 self._copy(block, self._blocks[other], self._streams[stream])
 
-    def _step(self, recipe: list[tuple[int, int, int, int, int]], *, is_marked: bool) -> None:
+    def _step(self, recipe: list[tuple[int, int, int, int, int]], *, is_marked: bool, is_exact: bool) -> None:
         rng = self.rng
         for action in recipe:
-            if rng.random() < 0.002:
+            if not is_exact and rng.random() < 0.002:
                 continue  # the step differs
-            if rng.random() < 0.002:
+            if not is_exact and rng.random() < 0.002:
                 self._do(NEW, rng.randrange(1000, 1020), _SLOT_OF_NONE, rng.randrange(NUM_STREAMS), LARGEST // 3)
             if rng.random() < 0.004:
                 rng.choice((self._capture, self._capture_untold, self._query, self._empty_cache, self._new_stream))()
@@ -273,8 +273,12 @@ class OrderSoak:
         began = time.perf_counter()
         while self.num_operations < operations:
             recipe, is_marked = self._recipe(), self.rng.random() < 0.7
+            is_exact = self.rng.random() < 0.2
+            if is_exact:  # a plan of one kind of step hands memory from stream to stream
+                self.controller.drop_plan()
+                self.controller.watch_anew()
             for _ in range(_STEPS_OF_A_RECIPE):
-                self._step(recipe, is_marked=is_marked)
+                self._step(recipe, is_marked=is_marked or is_exact, is_exact=is_exact)
                 self.counts["planned steps"] += self.controller.status.phase is Phase.PLANNED
         while self._graphs:
             self._drop(self._graphs[0])
