@@ -41,7 +41,7 @@ def test_a_little_more_is_held_where_pages_would_move_in_every_step() -> None:
     print(moves, held)
     assert min(moves[:10]) > 0
     assert max(moves[-20:]) == 0
-    assert held < 1.05
+    assert held < 1 + 1 / 16
 
 
 @pytest.mark.parametrize("num_before", [12, 45])
@@ -86,73 +86,6 @@ def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(n
     assert moves[10] > 0
     assert max(moves[-10:]) == 0
     assert controller.status.phase is Phase.PLANNED
-
-
-@pytest.mark.parametrize(("seed", "most_moves"), [(0, 21), (1, 56), (4, 35)])
-def test_what_a_plan_had_to_hold_once_does_not_move_away_again(seed: int, most_moves: int) -> None:
-    """Steps of two kinds; two tensors are kept now and then, and lie where others have their places."""
-    rng = np.random.default_rng(seed)
-    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.expects_marks = True
-    state, paging = controller.state, controller.memory.paging
-    outputs, gradients = ((rng.uniform(1, most, 16) * MIB).astype(int).tolist() for most in (12, 10))
-    batch_bytes, kept, moves = 27 * MIB // 8, [], []
-
-    def malloc(size: int) -> int:
-        return int(state.malloc(size, 0))
-
-    def differentiate() -> None:
-        layers = []
-        for output, gradient in zip(outputs, gradients, strict=True):
-            before = malloc(gradient)
-            layers.append(malloc(output))
-            state.free(before)
-        for output, gradient in zip(layers[::-1], gradients[::-1], strict=True):
-            after = malloc(gradient)
-            state.free(output)
-            state.free(after)
-
-    for number in range(120):
-        before, batch, change = paging.num_moves, malloc(batch_bytes), malloc(batch_bytes)
-        for _ in range(3 if number % 5 else 7):
-            slope = malloc(batch_bytes)
-            differentiate()
-            changed = malloc(batch_bytes)
-            state.free(change)
-            state.free(slope)
-            change = changed
-        differentiate()
-        if number % 20 == 10:
-            replaced, kept = kept, [malloc(batch_bytes), malloc(batch_bytes)]
-            for address in replaced:
-                state.free(address)
-        state.free(batch)
-        state.free(change)
-        controller.mark(MARK_STEP, "")
-        moves.append(paging.num_moves - before)
-    print(moves)
-    assert controller.status.phase is Phase.PLANNED
-    assert sum(moves[60:]) <= most_moves
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_of_pages_that_are_needed_soon_those_move_that_are_needed_last(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    sizes = (rng.uniform(2, 9, 60) * MIB).astype(int).tolist()
-    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
-    controller.expects_marks = True
-    state = controller.state
-    for _ in range(8):
-        for address in [state.malloc(size, 0) for size in sizes]:
-            state.free(address)
-        controller.mark(MARK_STEP, "")
-    assert controller.status.phase is Phase.PLANNED
-    hits = state.record.hits
-    live = [state.malloc(size, 0) for size in sizes[:46]]  # what comes now is needed in the next quarter of the step
-    left, _ = state.leave_pages(12 * MIB)
-    assert sum(size for _, size in left) == 12 * MIB
-    live += [state.malloc(size, 0) for size in sizes[46:49]]
-    assert state.record.hits == hits + len(live)
 
 
 def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:

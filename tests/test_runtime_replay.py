@@ -262,31 +262,6 @@ def test_requests_without_a_place_on_the_plan_borrow_what_is_idle_and_soon_cost_
     assert machine.state.arena.forget() > 0, "nothing is left in it"
 
 
-def test_requests_that_displace_each_other_from_step_to_step_are_healed_by_one_pass_that_takes_more() -> None:
-    """A block that stays takes one place of a full arena; its request takes the next one's, and so on for ever."""
-    count, size = 24, 2 * MIB
-    machine = Machine()
-    ring = Ring(np.random.default_rng(0), count)
-    ring.size, ring.stream, ring.lifespan = np.full(count, size), np.zeros(count, np.int64), np.full(count, count - 1)
-    ring.offset, ring.peak = np.arange(count) * size, count * size
-    machine.install(ring)
-    machine.state.write(expected_peak=ring.peak)
-    program = Program(machine, ring, np.random.default_rng(0))
-    for _ in range(4):
-        program.one_pass()
-    assert machine.state.record.conflicts == 0
-    assert machine.allocate(size), "it finds the place that is idle for a moment"
-    displaced = []
-    for _ in range(12):
-        before = machine.state.record.conflicts
-        program.one_pass()
-        displaced.append(machine.state.record.conflicts - before)
-    assert max(displaced) == count, "each takes the place of another one"
-    assert max(displaced[4:]) == 1, "only the place that is gone for good is missed"
-    assert machine.taken <= ring.peak + 20 * MIB
-    program.end()
-
-
 def test_a_prologue_runs_once_and_then_the_ring_turns() -> None:
     rng = np.random.default_rng(14)
     ring = Ring(rng, 30)

@@ -55,8 +55,6 @@ def _serve(state, arena, arena_bytes):
     state.mode = MODE_REPLAY
     state.pass_start = 0
     state.stands_aside = 0
-    state.recovering = 0
-    state.recover_after = 0
     state.bad_passes = 0
     state.excess_misses = 0
 

@@ -186,8 +186,8 @@ def leave_arena_pages(state, wanted, ahead, low, high, addresses, sizes, count):
     """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges are written then.
 
     First those that the plan does not need in the next quarter of a pass; no others for the last bytes, which are
-    `ahead` of need; and none that hold bytes [low, high) of the arena, which are about to be used. Of the others those
-    go first that are needed later, as far as that makes four times. `count` ranges are written before.
+    `ahead` of need; and none that hold bytes [low, high) of the arena, which are about to be used. `count` ranges are
+    written before.
     """
     if wanted <= 0 or state.arena_pages == 0:
         return count
@@ -196,10 +196,6 @@ def leave_arena_pages(state, wanted, ahead, low, high, addresses, sizes, count):
     until = tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
     count, wanted = _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count)
     count, wanted = _leave_leases(state, wanted - ahead, addresses, sizes, count)
-    soon = (state.ring_end - state.ring_start) >> 4
-    while wanted > 0 and soon > 0:
-        count, wanted = _leave_idle_cells(state, wanted, tape_time(state) + soon, low, high, addresses, sizes, count)
-        soon >>= 2
     count, wanted = _leave_idle_cells(state, wanted, 0, low, high, addresses, sizes, count)
     return count
 

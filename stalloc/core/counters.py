@@ -153,4 +153,4 @@ def exceeds_peak(state, size):
     """Whether reserved would exceed the allocated peak by more than a thirty-second with a segment of `size` bytes."""
     expected = state.expected_peak
     peak = max(expected, state.span_allocated_peak, state.step_allocated_peak)
-    return expected > 0 and state.recovering == 0 and state.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)
+    return expected > 0 and state.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)

@@ -164,8 +164,6 @@ class State(Record):
     span_allocated_peak: int  # over the steps that ended since the plan was put in force (or ever)
     span_reserved_peak: int
     bad_passes: int  # passes in a row that missed much
-    recovering: int  # 1: displaced requests may take more memory in this pass, so that they displace no others
-    recover_after: int  # the pass before which there is no recovering again
 
     # handovers between streams
     previous_users: int  # a word a cell: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down

@@ -12,7 +12,6 @@ from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
     BLOCK_LIVE,
-    BLOCK_UNMAPPED,
     FULL_LIVE,
     FULL_POOLS,
     GENERAL_KIND,
@@ -145,45 +144,14 @@ def _split(state, row, size):
 
 
 @inner()
-def _is_end_of_gap(state, row):
-    """Whether memory may come below a free block, and not above it."""
-    previous, following = block_at(state, row).previous, block_at(state, row).next
-    opens = previous != 0 and block_at(state, previous).state == BLOCK_UNMAPPED
-    return opens and following != 0 and block_at(state, following).state != BLOCK_UNMAPPED
-
-
-@inner()
-def _split_below(state, row, size):
-    """Split the last `size` bytes off a block that is in no free list; their row. What is left below them is free."""
-    other = allocate_block_row(state)
-    if other == 0:
-        return row
-    block, rest = block_at(state, row), block_at(state, other)
-    rest.address = block.address + block.size_bytes - size
-    rest.size_bytes = size
-    rest.previous = row
-    rest.next = block.next
-    rest.segment = block.segment
-    block_at(state, block.next).previous = other
-    block.next = other
-    block.size_bytes -= size
-    insert_free(state, row)
-    return other
-
-
-@inner()
 def take_block(state, row, size, requested):
-    """Make a free block live, and split it if it is larger than needed; the row of what lives, maybe another one."""
+    """Make a free block live, and split it if it is larger than needed; its address."""
     remove_free(state, row)
     block = block_at(state, row)
     kind = pool_at(state, pool_of(state, row)).kind
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
     if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
-        if _is_end_of_gap(state, row):
-            row = _split_below(state, row, size)
-            block = block_at(state, row)
-        else:
-            _split(state, row, size)
+        _split(state, row, size)
     block.state = BLOCK_LIVE
     block.requested_bytes = requested
     block.born = -1
@@ -191,7 +159,7 @@ def take_block(state, row, size, requested):
     segment = segment_at(state, block.segment)
     segment.num_live += 1
     segment.last_used = state.steps_ever
-    return row
+    return block.address
 
 
 @inner()
@@ -204,7 +172,7 @@ def heap_allocate(state, stream, size, requested, stage):
         return Outcome(0, REFUSED, FULL_LIVE)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
-    return Outcome(block_at(state, take_block(state, row, size, requested)).address, 0, 0)
+    return Outcome(take_block(state, row, size, requested), 0, 0)
 
 
 @inner()
@@ -226,7 +194,7 @@ def any_pool_fit(state, stream, size, requested):
                 fit = best_fit(state, row, size)
                 if fit != 0 and (best == 0 or is_before(state, fit, best)):
                     best = fit
-    return block_at(state, take_block(state, best, size, requested)).address if best != 0 else 0
+    return take_block(state, best, size, requested) if best != 0 else 0
 
 
 @inner()

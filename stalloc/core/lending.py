@@ -57,9 +57,9 @@ def _find_idle(state, stream, size, until, pool):
 
 @inner(forceinline=True)
 def _take(state, block, size, requested, row):
-    block = take_block(state, block, size, requested)
+    address = take_block(state, block, size, requested)
     note_birth(state, block, row)
-    return block_at(state, block).address
+    return address
 
 
 @inner(forceinline=True)
@@ -169,10 +169,10 @@ def lend(state, stream, size, requested, row, anything):
     if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
     now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
-    known = lifespan_at(state, row).value
     if is_lost and not anything and outlives_pass(state, row):
         return 0  # it would stand in the way of the next pass, whatever this one is
-    lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
+    lasts = lifespan_at(state, row).value
+    lasts = max(lasts, _planned_to_last(state, now) if state.miss_run == 0 else 0)
     if state.num_tapes > 1 and not is_lost and now + lasts > state.pass_start + state.ring_end:
         return 0  # a step of another kind may come next: what this one leaves idle is that one's
     pool = find_pool(state, stream, LEASED_KIND, True)

@@ -1,7 +1,7 @@
 """Planned steps as they end: what each was like, and whether the plan still fits the program.
 
-Contract: the lock is held. A pass in which many requests were displaced is followed by one that recovers; a plan that
-misses much in pass after pass is given up by the next request that asks Python.
+Contract: the lock is held. After a pass in which requests were displaced Python is asked at the next boundary; a plan
+that misses much in pass after pass is given up by the next request that asks Python.
 """
 
 from stalloc.compiled import inner, njit
@@ -10,12 +10,10 @@ from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
 
 _BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
-_RECOVERY_SHARE = 64  # a pass in which one request in so many was displaced is followed by one that recovers
-_RECOVERY_EVERY = 64  # passes
+_MAX_BAD_PASSES = 8  # in a row, after which the plan is given up
 _HARDLY = 4  # requests
 _ASTRAY = 8  # requests of a pass that are on no tape, or were displaced
 _BACK, _BACK_SHIFT = 16, 4  # requests, and 1 / 2 ** shift of a pass, by which the program is seen to follow it again
-_MAX_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 
 
 @inner()
@@ -61,30 +59,16 @@ def stands_aside(state, position):
 
 
 @inner()
-def _judge(state, hits):
-    """Whether the pass was bad, and whether the next one recovers."""
-    lost = state.step_misses - state.step_unplanned
-    displaced = num_displaced(state)
-    missed = lost - displaced  # what borrows for these displaces others, and will again
-    if displaced > 0 and state.arena_pages != 0:
+def end_step(state):
+    """The ring begins again: write the log's row and start counting anew."""
+    hits, lost = state.hits - state.hits_before, state.step_misses - state.step_unplanned
+    _write_row(state, hits)
+    if state.arena_pages != 0 and num_displaced(state) > 0:
         state.ask_at_boundary = max(state.ask_at_boundary, 1)  # should it go on, the arena moves away from there
-    recovers = _RECOVERY_SHARE * displaced > displaced + hits and state.steps_ever >= state.recover_after
-    recovers = recovers and _BAD_SHARE * missed <= missed + hits
-    state.recovering = recovers
-    if recovers:
-        state.recover_after = state.steps_ever + _RECOVERY_EVERY
     state.bad_passes = state.bad_passes + 1 if _BAD_SHARE * lost > lost + hits else 0
     if state.bad_passes >= _MAX_BAD_PASSES:
         # some requests still match, so misses alone might never outnumber matches: let the next one ask
         state.excess_misses = max(state.excess_misses, state.ask_after_misses + state.ring_end)
-
-
-@inner()
-def end_step(state):
-    """The ring begins again: write the log's row and start counting anew."""
-    hits = state.hits - state.hits_before
-    _write_row(state, hits)
-    _judge(state, hits)
     if state.stands_aside == ASIDE:
         state.stands_aside = ASIDE_IN_NEXT_PASS
     state.step_count += 1

@@ -3,10 +3,9 @@
 Contract: each move waits for the device. Where pages move in step after step, as where no plan serves or the plans of
 several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
 fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. It stays as it is where a
-program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for in steps of 32 MiB. What
-had to be held once while a plan served, as nothing free could move, may be held from then on, up to little more. A plan
-whose pages move in step after step nevertheless gets pages for all of its places, where that costs no more than said,
-or than an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
+program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for in steps of 32 MiB. A
+plan whose pages move in step after step nevertheless gets pages for all of its places, where that costs no more than
+said, or than an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,6 @@ class Allowance:
         self._moved_bytes = self._peak_bytes = 0
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
-        self._held_bytes = 0  # at most, since the plan in force was
         self._rest_bytes = 0  # with which all of its places have pages, once they are to rest so; 0: they are not
 
     @property
@@ -50,14 +48,7 @@ class Allowance:
     def held_bytes(self, size_bytes: int) -> int:
         """What may be held in all for a request of so many bytes."""
         peak = self._peak_with(size_bytes)
-        if not self._is_planned:
-            return decisions.allowed_bytes(peak, self._parts)
-        return decisions.allowed_planned_bytes(peak, self._parts, self._held_bytes, self._rest_bytes)
-
-    def note_growth(self) -> None:
-        """More is held, since nothing that was free could move: as long as the plan serves, no less is allowed."""
-        if self._is_planned and self.is_marked:
-            self._held_bytes = max(self._held_bytes, self._record.reserved_bytes)
+        return max(decisions.allowed_bytes(peak, self._parts), self._rest_bytes if self._is_planned else 0)
 
     @property
     def _is_planned(self) -> bool:
@@ -79,7 +70,7 @@ class Allowance:
 
     def begin_plan(self) -> None:
         """A plan is put in force, for which pages move now and rest then."""
-        self._parts, self._restless, self._held_bytes, self._rest_bytes = self._least, 0, 0, 0
+        self._parts, self._restless, self._rest_bytes = self._least, 0, 0
 
     def note_move(self, size_bytes: int) -> None:
         """So many bytes of pages move for a request."""
@@ -91,9 +82,9 @@ class Allowance:
         rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, is_planned=planned)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
         self._restless = max(0, self._restless - 1) if rests else self._restless + 1
-        if decisions.is_restless(self._restless, is_planned=planned) and not rests:
-            self._parts = decisions.next_parts(self._parts, self.peak_bytes, is_planned=planned)
-            if planned and decisions.may_have_all_pages(self._restless):
+        if decisions.is_restless(self._restless) and not rests:
+            self._parts = decisions.next_parts(self._parts)
+            if planned:
                 self._let_rest(free_bytes)
 
     def pass_over(self, steps: "SteadySteps") -> None:

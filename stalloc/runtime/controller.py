@@ -255,7 +255,7 @@ class Controller:
     def _why_plan_goes(self, *, is_first: bool) -> str | None:
         """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
         record = self.state.record
-        if is_first and decisions.ignores_marks(record.misses, record.hits):
+        if is_first and decisions.misses_much(record.misses, record.hits):
             return "the first plan did not follow the steps that are marked now"
         return None
 
@@ -464,7 +464,7 @@ class Controller:
         if self.steps.search.done.is_set():
             return True
         if not self.recording.marks:
-            self.state.triggers.at_recorded(self.state.record.num_sizable + decisions.first_scan_at(begins=False))
+            self.state.triggers.at_recorded(self.state.record.num_sizable + decisions.first_scan_at())
         return False
 
     def _recur_in_part(self) -> bool:
@@ -643,9 +643,7 @@ class Controller:
             return None
         if not self._is_planned:
             self.note_observed()
-        if not self.put_in_force(
-            search.served, search.plan, ask_after_misses=decisions.most_misses_of_kinds(search.longest)
-        ):
+        if not self.put_in_force(search.served, search.plan, ask_after_misses=decisions.most_misses(search.longest)):
             self.steps.were_refused()
             serves = self.state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
@@ -653,7 +651,7 @@ class Controller:
             self.steps.follow(search)
         else:
             self.steps.follow_unmarked(search)
-            self.state.triggers.after_requests(decisions.judged_after(search.longest))
+            self.state.triggers.after_requests(decisions.judged_after(search.longest, has_kinds=True))
         return None
 
     def _follow_cycle(self) -> None:
@@ -745,7 +743,7 @@ class Controller:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.recording.end(self.status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
-        if not self.put_in_force(tape, plan, ask_after_misses=decisions.most_misses_of_file()):
+        if not self.put_in_force(tape, plan, ask_after_misses=decisions.most_misses(0)):
             free, total = self.memory.device.memory_info()
             raise PlanError(
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "

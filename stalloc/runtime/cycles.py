@@ -80,7 +80,7 @@ class CycleWatch:
         """A search of all of the record begins; whether its cycle may wait for another step."""
         self._search_at = 0
         self._looked_for_moves |= pages_move
-        return decisions.may_cycle_wait(self._waited)
+        return decisions.may_wait_for_lifespans(self._waited)
 
 
 @dataclass(frozen=True, eq=False)

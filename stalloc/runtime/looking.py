@@ -132,7 +132,7 @@ class Looking:
             period = find_step_period(trace)
         else:
             repeats = decisions.least_repeats(settings.observe_steps)
-            share = decisions.needed_coverage(self._state.record.num_sizable, is_part=self._is_part)
+            share = decisions.needed_coverage(is_part=self._is_part)
             period = find_step_period(trace, min_repeats=repeats, min_share=share, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is not None and not tape.planned.any():

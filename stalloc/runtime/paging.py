@@ -107,7 +107,6 @@ class Paging:
                     continue
                 return self._splice(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
-                self.allowance.note_growth()
                 return True
             self._sure_bytes = 0
         self._source.doubt_pages(size_bytes)
@@ -155,8 +154,7 @@ class Paging:
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
             return
-        may_come = self.allowance.is_marked and not self._holds(decisions.is_at_brim)
-        ahead = self._state.arena.lacking_ahead(position) if may_come else []
+        ahead = self._state.arena.lacking_ahead(position) if self.allowance.is_marked else []
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
             return
@@ -167,7 +165,6 @@ class Paging:
                 self._source.doubt_pages(size_bytes)
                 return
             self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
-        self.allowance.note_growth()
 
     def gather(self) -> None:
         """Unmap what is free and keep it, since much is about to be mapped elsewhere: a plan's places, or a next step.
@@ -277,18 +274,11 @@ class Paging:
         if self._memory.is_capturing:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
-        if excess > 0 and self._arena is None and self.fills_half():
-            # pages that move leave holes, which a step that needs more may have no use for
-            excess = decisions.excess_beside_no_plan(excess)
-        if excess > 0 and self._holds(decisions.is_at_brim):
-            excess = 0
         if excess > 0:
             self.num_moves += 1
             self.allowance.note_move(whole_pages(excess))
         if excess + ahead_bytes > 0:
-            # the pages that a plan needs again soon move only where it holds more than that
-            spared_bytes = decisions.spared_bytes(self.allowance.peak_bytes) if place[1] else 0
-            self._leave(excess, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes)
+            self._leave(excess, between=between, place=place, ahead_bytes=ahead_bytes)
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0

@@ -21,7 +21,8 @@ class Probation:
     def begin(self) -> None:
         """The plan in force, of a ring that was found without marks, is to be judged."""
         record = self._state.record
-        self._state.triggers.after_requests(decisions.passes_to_judgement(record.ring_end - record.ring_start))
+        length = record.ring_end - record.ring_start
+        self._state.triggers.after_requests(decisions.judged_after(length, has_kinds=False))
         self.went_on = False
         if not self._status.settings.keep_recording:
             self.is_on = True

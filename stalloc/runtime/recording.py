@@ -87,9 +87,8 @@ class Recording:
     def begin(self, *, lasting: bool) -> None:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
         self.begin_beside()
-        began = self._state.record.total.num_allocs == 0
         self._state.write(allocating_persistent=int(lasting))
-        self._state.triggers.at_recorded(decisions.first_scan_at(begins=began))
+        self._state.triggers.at_recorded(decisions.first_scan_at())
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""

@@ -16,11 +16,6 @@ class Tidying:
         self._passes = 0  # over the plan
         self._segments_kept = 0  # of the heap, when the plan had settled
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
-        self._growths_seen = 0  # of the paging, at the last boundary
-        self._boundary_at = 0  # passes ever at the last boundary
-        self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
-        self._most_patience = decisions.most_quiet_passes()
-        self._released_at = -decisions.most_quiet_passes()  # passes ever when pages went last; long ago
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: no plan is expected soon
 
@@ -28,9 +23,7 @@ class Tidying:
         """A plan is put in force."""
         if self._arenas.memory.source.paged:
             self._arenas.memory.paging.allowance.begin_plan()
-        self._passes = self._segments_kept = 0
-        self._growths_seen = self._quiet_passes = self._moving_passes = 0
-        self._patience, self._most_patience = 1, decisions.most_quiet_passes()
+        self._passes = self._segments_kept = self._moving_passes = 0
         self._move_after, self._move_wait = 0, 1
 
     def at_boundary(self) -> int:
@@ -48,9 +41,8 @@ class Tidying:
         return settles or num_segments > kept
 
     def _unmap_unused(self) -> int:
-        """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
-        paging, record = self._arenas.memory.paging, self._state.record
-        passes, self._boundary_at = record.steps_ever - self._boundary_at, record.steps_ever
+        """The same by pages; what deviations need stays, since no more is held than is allowed."""
+        paging = self._arenas.memory.paging
         self._moving_passes = self._moving_passes + 1 if paging.num_moves != self._moves_seen else 0
         self._moves_seen = paging.num_moves
         if self._moves_out_of_the_way():
@@ -62,19 +54,7 @@ class Tidying:
         if decisions.is_settling(self._passes):
             paging.release()
             return 1
-        if paging.num_growths != self._growths_seen:
-            self._growths_seen = paging.num_growths
-            since = record.steps_ever - self._released_at
-            self._patience, self._most_patience = decisions.next_quiet_passes(
-                self._patience, self._most_patience, since
-            )
-            self._quiet_passes = self._patience
-        elif self._quiet_passes > 0:
-            self._quiet_passes = max(0, self._quiet_passes - max(1, passes))
-            if self._quiet_passes == 0:
-                paging.release()
-                self._released_at = record.steps_ever
-        return 1 if self._moving_passes > 0 else self._quiet_passes
+        return int(self._moving_passes > 0)
 
     @property
     def moves_pages(self) -> bool:

@@ -64,14 +64,8 @@ PROBES = (
     _probe(
         "growing allowance",
         "allowance",
-        "is_planned=planned) and not rests:",
-        "is_planned=planned) and not rests and FIRED:",
-    ),
-    _probe(
-        "held once",
-        "allowance",
-        "if self._is_planned and self.is_marked:",
-        "if self._is_planned and self.is_marked and FIRED:",
+        "if decisions.is_restless(self._restless) and not rests:",
+        "if decisions.is_restless(self._restless) and not rests and FIRED:",
     ),
     _before("moves of the arena", "tidying", "        self._move_wait = decisions.next_move_wait("),
     _probe(
@@ -83,7 +77,6 @@ PROBES = (
     _before("turns", "stalloc/planner/carried_over", "    return [replace(one, has_two=rank"),
     _before("probation", "probation", "            self.is_on = True\n"),
     _before("watch pauses", "step_watch", "            self.pause()\n            self._next"),
-    _probe("pages that linger", "tidying", "elif self._quiet_passes > 0:", "elif self._quiet_passes > 0 and FIRED:"),
     _probe(
         "order of kinds",
         "step_places",
@@ -92,24 +85,6 @@ PROBES = (
         "        return self._buffer * len(self._switches_buffers) + self._expected()",
     ),
     _before("patience", "controller", "        self.state.triggers.after_misses(2 * record.excess_misses)"),
-    _probe(
-        "brim and half",
-        "paging",
-        "if excess > 0 and self._holds(decisions.is_at_brim):",
-        "if excess > 0 and self._holds(decisions.is_at_brim) and FIRED:",
-    ),
-    _probe(
-        "brim and half",
-        "paging",
-        "if excess > 0 and self._arena is None and self.fills_half():",
-        "if excess > 0 and self._arena is None and self.fills_half() and FIRED:",
-    ),
-    _probe(
-        "spared pages",
-        "paging",
-        "decisions.spared_bytes(self.allowance.peak_bytes) if place[1] else 0",
-        "decisions.spared_bytes(self.allowance.peak_bytes) if place[1] and FIRED else 0",
-    ),
     _before("saving", "memory", "            self.state.write(memory_is_short=1)"),
     _before("saving", "paging", "        self._state.write(memory_is_short=1)"),
     _probe(

@@ -109,15 +109,9 @@ RULES = (
         "more is held where pages move in step after step",
         (
             RUNTIME + "allowance.py",
-            "if decisions.is_restless(self._restless, is_planned=planned) and not rests:",
+            "if decisions.is_restless(self._restless) and not rests:",
             "if False:",
         ),
-    ),
-    _rule(
-        "held once",
-        15,
-        "what a plan had to hold once it may hold again",
-        (RUNTIME + "allowance.py", "if self._is_planned and self.is_marked:", "if False:"),
     ),
     _rule(
         "moves of the arena",
@@ -155,7 +149,7 @@ RULES = (
         "a ring found without marks is judged after eight passes",
         _returns(
             RUNTIME + "probation.py",
-            "        record = self._state.record\n        self._state.triggers.after_requests(",
+            "        record = self._state.record\n        length = record.ring_end - record.ring_start\n",
             "None",
         ),
     ),
@@ -164,12 +158,6 @@ RULES = (
         45,
         "steps beside a plan are recorded for 64 steps, then after ever longer pauses",
         (RUNTIME + "step_watch.py", "if decisions.watch_left(self._steps) < 0:", "if False:"),
-    ),
-    _rule(
-        "pages that linger",
-        40,
-        "what a deviation needed goes back after passes without one",
-        (RUNTIME + "tidying.py", "elif self._quiet_passes > 0:", "elif False:"),
     ),
     _rule(
         "order of kinds",
@@ -191,7 +179,7 @@ RULES = (
         "pages that the plan needs soon come with those that it needs now",
         (
             RUNTIME + "paging.py",
-            "ahead = self._state.arena.lacking_ahead(position) if may_come else []",
+            "ahead = self._state.arena.lacking_ahead(position) if self.allowance.is_marked else []",
             "ahead: list[int] = []",
         ),
     ),
@@ -203,23 +191,6 @@ RULES = (
             RUNTIME + "paging.py",
             "        if self._memory.is_capturing:\n            return\n        self._gathers = True",
             "        if True:\n            return\n        self._gathers = True",
-        ),
-    ),
-    _rule(
-        "brim and half",
-        25,
-        "more may be held before pages move where the program needs most of the device",
-        (RUNTIME + "paging.py", "if excess > 0 and self._holds(decisions.is_at_brim):", "if False:"),
-        (RUNTIME + "paging.py", "if excess > 0 and self._arena is None and self.fills_half():", "if False:"),
-    ),
-    _rule(
-        "spared pages",
-        12,
-        "planned places take pages from one another only where 1/256 more would be held",
-        (
-            RUNTIME + "paging.py",
-            "spared_bytes = decisions.spared_bytes(self.allowance.peak_bytes) if place[1] else 0",
-            "spared_bytes = 0",
         ),
     ),
     _rule(
@@ -327,7 +298,7 @@ RULES = (
         "learnt lifespans",
         80,
         "leases go by how long such requests lived",
-        (CORE + "lending.py", "known = lifespan_at(state, row).value", "known = 0"),
+        (CORE + "lending.py", "lasts = lifespan_at(state, row).value", "lasts = 0"),
         (
             CORE + "learnt_lifespans.py",
             "return lifespan_at(state, row).value > state.ring_end - state.ring_start",
@@ -357,26 +328,10 @@ RULES = (
         (CORE + "requests.py", "elif not together and exceeds_peak(state, size) and not", "elif size < 0 and not"),
     ),
     _rule(
-        "recovery",
-        20,
-        "displaced requests may take more memory in the next pass",
-        (
-            CORE + "step_log.py",
-            "    state.recovering = recovers\n",
-            "    recovers = False\n    state.recovering = recovers\n",
-        ),
-    ),
-    _rule(
         "bad passes",
         12,
         "a plan goes after eight bad passes",
         (CORE + "step_log.py", "if state.bad_passes >= _MAX_BAD_PASSES:", "if state.bad_passes < 0:"),
-    ),
-    _rule(
-        "pages by need",
-        25,
-        "of idle pages that are needed soon those go first that are needed later",
-        (CORE + "arena_pages.py", "soon = (state.ring_end - state.ring_start) >> 4", "soon = 0"),
     ),
     _rule(
         "pairs",
@@ -391,12 +346,6 @@ RULES = (
         (CORE + "heap.py", "if fit == 0 and pool >= 0 and (is_short or _fills_pages(state)):", "if size < 0:"),
     ),
     _rule(
-        "end of a gap",
-        30,
-        "a request takes the end of a free block that grows from below",
-        (CORE + "heap.py", "        if _is_end_of_gap(state, row):", "        if size < 0:"),
-    ),
-    _rule(
         "shared pages",
         156,
         "pages that are free in several segments go too",
@@ -404,16 +353,6 @@ RULES = (
             CORE + "leaving.py",
             "count, moved = leave_shared_pages(state, wanted, low, high, addresses, sizes, first, before, after)",
             "moved = 0",
-        ),
-    ),
-    _rule(
-        "planned to last",
-        20,
-        "a displaced request borrows for as long as the plan has it live",
-        (
-            CORE + "lending.py",
-            "lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)",
-            "lasts = known",
         ),
     ),
     _rule(
@@ -432,6 +371,5 @@ RULES = (
             "-1",
         ),
     ),
-    # --- of arenas that are blocks of a pool
 )
 BY_NAME = {rule.name: rule for rule in RULES}
