@@ -12,7 +12,7 @@ from running.soak_order import OrderSoak  # noqa: E402
 
 from stalloc.device.ordering import ordering  # noqa: E402
 
-soak = OrderSoak(5)
+soak = OrderSoak(6)
 nothing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(lambda *_: 0)
 real = ordering()
 assert real is not None
