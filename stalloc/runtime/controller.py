@@ -477,7 +477,7 @@ class Controller:
             self._settle()
         elif self.steps.recorded.leave_out_strays():
             return True
-        elif decisions.may_thread_be_to_blame(num_steps) and self.recording.leave_out_threads():
+        elif self.recording.leave_out_threads():
             self.steps.forget()
         return False
 

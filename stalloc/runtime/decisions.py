@@ -86,13 +86,9 @@ def may_recur_in_any_order(steps: int) -> bool:
 
 
 def is_doubted(steps: int) -> bool:
-    """Whether to ask what keeps so many marked steps from recurring: at each doubling of the least."""
-    return steps >= t.LEAST_STEPS and steps & (steps - 1) == 0
-
-
-def may_thread_be_to_blame(steps: int) -> bool:
-    """Whether threads are asked about, too."""
-    return steps >= t.MANY_STEPS
+    """Whether to ask what keeps so many marked steps from recurring: at each doubling of those in which any may."""
+    times, rest = divmod(steps, t.LEAST_REPEATS)
+    return times > 1 and rest == 0 and times & (times - 1) == 0
 
 
 def is_settled(steps: int) -> bool:
