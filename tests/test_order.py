@@ -165,15 +165,9 @@ def found_as_no_harm_runs(program: Program, folder: Path) -> str:
         ("test_compaction_automatic", "test_compaction_device", "test_bench_no_harm"),
         ("test_torch_graphs", "-m", ""),  # torch.compile's too
         ("test_sleep", "test_paging", "test_streaming", "test_offloading"),
-        ("test_integrations_cupy", "test_integrations_cupy_memory", "test_integrations_cupy_pool"),
-        ("test_contexts_of_gpus_in_use", "test_integrations_processes", "test_runtime_fork"),
-        (
-            "test_dryrun_ranks",
-            "-m",
-            "",
-            "-k",
-            "torchrun and (fsdp2 or there)",
-        ),  # not its runs alone: each sets its order
+        ("test_integrations_cupy", "test_integrations_cupy_pool"),
+        ("test_contexts_of_gpus_in_use", "test_integrations_processes"),
+        ("test_dryrun_ranks", "-m", "", "-k", "torchrun and fsdp2"),  # a dry run has an order of its own
     ],
     ids=["streams", "techniques", "compaction", "graphs", "on the host", "CuPy", "processes", "ranks"],
 )
@@ -188,12 +182,12 @@ def test_nothing_is_found_in_what_tests_run(words: tuple[str, ...], tmp_path: Pa
     assert done.returncode == 0, done.stdout
 
 
-#: each second of no_harm --quick (the others take as long again), then those of graphs, threads, two GPUs and ranks
+#: each second of no_harm --quick (the others take as long again), then those of graphs, threads and two GPUs
 QUICK = [one.name for one in programs() if one.is_quick][1::2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*QUICK, "captured_step", "two_threads", "data_parallel", "fsdp2"])
+@pytest.mark.parametrize("name", [*QUICK, "captured_step", "two_threads", "data_parallel"])
 def test_nothing_is_found_in_programs_of_no_harm(name: str, tmp_path: Path) -> None:
     [program] = [one for one in programs() if one.name == name]
     assert found_as_no_harm_runs(program, tmp_path) == ""
