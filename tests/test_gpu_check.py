@@ -47,6 +47,8 @@ FAULTS = {
     "attribute20:2": ("driver", "device 0 is in compute mode prohibited"),
     "attribute102:none": ("pages", "memory by pages is not offered by the driver"),
     "memory:none": ("pages", "cuMemGetInfo tells 0 of "),
+    "memory:50": ("pages", "cuMemGetInfo tells 52428800 of "),
+    "cudaMemGetInfo:2": ("pages", "cuMemGetInfo_v2 says 2 (CUDA_ERROR_OUT_OF_MEMORY)"),
     "range:2": ("pages", "cuMemAddressReserve says 2 (CUDA_ERROR_OUT_OF_MEMORY): "),
     "cuMemSetAccess:801": ("pages", "cuMemSetAccess says 801 (CUDA_ERROR_NOT_SUPPORTED): 2 MiB alone"),
     "cuMemSetAccess:999@20": ("pages", "cuMemSetAccess says 999 (CUDA_ERROR_UNKNOWN): 2 MiB for network cards"),
@@ -65,15 +67,21 @@ FAULTS = {
     "cudaMalloc:2": ("runtime", "cudaMalloc says 2 (cudaErrorMemoryAllocation"),
     "cudaHostAlloc:2": ("runtime", "cudaHostAlloc says 2 (cudaErrorMemoryAllocation"),
     "cudaStreamCreate:999": ("runtime", "cudaStreamCreateWithFlags says 999 (cudaErrorUnknown"),
+    "cudaStreamSynchronize:719": ("runtime", "cudaStreamSynchronize says 719 (cudaErrorLaunchFailure"),
+    "cudaMemcpyAsync:999": ("runtime", "cudaMemcpyAsync says 999 (cudaErrorUnknown"),
     "cudaEventCreate:999": ("runtime", "cudaEventCreate says 999 (cudaErrorUnknown"),
+    "cudaEventRecord:999": ("runtime", "cudaEventRecord says 999 (cudaErrorUnknown"),
+    "cudaEventSynchronize:999": ("runtime", "cudaEventSynchronize says 999 (cudaErrorUnknown"),
+    "cudaEventQuery:999": ("runtime", "cudaEventQuery says 999 of an event that was waited for"),
     "cuEventQuery:999": ("runtime", "cuEventQuery says 999 (CUDA_ERROR_UNKNOWN)"),
     "cuEventRecord:999": ("runtime", "cuEventRecord says 999 (CUDA_ERROR_UNKNOWN)"),
     "cuStreamWaitEvent:999": ("runtime", "cuStreamWaitEvent says 999 (CUDA_ERROR_UNKNOWN)"),
     "cuStreamIsCapturing:999": ("runtime", "cuStreamIsCapturing says 999 (CUDA_ERROR_UNKNOWN)"),
     "cuCtxSynchronize:700": ("runtime", f"cuCtxSynchronize says {LOST}"),
     "cudaDeviceSynchronize:700": ("runtime", "cudaDeviceSynchronize says 700 (cudaErrorIllegalAddress"),
-    "cuModuleLoadData:209": ("runtime", "cupy_backends.cuda.api.driver.CUDADriverError: "),
-    "cuLaunchKernel:719": ("runtime", "cupy_backends.cuda.api.driver.CUDADriverError: CUDA_ERROR_LAUNCH_FAILED"),
+    "cuModuleLoadData:209": ("runtime", "cuModuleLoadData says 209 (CUDA_ERROR_NO_BINARY_FOR_GPU"),
+    "cuLaunchKernel:719": ("runtime", "cuLaunchKernel says 719 (CUDA_ERROR_LAUNCH_FAILED"),
+    "cudaLaunchKernel:98": ("tensor", "torch.AcceleratorError: CUDA error: invalid device function, status 98 in "),
 }
 
 
@@ -90,11 +98,31 @@ def test_a_fault_is_named_by_the_part_that_asks_for_it(tmp_path, fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named_first_and_the_other_parts_run(tmp_path, fault):
     part, sentence = FAULTS[fault]
-    code, printed, found = checked(tmp_path, "--only", ",".join(ASKED), fault=fault)
+    parts = list(dict.fromkeys([*ASKED, part]))
+    code, printed, found = checked(tmp_path, "--only", ",".join(parts), fault=fault)
     assert code == 1
     assert found["first_failure"].startswith(f"{part}: {sentence}")
     assert f"FIRST FAILURE  {found['first_failure']}" in printed
-    assert list(found["parts"]) == ASKED
+    assert list(found["parts"]) == parts
+
+
+#: what fails late: the part that meets it, and how its sentence begins
+BLOCKS = "memory of device 0 comes in blocks from here on, without a plan: "
+LATE = {
+    "cuMemMap:999@60": ("patterns", f"{BLOCKS}cuMemMap says 999"),
+    "cuMemUnmap:1@2": ("patterns", f"{BLOCKS}cuMemUnmap says 1"),
+    "cuMemSetAccess:999@60": ("adopt_and_compact", f"{BLOCKS}cuMemSetAccess says 999"),
+    "cudaHostAlloc:2@5": ("streams_separate", "torch.AcceleratorError: CUDA error: out of memory, status 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", LATE)
+def test_what_fails_while_stalloc_serves_fails_the_part_also_where_it_can_go_on(tmp_path, fault):
+    part, sentence = LATE[fault]
+    code, _, found = checked(tmp_path, "--only", part, fault=fault)
+    assert code == 1
+    assert found["first_failure"].startswith(f"{part}: {sentence}")
 
 
 def test_devices_that_do_not_reach_each_other_are_noted(tmp_path):

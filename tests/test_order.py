@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from warm_programs import run_file, run_stalloc
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+from harm.catalogue import ROOT, Program, programs
+from harm.running import AMPLE_BYTES, Setting, command_of, variables_of
+
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -28,6 +33,10 @@ MISSING = {
     "updated_in_place_on_another_stream": "no event or wait orders stream",
     "blocks_copied_by_a_kernel": "record the event that it waits for after",
 }
+RACING = (
+    "import torch\nside = torch.cuda.Stream()\nones = torch.ones(1 << 20, device='cuda')\n"
+    "with torch.cuda.stream(side):\n    for _ in range(3):\n        ones.add_(1)\ntorch.cuda.synchronize()\n"
+)
 
 
 def told(program: str, *arguments: str, order: str = "strict", completion: str = "") -> Any:
@@ -40,10 +49,7 @@ def told(program: str, *arguments: str, order: str = "strict", completion: str =
 
 def test_the_command_line_tells_both_places_once_and_ends_with_1(tmp_path: Path) -> None:
     program = tmp_path / "racing.py"
-    program.write_text(
-        "import torch\nside = torch.cuda.Stream()\nones = torch.ones(1 << 20, device='cuda')\n"
-        "with torch.cuda.stream(side):\n    for _ in range(3):\n        ones.add_(1)\ntorch.cuda.synchronize()\n"
-    )
+    program.write_text(RACING)
     words = "run", "--device", "virtual", "--check-order", "--json", "-", program.name
     done = run_stalloc(*words, folder=tmp_path, variables={**os.environ, "STALLOC_CACHE": "off"})
     assert done.returncode == 1
@@ -135,27 +141,63 @@ def test_results_that_are_copied_to_the_host_pile_up_where_copies_are_slower(
     assert told("offloaded_layers.py", completion, str(depth), order="") == num
 
 
+def checked_into(log: Path) -> dict[str, str]:
+    """Variables that have each process checked, and what is found added to a file."""
+    return {"STALLOC_VIRTUAL_ORDER": "strict", "STALLOC_VIRTUAL_ORDER_LOG": str(log)}
+
+
+def found_as_no_harm_runs(program: Program, folder: Path) -> str:
+    """What is found in a program under STALLOC=1."""
+    log = folder / "found"
+    variables = variables_of(program, Setting.STALLOC, AMPLE_BYTES) | checked_into(log)
+    command = command_of(program, Setting.STALLOC, AMPLE_BYTES)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return log.read_text() if log.exists() else ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "files",
+    "words",
     [
         ("test_integrations_streams", "test_integrations_torch", "test_integrations_cupy_loops"),
         ("test_recompute_checkpointed", "test_recompute_policies"),
         ("test_compaction_automatic", "test_compaction_device", "test_bench_no_harm"),
+        ("test_torch_graphs", "-m", ""),  # torch.compile's too
+        ("test_sleep", "test_paging", "test_streaming", "test_offloading"),
+        ("test_integrations_cupy", "test_integrations_cupy_pool"),
+        ("test_contexts_of_gpus_in_use", "test_integrations_processes"),
+        ("test_dryrun_ranks", "-m", "", "-k", "torchrun and fsdp2"),  # a dry run has an order of its own
     ],
-    ids=["streams", "techniques", "compaction"],
+    ids=["streams", "techniques", "compaction", "graphs", "on the host", "CuPy", "processes", "ranks"],
 )
-def test_nothing_is_found_in_what_tests_run(files: tuple[str, ...], tmp_path: Path) -> None:
+def test_nothing_is_found_in_what_tests_run(words: tuple[str, ...], tmp_path: Path) -> None:
     """Tests that say nothing of when work is done, once more, under the checker."""
     log = tmp_path / "found"
-    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": "strict", "STALLOC_VIRTUAL_ORDER_LOG": str(log)}
-    words = "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files)
-    command = [sys.executable, "-P", "-m", "pytest", *words]
-    done = subprocess.run(
-        command, cwd=PROGRAMS.parents[1], env=variables, capture_output=True, text=True, timeout=1200, check=False
-    )
+    names = [f"tests/{word}.py" if word.startswith("test_") else word for word in words]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *names]
+    variables = os.environ | checked_into(log)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=1200, check=False)
     assert not log.exists(), log.read_text()
     assert done.returncode == 0, done.stdout
+
+
+#: each second of no_harm --quick (the others take as long again), then those of graphs, threads and two GPUs
+QUICK = [one.name for one in programs() if one.is_quick][1::2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*QUICK, "captured_step", "two_threads", "data_parallel"])
+def test_nothing_is_found_in_programs_of_no_harm(name: str, tmp_path: Path) -> None:
+    [program] = [one for one in programs() if one.name == name]
+    assert found_as_no_harm_runs(program, tmp_path) == ""
+
+
+@pytest.mark.slow
+def test_a_missing_wait_is_found_in_a_program_that_runs_as_those_of_no_harm(tmp_path: Path) -> None:
+    script = tmp_path / "racing.py"
+    script.write_text(RACING)
+    assert "racing.py:6 writes 4.00 MiB" in found_as_no_harm_runs(Program("racing", script), tmp_path)
 
 
 @pytest.mark.slow
@@ -171,6 +213,6 @@ def test_nothing_is_found_in_what_tests_run(files: tuple[str, ...], tmp_path: Pa
 )
 def test_nothing_is_found_in_the_examples(words: tuple[str, ...]) -> None:
     command = "run", "--device", "virtual", "--check-order", "--json", "-", *words
-    done = run_stalloc(*command, folder=PROGRAMS.parents[1], variables={**os.environ, "STALLOC_CACHE": "off"})
+    done = run_stalloc(*command, folder=ROOT, variables={**os.environ, "STALLOC_CACHE": "off"})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["order"] == []

@@ -6,7 +6,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from part import IS_REAL, check, note, step, use_device
@@ -18,6 +18,7 @@ ATTRIBUTES = {
     MODE: 20, "memory by pages": BY_PAGES, "exported as file descriptors": 103,
     "RDMA with it": 110, "memory pools": 115, "capability major": 75, "capability minor": 76,
 }  # fmt: skip
+KERNEL = 'extern "C" __global__ void seven(int *numbers) { numbers[threadIdx.x] = 7; }'
 
 
 class Location(ctypes.Structure):
@@ -216,12 +217,15 @@ def runtime() -> None:
     note(cupy=cupy.__version__)
     found: dict[str, Any] = {}
 
-    def take(name: str, *arguments: Any) -> Any:
+    def says(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         with step(name):
             try:
-                return getattr(calls, name)(*arguments)
-            except calls.CUDARuntimeError as error:
-                check(False, f"cuda{name[0].upper()}{name[1:]} says {error.status} ({error})")
+                return function(*arguments)
+            except (calls.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+                check(False, f"{name} says {error.status} ({error})")
+
+    def take(name: str, *arguments: Any) -> Any:
+        return says(f"cuda{name[0].upper()}{name[1:]}", getattr(calls, name), *arguments)
 
     note(devices=take("getDeviceCount"), runtime=take("runtimeGetVersion"))
     take("setDevice", 0)
@@ -234,14 +238,20 @@ def runtime() -> None:
     event = take("eventCreate")
     take("eventRecord", event, found["stream"])
     take("eventSynchronize", event)
+    status = take("eventQuery", event)  # CuPy returns this one's status
+    check(not status, f"cudaEventQuery says {status} of an event that was waited for")
     _orders_streams(event, found["stream"])
     take("deviceSynchronize")
     read = ctypes.string_at(host, MIB)
     check(read == b"\x01" * MIB, "memset and a copy to the host give other bytes than were set")
     take("free", address)
-    with step("a kernel of CuPy"):
-        total = int((cupy.arange(5) + 1).sum())
-    check(total == 15 or not IS_REAL, "a kernel of CuPy gives another sum")
+    module = cupy.RawModule(code=KERNEL)
+    says("cuModuleLoadData", module.compile)
+    kernel, array = says("cuModuleGetFunction", module.get_function, "seven"), cupy.zeros(5, dtype=cupy.int32)
+    says("cuLaunchKernel", kernel, (1,), (5,), (array,))
+    take("deviceSynchronize")
+    total = says("a sum by CuPy", lambda: int(array.sum()))
+    check(total == 35 or not IS_REAL, f"a kernel that writes five times 7 leaves numbers whose sum is {total}")
     take("freeHost", host)
 
 

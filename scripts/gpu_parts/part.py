@@ -119,6 +119,11 @@ def main() -> int:
     except part.PartFailed as error:
         note(failure=str(error))
         return 1
+    except Exception as error:
+        status = getattr(error, "error_code", None)  # torch's errors have no number in what they say
+        if isinstance(status, int):
+            note(status=status)
+        raise
     return 0
 
 

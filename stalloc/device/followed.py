@@ -287,9 +287,11 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
 
 
 def leave_uncompiled(dynamo: Any) -> None:
-    """Keep torch.compile out of these functions: a compiled program calls them as it calls PyTorch's own."""
+    """Keep torch.compile out of what is called in the place of PyTorch's own functions, and around its operations."""
     rules: Any = getattr(dynamo, "trace_rules", None)
     if not hasattr(rules, "add"):
         rules = dynamo.skipfiles  # before torch 2.3
-    for module in (__name__, "stalloc.device.collectives", drawn.__name__, value_reads.__name__, Values.__module__):
+    checking = "stalloc.device.order_checker", "stalloc.device.watched_operations"
+    following = __name__, "stalloc.device.collectives", drawn.__name__, value_reads.__name__, Values.__module__
+    for module in (*following, *checking):
         rules.add(module)

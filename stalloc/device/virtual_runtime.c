@@ -26,7 +26,7 @@ Error cudaGetLastError(void) {
     last_error = SUCCESS;
     return error;
 }
-Error cudaPeekAtLastError(void) { return last_error; }
+Error cudaPeekAtLastError(void) { return context_lost() ? context_lost() : last_error; }
 
 static const struct {
     Error error;
@@ -37,8 +37,10 @@ static const struct {
     {OUT_OF_MEMORY, "cudaErrorMemoryAllocation", "out of memory"},
     {35, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"},
     {46, "cudaErrorDevicesUnavailable", "CUDA-capable device(s) is/are busy or unavailable"},
+    {98, "cudaErrorInvalidDeviceFunction", "invalid device function"},
     {NO_DEVICE, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {209, "cudaErrorNoKernelImageForDevice", "no kernel image is available for execution on the device"},
     {214, "cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"},
     {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},

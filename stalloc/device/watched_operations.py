@@ -102,8 +102,9 @@ def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tup
 def _split(torch: Any, tensors: Iterable[tuple[Any, int]]) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
     """Those of a device, and those of the host."""
     on_device, on_host, has_storage = [], [], torch._C._has_storage
+    own = torch._C._disabled_torch_dispatch_impl  # a tensor's own memory; what a mode made (FakeTensor) may have none
     for tensor, how in tensors:
-        if isinstance(tensor, torch.Tensor) and has_storage(tensor):
+        if getattr(type(tensor), "__torch_dispatch__", None) is own and has_storage(tensor):
             if tensor.is_cuda:
                 on_device.append((tensor, how))
             elif tensor.is_cpu:
@@ -113,6 +114,7 @@ def _split(torch: Any, tensors: Iterable[tuple[Any, int]]) -> tuple[list[tuple[A
 
 def watch_operations(torch: Any, checker: "OrderChecker") -> None:
     """Watch this thread's operations and those of all threads that begin later."""
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     accesses = _Accesses(checker, torch._C._cuda_getCurrentRawStream, torch.strided)
@@ -126,9 +128,11 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
             return False  # nothing is compiled, and two calls of Python around each operation would be dear
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if any(one.__torch_dispatch__ is not untouched for one in types):
-                return NotImplemented  # the operations that a subclass makes of it come this way again
             kwargs = kwargs or {}
+            if any(one.__torch_dispatch__ is not untouched for one in types):
+                if any(issubclass(one, FakeTensor) for one in types):
+                    return func(*args, **kwargs)  # it has no memory, and its mode has its turn only after this one
+                return NotImplemented  # the operations that a subclass makes of it come this way again
             name = id(func)  # operators stay, and their own hash is slow
             if name not in rules:
                 rules[name] = _rule_of(func)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 
 from stalloc import device
@@ -10,6 +11,7 @@ device.activate("virtual", device.VirtualGPU(num_devices=2))
 
 import cupy  # noqa: E402
 import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import stalloc  # noqa: E402
@@ -120,8 +122,17 @@ def streams_of_cupy() -> None:
     cupy.concatenate([total[:50], array[50:]]).sum(axis=1).get()
 
 
+def tensors_without_memory() -> None:
+    with FakeTensorMode(), warnings.catch_warnings(action="error"):  # as DTensor asks for shapes
+        made = torch.empty(8, 4, device="cuda")
+        product = (made @ made.detach().t()).contiguous()
+    assert isinstance(product, FakeTensor)
+    assert product.shape == (8, 8)
+
+
 for program in (
     *(reads_by_the_host, what_the_host_has_waited_for, side_by_side, trains, two_devices, graphs, streams_of_cupy),
+    tensors_without_memory,
 ):
     torch.cuda.synchronize()
     program()
