@@ -1,6 +1,6 @@
-"""Tests of properties: with few examples always, and with many among the slow ones."""
+"""Tests that are true of much: properties with few examples always and with many among the slow ones, and variants."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -19,3 +19,13 @@ def holds_for(*strategies: Any, few: int, many: int) -> Callable[[Callable[..., 
         return test
 
     return decorate
+
+
+def variants(names: str, rows: Iterable[Any], *, always: int = 1, ids: Sequence[str] | None = None) -> Any:
+    """`pytest.mark.parametrize`, with all but the first few variants among the slow tests."""
+    found = []
+    for number, row in enumerate(rows):
+        one = row if hasattr(row, "marks") else pytest.param(*(row if "," in names else (row,)))
+        marks = [*one.marks, *([pytest.mark.slow] * (number >= always))]
+        found.append(pytest.param(*one.values, id=ids[number] if ids else one.id, marks=marks))
+    return pytest.mark.parametrize(names, found)

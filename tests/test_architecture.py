@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
@@ -39,6 +40,23 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def statements(path: Path, *, for_types: bool = True) -> list[ast.stmt]:
+    """All statements of a source, in functions too: most of a tree are expressions, which hold none."""
+    return list(within(parsed(path), for_types))
+
+
+def within(node: ast.AST, for_types: bool) -> Iterator[ast.stmt]:
+    """The statements below a node, with or without those that only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+            if not for_types and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from within(child, for_types)
+
+
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """The lines of a function without its docstring."""
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -52,7 +70,7 @@ def imported(folder: str) -> set[str]:
     base = ROOT / folder if folder == "kernels" else ROOT / "stalloc" / folder
     found = set()
     for path in base.rglob("*.py"):
-        for node in ast.walk(parsed(path)):
+        for node in statements(path):
             if isinstance(node, ast.ImportFrom) and node.module == "stalloc":
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stalloc."):
@@ -84,18 +102,13 @@ def imported_modules(path: str, modules: set[str]) -> set[str]:
     """The modules of stalloc that one imports, in functions too; not those for type checkers only."""
     package = module_of(path) if path.endswith("/__init__.py") else module_of(path).rpartition(".")[0]
     found: set[str] = set()
-    rest: list[ast.AST] = [parsed(sources()[path])]
-    while rest:
-        node = rest.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
+    for node in statements(sources()[path], for_types=False):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= names & modules | ({base} if names - modules else set())
-        rest += ast.iter_child_nodes(node)
     return found & modules - {module_of(path)}
 
 
@@ -118,7 +131,7 @@ def test_functions_are_short():
     longer = {
         f"{name}: {node.name}"
         for name, path in sources().items()
-        for node in ast.walk(parsed(path))
+        for node in statements(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and function_lines(node) > MAX_FUNCTION_LINES
     }
     assert longer == set()

@@ -27,6 +27,7 @@ def test_every_rule_fits_the_sources() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 
+@pytest.mark.slow
 def test_one_rule_and_one_program(tmp_path: Path) -> None:
     def ablate(*more: str) -> list[str]:
         command = [sys.executable, "-P", str(BENCH / "ablate"), "--rules", RULE, "--only", "waves", "--random", "0"]

@@ -76,6 +76,7 @@ def test_every_change_fits_and_is_asked_about_by_tests(tmp_path: Path) -> None:
         assert relevant_tests(file, ROOT)
 
 
+@pytest.mark.slow
 def test_what_no_test_notices_survives(tmp_path: Path) -> None:
     tests = ["--tests", "tests/test_error_wordings.py::test_sizes_are_read_to_the_byte"]
     rules = ["--only", "decimal-comma", "innermost-frame"]

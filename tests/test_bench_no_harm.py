@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from properties import variants
 from recordings import OURS, shared_folder
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
@@ -162,7 +163,7 @@ def test_programs_that_once_ran_out_complete_in_torch_s_least_memory(shared_trac
     assert trial.completes, f"not in {trial.least_bytes} bytes: {trial.source}"
 
 
-@pytest.mark.parametrize("seed", [523110067, 523110284, 523110463])
+@variants("seed", [523110463, 523110067, 523110284])
 def test_what_a_plan_does_not_know_leaves_room_for_large_requests(tmp_path: Path, seed: int) -> None:
     """Steps that match a plan here and there, whose small requests each kept a page of its arena to themselves."""
     trial = try_one(str(tmp_path), seed)

@@ -129,6 +129,7 @@ def test_what_others_could_have_put_there_is_never_run(compiling: Compiling, tmp
     assert not (tmp_path / "hacked").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_trusted_anywhere_means_compiling_each_time(compiling: Compiling) -> None:
     compiling.kept.chmod(0o777)
     compiling.sources.chmod(0o777)
@@ -162,6 +163,7 @@ def test_damaged_compiled_code_is_compiled_anew(compiling: Compiling) -> None:
     assert compiling.run() == ([1, 1], [])
 
 
+@pytest.mark.slow
 def test_compiled_code_under_the_name_of_another_is_compiled_anew(compiling: Compiling) -> None:
     compiling.run()
     first, second = compiling.files()
@@ -198,6 +200,7 @@ def test_changed_sources_are_compiled_anew_and_old_code_is_removed(compiling: Co
     assert not set(old) & set(compiling.files())
 
 
+@pytest.mark.slow
 def test_a_full_cache_costs_one_sentence(compiling: Compiling) -> None:
     """Files cannot grow, as on a full disk."""
     full = "import resource, numba; resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))\n"

@@ -173,6 +173,7 @@ print(model.counters().reserved_bytes)
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_compiled_anew_when_its_rules_change() -> None:
     """The loop that its rules are compiled into stands in another file, which does not import them."""
     twice = Change(name="unit", file="stalloc/replay/cupy_pool.py", old="_UNIT = 512", new="_UNIT = 1024")

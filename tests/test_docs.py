@@ -26,6 +26,9 @@ _LONG = (
     "Ask before",
     "A program that does not fit",
     "Try it",
+    "Memory grows with each step",
+    "Guarding GPU memory in CI",
+    "Use it on a cluster",
 )
 _PYTEST = "import sys, pytest; sys.path.insert(0, ''); sys.exit(pytest.main(sys.argv[1:]))"
 

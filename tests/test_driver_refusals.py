@@ -1,6 +1,7 @@
 """What the driver refuses is told by call and status, and memory comes another way: blocks where it gives no pages."""
 
 import pytest
+from properties import variants
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -40,7 +41,7 @@ NO_PAGES = {
 }
 
 
-@pytest.mark.parametrize("fault", NO_PAGES)
+@variants("fault", NO_PAGES, always=3)
 def test_where_pages_are_refused_blocks_serve_and_one_sentence_says_why(run_program, fault):
     done = run_program(TRAIN, STALLOC_VIRTUAL_FAULTS=fault)
     assert done.returncode == 0, done.stderr
@@ -51,9 +52,7 @@ def test_where_pages_are_refused_blocks_serve_and_one_sentence_says_why(run_prog
     assert "Free:" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "fault", ["rdma:refused", "export:refused", "cuMemCreate:2@30", "peer0:refused", "peer1:refused"]
-)
+@variants("fault", ["cuMemCreate:2@30", "rdma:refused", "export:refused", "peer0:refused", "peer1:refused"])
 def test_what_pages_do_without_costs_neither_them_nor_the_plan(run_program, fault):
     done = run_program(TRAIN, STALLOC_VIRTUAL_FAULTS=fault)
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ for step in range(8):
 @pytest.mark.parametrize(
     ("after", "blocks"),
     [
-        ("block.record_stream(side)", 9),
+        pytest.param("block.record_stream(side)", 9, marks=pytest.mark.slow),
         pytest.param("block.record_stream(side); torch.cuda.synchronize()", 3, marks=pytest.mark.slow),
         pytest.param("side.query(); torch.cuda.current_stream().wait_stream(side)", None, marks=pytest.mark.slow),
     ],
@@ -131,6 +131,7 @@ for _ in range(8):
 """
 
 
+@pytest.mark.slow
 def test_what_stalloc_counts_as_allocated_is_what_pytorch_does_with_expandable_segments(tmp_path: Path) -> None:
     """With its defaults PyTorch counts what it does not split off, too."""
     program = tmp_path / "unsplit.py"
@@ -149,7 +150,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(
-    "name", ["cupy", "known", *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "number"))]
+    "name", ["known", *(pytest.param(one, marks=pytest.mark.slow) for one in ("cupy", "torch", "number"))]
 )
 def test_the_line_whose_value_no_kernel_computed_is_named_where_a_program_fails(tmp_path: Path, name: str) -> None:
     program = tmp_path / "reads.py"

@@ -244,6 +244,7 @@ def test_blocks_of_several_streams_have_their_bound_in_a_search_too(tmp_path: Pa
     assert "order_decides" not in result["uncertain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "of"), [(("--find", "n=32..32"), "n=32"), (("--ranks", "2", "--rank", "1"), "rank 1")]
 )

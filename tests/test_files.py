@@ -87,13 +87,13 @@ def test_one_plan_is_saved_from_four_threads_at_once(requests: Path, tmp_path: P
     ("arguments", "output"),
     [
         (["stats", "FILE", "--json", "OUT"], "result.json"),
-        (["plan", "FILE", "--json", "OUT"], "result.json"),
+        pytest.param(["plan", "FILE", "--json", "OUT"], "result.json", marks=pytest.mark.slow),
         (["plan", "FILE", "-o", "OUT"], "step.plan.npz"),
-        (["plan", "FILE", "--csv", "OUT"], "step.csv"),
+        pytest.param(["plan", "FILE", "--csv", "OUT"], "step.csv", marks=pytest.mark.slow),
         (["convert", "FILE", "OUT", "--force"], "step.trace.npz"),
         pytest.param(["convert", "FILE", "OUT", "--force"], "step.pickle", marks=pytest.mark.slow),
         pytest.param(["convert", "FILE", "OUT", "--force"], "step.json", marks=pytest.mark.slow),
-        (["convert", "FILE", "OUT", "--force"], "step.csv.gz"),
+        pytest.param(["convert", "FILE", "OUT", "--force"], "step.csv.gz", marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_leaves_what_was_there(requests: Path, tmp_path: Path, arguments: list[str], output: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from programs.fitting_checks import BUDGET, PROGRAM, SMALL, TRAIN, fit, program, stalloc
+from properties import variants
 from warm_programs import run_warm
 
 from stalloc.errors import BadInputError
@@ -105,6 +106,7 @@ def test_a_fit_of_arguments_that_ask_for_other_memory_is_not_used(
     assert load_fit(tmp_path / "train_gpt.fit.npz").program.arguments[-1] == "48"
 
 
+@pytest.mark.slow
 def test_a_fit_of_a_program_that_asks_for_the_same_is_used(tmp_path: Path) -> None:
     """Another argument, a comment, another GPU: none of it matters to what the first steps ask for."""
     file = program(tmp_path)
@@ -122,6 +124,7 @@ def test_a_fit_of_a_program_that_asks_for_the_same_is_used(tmp_path: Path) -> No
     assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 4
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_keeps_is_one_sentence_with_the_least(tmp_path: Path) -> None:
     words = ("--budget", "1MiB", TRAIN, *SMALL)
     (tmp_path / "train_gpt.fit.npz").write_text("of yesterday")
@@ -198,7 +201,7 @@ def test_a_policy_that_a_program_has_nothing_for_is_said_to_be_none(tmp_path: Pa
     assert sentence.endswith("more than 1.00 MiB: try another policy, or all of them without --policy.")
 
 
-@pytest.mark.parametrize("name", ["expandable", "gmlake"])
+@variants("name", ["expandable", "gmlake"])
 def test_the_command_of_a_replayed_allocator_shows_it(tmp_path: Path, name: str) -> None:
     (system,) = [one for one in SYSTEMS if one.name == name]
     (tmp_path / "rows.csv").write_text("id,lower,upper,size\n1,0,9,1048576\n2,3,12,4194304\n")

@@ -109,11 +109,13 @@ def test_without_repeated_blocks_the_program_stays_as_it_is(tmp_path: Path) -> N
     assert "nothing can be recomputed: no module with parts of its own is repeated" in done.stdout
 
 
+@pytest.mark.slow
 def test_steps_that_differ_between_trials_are_said_so(tmp_path: Path) -> None:
     found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, VARYING), 5)
     assert [note for note in found["notes"] if "steps differ between two trials" in note]
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_computed_twice_are_left_as_they_are(tmp_path: Path) -> None:
     found, done = fit(tmp_path, "--budget", "66MiB", program(tmp_path, UNREPEATABLE), 6, code=1)
     assert any("does not do the same when it is recomputed" in note for note in found["notes"])

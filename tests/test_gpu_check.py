@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from properties import variants
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -85,7 +86,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["device1:busy", "cuMemMap:1", "cuCtxSynchronize:700"])
+@variants("fault", ["cuMemMap:1", "device1:busy", "cuCtxSynchronize:700"])
 def test_a_fault_is_named_by_the_part_that_asks_for_it(tmp_path, fault):
     part, sentence = FAULTS[fault]
     code, printed, found = checked(tmp_path, "--only", part, fault=fault)

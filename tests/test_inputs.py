@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from properties import variants
 
 from stalloc.cli import main
 from stalloc.errors import BadInputError
@@ -72,7 +73,7 @@ def run_with_input(tmp_path, data: bytes, *arguments: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+@variants("name", ["-", "/dev/stdin"])
 def test_standard_input_is_read_where_it_is_asked_for(tmp_path, name):
     done = run_with_input(tmp_path, gzip.compress(CSV), "plan", name, "-o", "x.plan.npz", "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -101,8 +102,7 @@ def test_an_empty_or_wrong_standard_input_ends_in_one_sentence(tmp_path):
     "content",
     [
         b"\0",
-        b"{}",
-        *(pytest.param(content, marks=pytest.mark.slow) for content in (b"\n", b"[", b"id,lower,upper,size\n")),
+        *(pytest.param(content, marks=pytest.mark.slow) for content in (b"{}", b"\n", b"[", b"id,lower,upper,size\n")),
     ],
 )
 def test_a_small_gzip_file_may_not_become_gigabytes(tmp_path, content):

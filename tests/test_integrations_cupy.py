@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from programs.cupy_prologue import PROLOGUE
+from properties import variants
 from warm_programs import run_file
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
@@ -34,7 +35,7 @@ def check_patterns(result: dict[str, Any], operations: int) -> None:
     assert {name: result[name] for name in (*left, "device_used")} == dict.fromkeys((*left, "device_used"), 0)
 
 
-@pytest.mark.parametrize(("arena", "operations"), [("pool", 30_000), ("pages", 30_000)])
+@variants("arena, operations", [("pages", 30_000), ("pool", 30_000)])
 def test_every_byte_is_kept_observed_planned_dropped_and_uninstalled(arena: str, operations: int) -> None:
     check_patterns(patterns(operations, 20, arena), operations)
 

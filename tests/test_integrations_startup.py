@@ -191,6 +191,7 @@ print(installing.current().controllers[0].state.record.total.num_live, torch.cud
     assert done.stdout.splitlines() == ["cudaMallocAsync", "0 cudaMallocAsync"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 def test_a_memory_pool_may_be_the_first_thing_that_a_program_makes(python: Run) -> None:
     source = """

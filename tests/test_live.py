@@ -137,6 +137,7 @@ def test_ctrl_c_ends_the_look_or_the_program_and_not_both(tmp_path: Path) -> Non
     assert "Traceback" not in other.shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cupy_installed")
 def test_several_programs_have_to_be_chosen_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tmp_path, CUPY, *UNDER_STALLOC) as one, running(tmp_path, CUPY, *UNDER_STALLOC) as other:
@@ -148,6 +149,7 @@ def test_several_programs_have_to_be_chosen_from(tmp_path: Path, capsys: pytest.
         assert (told["pid"], told["devices"][0]["allocated_bytes"]) == (other.pid, 96 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cupy_installed")
 def test_peaks_are_those_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tmp_path, PEAK, *UNDER_STALLOC) as process:

@@ -39,23 +39,15 @@ PARAMETERS = 3 * (2 * 64 + 64 * 256 + 256 + 256 * 64 + 64) + 64 + 1
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory, cuda_torch: None) -> dict[str, Trace]:
     """The same program recorded with and without operations."""
-    folder, found = tmp_path_factory.mktemp("operations"), {}
-    under_a_mode = folder / "under_a_mode.py"
-    under_a_mode.write_text(
-        "import runpy\nfrom torch.utils.flop_counter import FlopCounterMode\n"
-        f"with FlopCounterMode(display=False):\n    runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
-    )
-    for how, option, program in (
-        ("stacks", "--stacks", PROGRAM),
-        ("ops", "--ops", PROGRAM),
-        ("mode", "--ops", under_a_mode),
-    ):
-        output = str(folder / f"{how}.trace.npz")
-        command = ["record", option, "--device", "virtual", "-o", output, str(program)]
-        done = run_stalloc(*command)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (found[how],) = load_traces(output)
-    return found
+    folder = tmp_path_factory.mktemp("operations")
+    return {how: run_recorded(folder / f"{how}.trace.npz", f"--{how}", PROGRAM) for how in ("stacks", "ops")}
+
+
+def run_recorded(output: Path, option: str, program: Path) -> Trace:
+    done = run_stalloc("record", option, "--device", "virtual", "-o", output, program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (trace,) = load_traces(output)
+    return trace
 
 
 @pytest.fixture(scope="module")
@@ -375,11 +367,17 @@ def test_ranges_are_nested(operations: Operations) -> None:
     assert np.all(operations.begin[operations.parent[held]] <= operations.begin[held])
 
 
-def test_what_a_dispatch_mode_calls_is_in_the_ranges_that_the_program_opened(recordings: dict[str, Trace]) -> None:
+@pytest.mark.slow
+def test_what_a_dispatch_mode_calls_is_in_the_ranges_that_the_program_opened(trace: Trace, tmp_path: Path) -> None:
     """An optimizer's step begins within the mode's call that opens it, and outlasts that."""
+    under_a_mode = tmp_path / "under_a_mode.py"
+    under_a_mode.write_text(
+        "import runpy\nfrom torch.utils.flop_counter import FlopCounterMode\n"
+        f"with FlopCounterMode(display=False):\n    runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
+    )
     found = {}
-    for how in ("ops", "mode"):
-        operations = read_operations(recordings[how])
+    for how, one in (("ops", trace), ("mode", run_recorded(tmp_path / "mode.trace.npz", "--ops", under_a_mode))):
+        operations = read_operations(one)
         assert operations is not None
         in_steps = within(operations, RangeKind.OPTIMIZER) & (operations.kind == RangeKind.OPERATION)
         found[how] = Counter(operations.name_of(row) for row in np.flatnonzero(in_steps))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from properties import variants
 from warm_programs import run_file, run_stalloc
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
@@ -62,8 +63,8 @@ def test_the_command_line_tells_both_places_once_and_ends_with_1(tmp_path: Path)
     assert "add --device virtual" in refused.stderr
 
 
-@pytest.mark.parametrize("allocator", ["native", "stalloc"])
-@pytest.mark.parametrize("name", MISSING)
+@variants("allocator", ["stalloc", "native"])
+@variants("name", MISSING, always=5)
 def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None:
     result = told("races.py", name, allocator)
     assert result["waiting"] == []
@@ -73,7 +74,7 @@ def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None
     assert MISSING[name] in text
 
 
-@pytest.mark.parametrize("allocator", ["native", "stalloc"])
+@variants("allocator", ["stalloc", "native"])
 def test_nothing_is_found_where_order_is_kept_otherwise_than_by_events(allocator: str) -> None:
     assert told("in_order.py", allocator) == []
 
@@ -92,7 +93,7 @@ def test_no_page_moves_while_somebody_captures_without_telling() -> None:
     assert told("captured_by_cupy.py", "raw") == [[], False]
 
 
-@pytest.mark.parametrize("served_by", ["heap", "planned"])
+@variants("served_by", ["planned", "heap"])
 def test_what_somebody_captures_untold_is_its_own_and_no_event_is_asked_for(served_by: str) -> None:
     found, overlaps, hits, later_hits = told("captured_untold.py", served_by)
     assert found == []
@@ -112,6 +113,7 @@ def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> N
     assert told("blocks_of_layers.py", "at-once", "32", order="") == [1, 2]
 
 
+@pytest.mark.slow
 def test_work_takes_on_the_timeline_what_links_and_operations_need() -> None:
     took = told("times_of_work.py", order="", completion="timeline")
     assert took["copy"] == pytest.approx(1e3 * (512 << 20) / (0.8 * 64e9), rel=0.01)

@@ -161,6 +161,7 @@ def fit(folder: Path, *words: Any, code: int = 0) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "found.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_a_fit_pages_what_recomputation_cannot_save_and_the_run_keeps_the_budget(tmp_path: Path) -> None:
     found, shown = fit(tmp_path, "--budget", "104MiB", "--host", "64MiB", "--policy", "page", 6, "AdamW")
     as_it_is, paged, best = *found["candidates"][:2], found["candidates"][found["best"]]

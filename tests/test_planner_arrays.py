@@ -120,7 +120,7 @@ REQUEST = st.tuples(
 )
 
 
-@holds_for(st.lists(REQUEST, max_size=25), ALIGNMENTS, st.integers(-(2**40), 2**40), few=80, many=400)
+@holds_for(st.lists(REQUEST, max_size=25), ALIGNMENTS, st.integers(-(2**40), 2**40), few=26, many=400)
 def test_every_packing_is_valid_and_its_bound_is_the_load(requests, alignment, shift):
     start = np.array([request[0] for request in requests], np.int64) + shift
     end = start + np.array([request[1] for request in requests], np.int64)
@@ -152,7 +152,7 @@ def rings(draw):
     return rows, ring_start, ring_end
 
 
-@holds_for(rings(), ALIGNMENTS, few=80, many=400)
+@holds_for(rings(), ALIGNMENTS, few=26, many=400)
 def test_a_ring_is_valid_in_every_pass(ring, alignment):
     rows, ring_start, ring_end = ring
     start, end, size = zip(*rows, strict=True)

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from properties import holds_for
+from properties import holds_for, variants
 
 from stalloc.errors import BadInputError
 from stalloc.planner import METHODS, load_plans, plan, plan_arrays, save_plans, validate
@@ -20,7 +20,7 @@ def arrays(requests: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray
     return start, start + lasts, size
 
 
-@holds_for(REQUESTS, st.data(), few=50, many=200)
+@holds_for(REQUESTS, st.data(), few=16, many=200)
 def test_alignments_of_rows_are_kept(requests, data):
     alignment = np.array(
         data.draw(st.lists(st.sampled_from([1, 2, 64, 512]), min_size=len(requests), max_size=len(requests)))
@@ -31,7 +31,7 @@ def test_alignments_of_rows_are_kept(requests, data):
     assert made.lower_bound_bytes <= made.proven_bound_bytes <= made.peak_bytes
 
 
-@holds_for(REQUESTS, st.data(), few=50, many=200)
+@holds_for(REQUESTS, st.data(), few=16, many=200)
 def test_what_is_placed_stays_and_what_is_forbidden_is_not_used(requests, data):
     lifespans = arrays(requests)
     first = plan(lifespans, alignment=4).offset
@@ -47,7 +47,7 @@ def test_what_is_placed_stays_and_what_is_forbidden_is_not_used(requests, data):
     assert made.proven_bound_bytes <= made.peak_bytes
 
 
-@holds_for(REQUESTS, REQUEST, few=40, many=150)
+@holds_for(REQUESTS, REQUEST, few=13, many=150)
 def test_adding_a_request_leaves_room_for_those_that_are_placed(requests, another):
     before = plan(arrays(requests), alignment=1)
     made = plan(arrays([*requests, another]), alignment=1, fixed=[*before.offset.tolist(), -1])
@@ -55,14 +55,14 @@ def test_adding_a_request_leaves_room_for_those_that_are_placed(requests, anothe
     assert made.offset[:-1].tolist() == before.offset.tolist()
 
 
-@holds_for(REQUESTS, few=40, many=150)
+@holds_for(REQUESTS, few=13, many=150)
 def test_equal_input_gives_equal_plans_under_constraints(requests):
     alignment = 1 << (np.arange(len(requests)) % 4)
     one, two = (plan(arrays(requests), alignment=alignment, forbidden=[(40, 50)]) for _ in range(2))
     assert (one.offset == two.offset).all()
 
 
-@holds_for(st.integers(0, 10), st.integers(2, 12), st.data(), few=40, many=150)
+@holds_for(st.integers(0, 10), st.integers(2, 12), st.data(), few=13, many=150)
 def test_fixed_places_are_kept_in_every_pass_of_a_ring(ring_start, period, data):
     ring_end = ring_start + period
     rows = []
@@ -180,7 +180,7 @@ def hard(num_requests: int = 120) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return start, end, high - low
 
 
-@pytest.mark.parametrize("method", METHODS)
+@variants("method", METHODS)
 def test_every_method_gives_a_valid_plan(method):
     made = plan(hard(), alignment=1, method=method)
     assert validate(made).detail == ""

@@ -40,7 +40,7 @@ def test_tapes_and_traces_share_one_arena():
     assert [made.kind for made in plans] == ["program", "program", "trace"]
 
 
-@holds_for(st.integers(2, 40), st.integers(0, 9), st.data(), few=20, many=80)
+@holds_for(st.integers(2, 40), st.integers(0, 9), st.data(), few=8, many=80)
 def test_a_changed_trace_gets_a_valid_plan(count, seed, data):
     start, end, size = layers(count, seed)
     before = plan((start, end, size))
@@ -128,7 +128,7 @@ def fewest_moved(blocks: list[tuple[int, int]], height: int, hole: int) -> int:
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4),
     st.integers(0, 4),
     st.data(),
-    few=20,
+    few=8,
     many=100,
 )
 def test_no_other_choice_moves_fewer_bytes(pieces, hole, data):

@@ -329,6 +329,7 @@ print("torch" in sys.modules, sum(counts))
     assert done.stdout == f"{interpret == '1'} 18\n", done.stderr
 
 
+@pytest.mark.slow
 def test_memory_that_a_plan_hands_from_stream_to_stream_is_no_finding(run_program: Any) -> None:
     done = _run(
         run_program,

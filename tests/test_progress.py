@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from properties import variants
 from warm_programs import run_stalloc
 
 from stalloc.cli import main
@@ -47,7 +48,7 @@ def heard(terminal: int, text: bytes) -> bytes:
         pytest.param("top -", "reading", marks=pytest.mark.slow),
         pytest.param("explain -", "explaining", marks=pytest.mark.slow),
         pytest.param("plan -", "planning", marks=pytest.mark.slow),
-        ("simulate -", "reading"),
+        pytest.param("simulate -", "reading", marks=pytest.mark.slow),
         pytest.param("validate PLAN -", "checking", marks=pytest.mark.slow),
         pytest.param("convert - OUT", "converting", marks=pytest.mark.slow),
         pytest.param("diff CSV -", "comparing", marks=pytest.mark.slow),
@@ -79,7 +80,7 @@ def test_no_color_means_no_escapes_here_either(files: dict[str, str]) -> None:
     assert shown == b"describing 1 file\r\n|"
 
 
-@pytest.mark.parametrize("of", ["terminal", "pipe"])
+@variants("of", ["terminal", "pipe"])
 def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, cuda_torch: None, of: str) -> None:
     program = tmp_path / "waits.py"
     terminal, its_end = pty.openpty() if of == "terminal" else os.pipe()

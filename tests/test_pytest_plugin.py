@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from properties import variants
 from warm_programs import run_stalloc, run_warm
 
 from stalloc.integrations import hook
@@ -168,7 +169,7 @@ def test_a_baseline_is_written_kept_and_what_grew_is_told(session: Session, tmp_
     assert "2 tests need less than the baseline has" in less.stdout
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": "stalloc baseline 1", "entries": {"a": {}}}'])
+@variants("content", ['{"format": "stalloc baseline 1", "entries": {"a": {}}}', "", "[]"])
 def test_a_damaged_baseline_is_one_sentence(session: Session, tmp_path: Path, content: str) -> None:
     (tmp_path / "memory.json").write_text(content)
     done = session("def test_it(): pass", "--stalloc-baseline", "memory.json", code=4)
@@ -195,7 +196,7 @@ def test_without(): grab(2)
 """
 
 
-@pytest.mark.parametrize("which", [(), ("-k", "second or third")])
+@variants("which", [("-k", "second or third"), ()])
 def test_what_a_fixture_holds_counts_for_those_who_use_it(session: Session, which: tuple[str, ...]) -> None:
     found = hungriest(session(FIXTURES, "--stalloc", *which))
     alone = {

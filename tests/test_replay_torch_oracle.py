@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from properties import variants
 
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_caching import TorchCaching
@@ -174,14 +175,14 @@ def check_maps(answers, here, events, positions, parsed, given, where) -> int:
     return len(steps)
 
 
-@pytest.mark.parametrize("settings", QUICK)
+@variants("settings", QUICK, always=2)
 def test_the_model_does_what_torch_does(run_program, tmp_path, settings):
     met = compare(run_program, tmp_path, settings, num_programs=3, num_steps=1200, seed=20)
     assert met["device_frees"] > 0
     assert met["maps"] > 10
 
 
-@pytest.mark.parametrize("settings", RECORDED)
+@variants("settings", RECORDED)
 def test_a_recording_that_begins_in_the_middle_is_replayed_exactly(run_program, tmp_path, settings):
     random = np.random.default_rng(7)
     programs = [make_program(random, 1200, fullest=0.4) for _ in range(6)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from properties import variants
 from recordings import path_of
 
 from stalloc.errors import BadInputError
@@ -64,7 +65,10 @@ def snapshot():
 
 
 #: the longest, whose settings and kinds of events others have too
-LONG = ("lm27b_compiled_fwd", "lm27b_ctx128_fullstep", "lm_fb_ctx200", "lm_step_steady", "octree_nca_train")
+LONG = (
+    *("lm27b_compiled_fwd", "lm27b_ctx128_fullstep", "lm_fb_ctx200", "lm_step_steady", "octree_nca_train"),
+    *("gnn_llm_3gpu_expandable_oom", "llama3_8b_fsdp4_oom_rank0", "llama_offload_10streams", "llm_quantize_sqattn"),
+)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_real_snapshots_are_replayed_exactly(snapshot, name, device):
 ENDS = ("fragmented", "stale_cache", "streams", "octree_nca_train", "lm27b_compiled_fwd", "llama_offload_10streams")
 
 
-@pytest.mark.parametrize("name", [name for name in ENDS if path_of(f"{name}.pickle.gz").exists()])
+@variants("name", [name for name in ENDS if path_of(f"{name}.pickle.gz").exists()], always=2)
 def test_the_model_ends_with_the_blocks_that_the_file_ends_with(snapshot, name):
     trace = snapshot(name)
     model = TorchCaching.from_record(trace)

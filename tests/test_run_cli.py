@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from properties import variants
 from warm_programs import run_stalloc, without_compiling
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
@@ -68,7 +69,7 @@ def sentence(folder: Path, verb: str, *arguments: Any) -> str:
     "variant",
     [
         (),
-        ("--accumulate", "4"),
+        pytest.param(("--accumulate", "4"), marks=pytest.mark.slow),
         pytest.param(("--checkpoint",), marks=pytest.mark.slow),
         pytest.param(("--autocast",), marks=pytest.mark.slow),
     ],
@@ -118,6 +119,7 @@ def test_a_saved_plan_holds_from_the_first_allocation_at_7b(tmp_path: Path) -> N
     assert again["plan_peak_bytes"] <= 1.01 * again["lower_bound_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
 def test_compare_native_puts_both_settings_of_the_caching_allocator_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +149,7 @@ def test_compare_native_puts_both_settings_of_the_caching_allocator_beside(
         assert len(line) == len(header)
 
 
-@pytest.mark.parametrize("sizes", [[1, 2] * 12, [1] * 20 + [2] * 3], ids=["a ring of two", "a plan at the end"])
+@variants("sizes", [[1, 2] * 12, [1] * 20 + [2] * 3], ids=["a ring of two", "a plan at the end"])
 def test_every_step_under_a_plan_counts_once(tmp_path: Path, sizes: list[int]) -> None:
     """Also where a pass over the plan is several steps, and where the last plan served none of them whole."""
     told = run(tmp_path, ROOT / "tests" / "programs" / "cupy_steps.py", *sizes)
@@ -168,6 +170,7 @@ def test_the_report_tells_the_whole_run_and_what_becomes_of_a_plan(tmp_path: Pat
     assert result["end_reserved_bytes"] <= result["run_reserved_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_program_without_a_step_that_repeats_is_called_settled(tmp_path: Path) -> None:
     program = tmp_path / "random_steps.py"
     program.write_text(
@@ -458,6 +461,7 @@ def test_a_dry_run_of_a_launcher_is_told_as_ranks(tmp_path: Path) -> None:
     assert "type STALLOC=1 srun ./train" in stalloc(tmp_path, "dryrun", "srun", "./train", code=2).stderr
 
 
+@pytest.mark.slow
 def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:
     source = (
         "import sys\n"

@@ -163,6 +163,7 @@ planners.append(plan_for_ever)
     assert (done.returncode, done.stdout, done.stderr) == (7, "stopped", "")
 
 
+@pytest.mark.slow
 def test_a_thread_that_compiles_is_stopped_once_it_has_compiled(run_fresh: Any) -> None:
     """Not in the middle: LLVM's text was given back twice where it came between giving it back and a note of that."""
     work = """
@@ -182,12 +183,16 @@ planners.append(plan_and_compile)
     assert (done.returncode, done.stdout, done.stderr) == (7, "compiled", "")
 
 
-#: what waits at its end for a planner that takes long
-_LONG = "a thread that waits for such a planner"
+#: the others take long
+_ALWAYS = (
+    "a planner at work",
+    "threads that allocate, share and mark steps",
+    "what is freed and asked for while modules go",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == _LONG else name for name in _ENDINGS]
+    "name", [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in _ENDINGS]
 )
 def test_a_program_ends_by_itself(run_fresh: Any, name: str) -> None:
     done = run_fresh(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")  # which does not wait for ever
@@ -239,6 +244,7 @@ print(json.dumps(codes))
     assert codes == [0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
 def test_a_program_whose_last_statement_computes_gradients_ends_with_its_own_code(run_fresh: Any) -> None:
     """The thread that computed them is slow to drop them: it gets little of the one processor, and no lock in time."""

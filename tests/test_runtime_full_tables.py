@@ -106,6 +106,7 @@ show(texts, count, left_over())
     assert left == _NOTHING
 
 
+@pytest.mark.slow
 def test_programs_that_use_ever_new_streams_are_served(run_checks: Any) -> None:
     """A stream that holds no memory any more makes room for another one."""
     texts, count, left = run_checks(

@@ -29,6 +29,7 @@ def drift(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @CUPY
 def test_a_program_that_drifts_holds_pages_once_where_blocks_are_held_twice() -> None:
     pages, pool = drift("pages"), drift("pool")

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from properties import variants
+from warm_programs import run_stalloc, run_warm
 
 from stalloc.sandbox import way
 from stalloc.sandbox.landlock import version
 
 PROGRAMS = Path(__file__).parent / "programs"
-WRITES, REFUSING = PROGRAMS / "writes.py", PROGRAMS / "refusing_kernel.py"
+WRITES = PROGRAMS / "writes.py"
 ORDINARY = 1234
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 needs_layer = pytest.mark.skipif(way().kind != "overlay", reason="this machine allows no layer (no mount namespaces)")
@@ -83,6 +85,21 @@ def stalloc(*words: object) -> list[object]:
     return [sys.executable, "-P", "-m", "stalloc", *words]
 
 
+def warm(words: Sequence[object], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a verb of stalloc there, as what is started anew would."""
+    return run_stalloc(*words, folder=folder, variables=os.environ | variables)
+
+
+def refused(what: str, words: Sequence[object], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a verb of stalloc there, where the kernel refuses "namespaces", or "all" that protects files."""
+    source = (
+        f"import sys\nsys.path.insert(0, {str(PROGRAMS)!r})\nimport refusing_kernel\n"
+        f"refusing_kernel.refuse_all_or_namespaces({what!r})\ndel sys.path[0]\n"
+        "from stalloc.cli import main\nsys.exit(main())"
+    )
+    return run_warm(source, *words, folder=folder, variables=os.environ | variables)
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> tuple[Path, Path]:
     """A program's folder and one elsewhere, with a program that resumes."""
@@ -116,7 +133,7 @@ def failed_cases(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @needs_layer
-@pytest.mark.parametrize("verb", ["dryrun", "find", "ranks", "fit"])
+@variants("verb", ["dryrun", "find", "ranks", "fit"])
 def test_no_file_is_changed_by_a_program_that_is_tried(verb: str, place: tuple[Path, Path], tmp_path: Path) -> None:
     folder, elsewhere = place
     before = tree(folder, elsewhere)
@@ -128,7 +145,7 @@ def test_no_file_is_changed_by_a_program_that_is_tried(verb: str, place: tuple[P
         "fit": ["fit", "--budget", "1GiB", "--output", tmp_path / "kept.fit.npz"],
     }[verb]
     words = [elsewhere, "{batch}"] if verb == "find" else [elsewhere]
-    done = run(stalloc(*options, "--json", result, "train.py", *words), folder)
+    done = warm([*options, "--json", result, "train.py", *words], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert tree(folder, elsewhere) == before
     told = json.loads(result.read_text())["files"]
@@ -143,11 +160,12 @@ def test_no_file_is_changed_by_a_program_that_is_tried(verb: str, place: tuple[P
         assert told["removals"]["names"] == [f"{elsewhere}/step-0.pt"]
 
 
+@pytest.mark.slow
 @needs_layer
 def test_a_fit_that_a_run_makes_changes_no_file_and_the_run_keeps_what_is_new(place: tuple[Path, Path]) -> None:
     folder, elsewhere = place
     before = files_of(tree(folder, elsewhere))
-    done = run(stalloc("run", "--device", "virtual", "--budget", "1GiB", "train.py", elsewhere), folder)
+    done = warm(["run", "--device", "virtual", "--budget", "1GiB", "train.py", elsewhere], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     after = files_of(tree(folder, elsewhere))
     assert {path: after[path] for path in before} == before
@@ -158,14 +176,14 @@ def test_a_fit_that_a_run_makes_changes_no_file_and_the_run_keeps_what_is_new(pl
 
 
 @needs_layer
-@pytest.mark.parametrize("verb", ["run", "record"])
+@variants("verb", ["run", "record"])
 def test_what_is_there_stays_and_what_is_new_is_kept(verb: str, tmp_path: Path, shared_memory: Path) -> None:
     prepared(tmp_path, shared_memory)
     before = files_of(tree(tmp_path, shared_memory))
     options = ["-o", "made.trace.npz"] if verb == "record" else ["--json", "made.json"]
     (tmp_path / options[1]).write_text("of an earlier run")
-    verbs = stalloc(verb, "--device", "virtual", *options, WRITES)
-    done = run(verbs, tmp_path, SHARED_FOLDER=str(shared_memory))
+    words = [verb, "--device", "virtual", *options, WRITES]
+    done = warm(words, tmp_path, SHARED_FOLDER=str(shared_memory))
     assert done.returncode == 0, done.stdout + done.stderr
     assert failed_cases(done) == [], done.stdout
     after = files_of(tree(tmp_path, shared_memory))
@@ -209,6 +227,7 @@ def home() -> Iterator[Path]:
         yield made
 
 
+@pytest.mark.slow
 @needs_layer
 def test_a_user_who_is_not_root_changes_no_file_either(home: Path, shared_memory: Path) -> None:
     user, folder = as_ordinary_user(), home
@@ -231,8 +250,8 @@ def test_where_the_machine_allows_no_layer_writes_are_refused_and_no_file_change
 ) -> None:
     prepared(tmp_path, shared_memory)
     before = tree(tmp_path, shared_memory)
-    verb = stalloc("run", "--device", "virtual", WRITES)
-    done = run([sys.executable, REFUSING, "namespaces", *verb], tmp_path, SHARED_FOLDER=str(shared_memory))
+    words = ["run", "--device", "virtual", WRITES]
+    done = refused("namespaces", words, tmp_path, SHARED_FOLDER=str(shared_memory))
     assert tree(tmp_path, shared_memory) == before
     assert "temporary" not in failed_cases(done), done.stdout
     assert {"opened", "removed", "renamed"} <= set(failed_cases(done))
@@ -240,10 +259,11 @@ def test_where_the_machine_allows_no_layer_writes_are_refused_and_no_file_change
     assert "--keep-files" in done.stderr
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_a_dry_run_whose_writes_are_refused_goes_on_where_it_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "reads.py").write_text("import torch\nx = torch.zeros(1 << 20, device='cuda')\n")
-    done = run([sys.executable, REFUSING, "namespaces", *stalloc("dryrun", "reads.py")], tmp_path)
+    done = refused("namespaces", ["dryrun", "reads.py"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -252,22 +272,19 @@ def test_where_nothing_protects_files_the_program_is_not_run(tmp_path: Path) -> 
     (tmp_path / "made").write_text("real")
     for verb, code in (("dryrun", 2), ("run", 125)):
         device = ["--device", "virtual"] if verb == "run" else []
-        words = [sys.executable, REFUSING, "all", *stalloc(verb, *device, "writes.py")]
-        done = run(words, tmp_path)
+        done = refused("all", [verb, *device, "writes.py"], tmp_path)
         assert done.returncode == code
         assert "the program is not run" in done.stderr
         assert "--keep-files" in done.stderr
         assert (tmp_path / "made").read_text() == "real"
-    done = run(
-        [sys.executable, REFUSING, "all", *stalloc("run", "--device", "virtual", "--keep-files", "writes.py")], tmp_path
-    )
+    done = refused("all", ["run", "--device", "virtual", "--keep-files", "writes.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "made").read_text() == ""
 
 
 def test_files_are_written_for_real_where_that_is_asked_for(place: tuple[Path, Path]) -> None:
     folder, elsewhere = place
-    done = run(stalloc("run", "--device", "virtual", "--keep-files", "train.py", elsewhere), folder)
+    done = warm(["run", "--device", "virtual", "--keep-files", "train.py", elsewhere], folder)
     assert done.returncode == 0, done.stderr
     assert (folder / "last.pt").read_bytes() != b"real"
     assert "--keep-files: what the program writes is written for real" in done.stderr
@@ -275,29 +292,28 @@ def test_files_are_written_for_real_where_that_is_asked_for(place: tuple[Path, P
 
 @needs_layer
 def test_info_says_how_files_are_kept_on_this_machine(tmp_path: Path) -> None:
-    done = run(stalloc("info", "--json", "-"), tmp_path)
+    done = warm(["info", "--json", "-"], tmp_path)
     assert json.loads(done.stdout)["program_files"]["way"] == "overlay"
-    refused = run([sys.executable, REFUSING, "all", *stalloc("info")], tmp_path)
-    assert "has no Landlock" in refused.stdout
+    assert "has no Landlock" in refused("all", ["info"], tmp_path).stdout
 
 
 @needs_layer
-def test_a_signal_reaches_the_program_once_and_the_report_is_left(tmp_path: Path) -> None:
+@variants("to_group", [True, False], ids=["to the group", "to stalloc"])
+def test_a_signal_reaches_the_program_once_and_the_report_is_left(tmp_path: Path, to_group: bool) -> None:
     (tmp_path / "waits.py").write_text(
         "import sys, time, torch\nx = torch.zeros(9, device='cuda')\nopen('begun', 'w')\nprint('begun', flush=True)\n"
         "time.sleep(60)\n"
     )
-    for to_group in (False, True):
-        words = [str(word) for word in stalloc("run", "--device", "virtual", "waits.py")]
-        process = subprocess.Popen(
-            words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        (os.killpg if to_group else os.kill)(process.pid, signal.SIGTERM)
-        said, errors = process.communicate(timeout=60)
-        assert process.returncode == 143, errors
-        assert "reserved peak" in said
+    words = [str(word) for word in stalloc("run", "--device", "virtual", "waits.py")]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    (os.killpg if to_group else os.kill)(process.pid, signal.SIGTERM)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "reserved peak" in said
 
 
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -321,7 +337,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
 @needs_layer
 def test_a_program_that_dies_of_a_signal_says_so(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os, torch\nopen('new', 'w').write('x')\nos.abort()\n")
-    done = run(stalloc("run", "--device", "virtual", "dies.py"), tmp_path)
+    done = warm(["run", "--device", "virtual", "dies.py"], tmp_path)
     assert done.returncode == -signal.SIGABRT
     assert (tmp_path / "new").read_text() == "x"
 
@@ -341,7 +357,7 @@ def test_files_that_take_too_much_room_end_the_program_in_a_sentence(tmp_path: P
     if not mounted or mounted.returncode:
         pytest.skip("only root can make a small file system")
     try:
-        done = run(stalloc("run", "--device", "virtual", "fills.py"), tmp_path, TMPDIR=str(room))
+        done = warm(["run", "--device", "virtual", "fills.py"], tmp_path, TMPDIR=str(room))
     finally:
         subprocess.run(["umount", room], check=True)
     assert done.returncode == 1

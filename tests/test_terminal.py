@@ -9,6 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from properties import variants
 
 from stalloc import printable
 from stalloc.cli import main
@@ -17,7 +18,7 @@ from stalloc.notices import say
 from stalloc.planner import plan, save_plans
 from stalloc.trace import load_traces, save_traces
 
-SEED, ROUNDS = 12, 6
+SEED = 12
 ADDRESS = 0x7F00_0000_0000
 PIECES = (
     *("\x1b[2J", "\x1b]8;;http://x\x07", "\x9b31m", "\r", "\n", "\nFORGED", "\x00", "\x7f", "\x08\x08", "\t"),
@@ -139,11 +140,12 @@ WRITERS = {
 }
 
 
+@variants("rounds", [2, 6])
 @pytest.mark.parametrize("name", WRITERS)
-def test_no_verb_lets_text_of_a_file_steer_the_terminal(tmp_path, capsys, name):
+def test_no_verb_lets_text_of_a_file_steer_the_terminal(tmp_path, capsys, name, rounds):
     rng = random.Random(f"{SEED} {name}")
     done = 0
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         file, other = tmp_path / f"a {name}", tmp_path / f"b {name}"
         WRITERS[name](file, rng)
         WRITERS[name](other, rng)
@@ -159,7 +161,7 @@ def test_no_verb_lets_text_of_a_file_steer_the_terminal(tmp_path, capsys, name):
             ["stats", str(file), "--json", "-"],
         ):
             done += check(capsys, arguments)[0] == 0
-    assert done > 4 * ROUNDS
+    assert done > 4 * rounds
 
 
 def test_text_of_a_plan_does_not_steer_the_terminal(tmp_path, capsys):
@@ -220,11 +222,12 @@ def test_damaged_files_are_quoted_without_steering_the_terminal(tmp_path, capsys
     assert refused > 40
 
 
-def test_names_of_files_do_not_steer_the_terminal(tmp_path, capsys):
+@variants("rounds", [3, 12])
+def test_names_of_files_do_not_steer_the_terminal(tmp_path, capsys, rounds):
     rng = random.Random(SEED)
     write_snapshot(tmp_path / "s.pickle", rng, allocator_settings={})
     data = (tmp_path / "s.pickle").read_bytes()
-    for _ in range(12):
+    for _ in range(rounds):
         name = os.fsencode(argument_text_of(rng).replace("/", ""))[:200]
         folder = tmp_path / os.fsdecode(name + b"\xff")
         folder.mkdir(exist_ok=True)
@@ -256,11 +259,12 @@ def test_names_of_files_do_not_steer_the_terminal(tmp_path, capsys):
             check(capsys, arguments, exit_code=125 if arguments[0] in ("run", "record") else 2)
 
 
-def test_arguments_do_not_steer_the_terminal(tmp_path, capsys):
+@variants("rounds", [3, 10])
+def test_arguments_do_not_steer_the_terminal(tmp_path, capsys, rounds):
     rng = random.Random(SEED)
     file = str(tmp_path / "s.pickle")
     write_snapshot(tmp_path / "s.pickle", rng)
-    for _ in range(10):
+    for _ in range(rounds):
         text = argument_text_of(rng) + "\x1b"
         for arguments in (
             [text],
@@ -281,9 +285,10 @@ def test_arguments_do_not_steer_the_terminal(tmp_path, capsys):
             check(capsys, arguments, exit_code=125 if arguments[0] == "run" else 2)
 
 
-def test_settings_of_the_environment_do_not_steer_the_terminal(capsys, monkeypatch):
+@variants("rounds", [3, 10])
+def test_settings_of_the_environment_do_not_steer_the_terminal(capsys, monkeypatch, rounds):
     rng = random.Random(SEED)
-    for _ in range(10):
+    for _ in range(rounds):
         monkeypatch.setenv("STALLOC_EXAMPLE", argument_text_of(rng))
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", argument_text_of(rng) + ":" + "\x1b[2J")
         check(capsys, ["info"], exit_code=0)

@@ -28,6 +28,7 @@ show(dataclasses.asdict(stalloc.statistics()[0]))
     assert report["planned_steps"] >= 50
 
 
+@pytest.mark.slow
 def test_hand_written_sgd_does_not_stay_on_a_wrong_period(run_checks: Any) -> None:
     """Layers and the update of parameters repeat inside a step; none of them is the step."""
     report, allocated = run_checks(
@@ -128,6 +129,7 @@ show(*[report.steps for report in stalloc.statistics()])
     ) == [9, 3]
 
 
+@pytest.mark.slow
 def test_optimizers_that_take_turns_are_planned_as_one_cycle(run_checks: Any) -> None:
     """Two steps of one network, one of the other: kinds that displace one another, until the cycle is found."""
     counts = run_checks(
@@ -225,6 +227,7 @@ def update():
 """,
             60,
             id="one for each parameter, in the backward pass",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             """
@@ -242,6 +245,7 @@ def run_step(length):
 """,
             60,
             id="of what all batches share, and of heads of which each has one",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             """
@@ -255,6 +259,7 @@ def update():
 """,
             59,  # the second one leads from its second step on
             id="another one from the eleventh step on",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -47,6 +47,7 @@ def test_a_recording_and_its_plan_name_the_torch_they_are_of(recorded: Path) -> 
     assert trace.info["torch"].split("+")[0] == version("torch").split("+")[0]
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_release_is_said_to_be_one(recorded: Path) -> None:
     (plan,) = load_plans(recorded / "run.plan.npz")
     other = dataclasses.replace(plan, provenance=plan.provenance | {"torch": "2.6.0+cu124"})

@@ -163,6 +163,7 @@ show(before, names, sorted(alive) == [b.data_ptr()], nbytes, after)
     assert nbytes == [7 * MIB, 1000]
 
 
+@pytest.mark.slow
 def test_the_memory_history_is_recorded_after_a_plan_is_in_force(run_checks: Any) -> None:
     """What was recorded for the plan, marks of steps included, is forgotten by then."""
     phase, sizes = run_checks(

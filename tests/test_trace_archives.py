@@ -7,6 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from properties import variants
 
 from stalloc.errors import BadInputError
 from stalloc.planner import load_plans, plan, save_plans
@@ -95,6 +96,7 @@ def test_a_member_twice_is_refused(tmp_path):
         assert "one name" in refused(load, path)
 
 
+@pytest.mark.slow
 def test_columns_that_would_fill_the_memory_are_refused_before_they_are_read(tmp_path):
     for path, name, load in zip(saved(tmp_path), ("d0.extra.a", "0.tape_row"), (load_traces, load_plans), strict=True):
         rewrite(path, {f"{name}.npy": npy(np.zeros(40 << 20))}, zipfile.ZIP_DEFLATED)
@@ -252,7 +254,7 @@ def requests(sizes) -> str:
 
 
 @pytest.mark.parametrize("verb", ["stats", "plan", "simulate", "explain"])
-@pytest.mark.parametrize("sizes", [[2**63 - 5] * 4, [2**62] * 2, [2**61 - 1], [1 << 44] * 200_000])
+@variants("sizes", [[2**63 - 5] * 4, [2**62] * 2, [2**61 - 1], [1 << 44] * 200_000], always=3)
 def test_sums_beyond_64_bits_are_refused_and_not_wrapped(tmp_path, capsys, verb, sizes):
     from stalloc.cli import main
 

@@ -9,6 +9,7 @@ import resource
 import struct
 
 import pytest
+from properties import variants
 
 from stalloc.errors import BadInputError
 from stalloc.trace import load_traces
@@ -95,7 +96,7 @@ def test_what_no_snapshot_holds_is_refused_before_it_is_built(tmp_path, memory_l
     assert re.search(said, refused(tmp_path, content))
 
 
-@pytest.mark.parametrize("each", [b"\x8f", b"]", b"}", b"]]a", b"}K\x01Ns"])
+@variants("each", [b"\x8f", b"]", b"}", b"]]a", b"}K\x01Ns"])
 def test_ten_million_containers_of_a_few_kilobytes_are_refused(tmp_path, memory_limit, each):
     number = 10_000_000 // len(each)
     packed = gzip.compress(opcodes(b"](" + each * number + b"e"))

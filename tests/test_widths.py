@@ -150,8 +150,9 @@ def _without_seconds(text: str) -> str:
 @pytest.mark.parametrize(
     ("words", "widths"),
     [
-        ("run --compare-native --device virtual", _WIDTHS),
-        ("record --device virtual -o OUT", _WIDTHS),
+        ("run --device virtual", (60, None)),
+        pytest.param("run --compare-native --device virtual", _WIDTHS, marks=pytest.mark.slow),
+        pytest.param("record --device virtual -o OUT", _WIDTHS, marks=pytest.mark.slow),
         pytest.param("dryrun", _WIDTHS, marks=pytest.mark.slow),
     ],
 )

@@ -3,11 +3,10 @@
 import csv
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 from stalloc.cli import main
 from stalloc.device.cudnn import workspace_table
@@ -44,8 +43,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work-spaces")
     (folder / "program.py").write_text(_PROGRAM)
     device = ("--device", "virtual", "--gpu", "A100-40GB")
-    command = [sys.executable, "-m", "stalloc", "record", "--stacks", "-o", "run.trace.npz", *device]
-    done = subprocess.run([*command, "program.py", "asked.json"], cwd=folder, capture_output=True, text=True)
+    words = ["record", "--stacks", "-o", "run.trace.npz", *device, "program.py", "asked.json"]
+    done = run_stalloc(*words, folder=folder)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -15,6 +15,8 @@ from typing import Any
 from stalloc.device.value_reads import copier
 from stalloc.device.values import Values
 
+Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What makes of a function the one in its place."""
 OBJECTS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
@@ -27,26 +29,26 @@ def prepare_collectives(library: ctypes.CDLL, values: Values) -> None:
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not hasattr(c10d, "ProcessGroup"):
         return  # built without
-    _tell_sizes(c10d, library)
-    for name, follow in _FOLLOWED.items():
-        replace(c10d, name, functools.partial(_following, c10d, values, follow))
-    for name in OBJECTS:
-        replace(c10d, name, functools.partial(_through_host, c10d))
+    makers: dict[str, Maker] = _telling_sizes(c10d, library)
+    makers |= {name: functools.partial(_following, c10d, values, follow) for name, follow in _FOLLOWED.items()}
+    makers |= {name: functools.partial(_through_host, c10d) for name in OBJECTS}
+    replace(c10d, makers)
 
 
-def replace(c10d: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of torch.distributed in every module of torch that has taken it over."""
-    before = getattr(c10d, name, None)
-    if before is None:
-        return
-    after = make(before)
+def replace(c10d: Any, makers: dict[str, Maker]) -> None:
+    """Replace functions of torch.distributed in every module of torch that has taken one over."""
+    before = {name: function for name in makers if (function := getattr(c10d, name, None)) is not None}
+    after = {name: makers[name](function) for name, function in before.items()}
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("torch.") and module.__dict__.get(name) is before:
-            setattr(module, name, after)
+        if module_name.startswith("torch."):
+            names = vars(module)
+            for name in before.keys() & names.keys():
+                if names[name] is before[name]:
+                    setattr(module, name, after[name])
 
 
-def _tell_sizes(c10d: Any, library: ctypes.CDLL) -> None:
-    """Let NCCL know how large a group is that is split off another."""
+def _telling_sizes(c10d: Any, library: ctypes.CDLL) -> dict[str, Maker]:
+    """What lets NCCL know how large a group is that is split off another."""
 
     def helper(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -67,8 +69,7 @@ def _tell_sizes(c10d: Any, library: ctypes.CDLL) -> None:
 
         return split_group
 
-    replace(c10d, "_new_process_group_helper", helper)
-    replace(c10d, "split_group", splitter)
+    return {"_new_process_group_helper": helper, "split_group": splitter}
 
 
 def _each(given: dict[str, Any], num_ranks: int) -> Iterator[tuple[Any, Any]]:

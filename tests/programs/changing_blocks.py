@@ -173,7 +173,7 @@ def in_autocast(make: Any, *, whole: bool) -> list[str]:
 
 if __name__ == "__main__":
     plain = stack(lambda layer, x: x)
-    cases = {case: compared(case, int(sys.argv[1]) or 2) for case in recomputation.CASES}
+    cases = {case: compared(case, int(sys.argv[1]) or 2) for case in sys.argv[2:] or recomputation.CASES}
     autocast = {
         "backward": in_autocast(plain, whole=False),
         "backward of two calls": in_autocast(twice_before(plain), whole=False),

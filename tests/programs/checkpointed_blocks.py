@@ -126,4 +126,5 @@ recomputation.CASES = {
 
 
 if __name__ == "__main__":
-    print(json.dumps({case: recomputation.compared(case, int(sys.argv[1])) for case in recomputation.CASES}))
+    cases = sys.argv[2:] or recomputation.CASES
+    print(json.dumps({case: recomputation.compared(case, int(sys.argv[1])) for case in cases}))

@@ -1,5 +1,7 @@
 """Models trained as they are and with what they save in host memory: prints what became of each as JSON.
 
+Arguments are the names of the cases, without any it is all of them.
+
 On the processor, where everything computes, and memory that is let go cannot be read: losses, gradients and parameters
 of three steps are compared bit by bit; a text is the error that took their place. Bytes are those that went to the
 host.
@@ -314,7 +316,8 @@ def chunked() -> dict[str, Any]:
 
 def main() -> None:
     told: dict[str, Any] = {}
-    for name, (make, habits) in CASES.items():
+    for name in sys.argv[1:] or CASES:
+        make, habits = CASES[name]
         as_it_is, reason = raised(lambda make=make, habits=habits: train(make, habits, contextlib.nullcontext()))
         context = offloading(habits)
         found, error = raised(lambda make=make, habits=habits, context=context: train(make, habits, context))

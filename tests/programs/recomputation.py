@@ -597,6 +597,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "0":
         cut = {"rows": copies("sequence"), "parts": copies("statements")}
         results = {"copies": copies("gpt"), **cut, "twice": twice()}
-    for case in CASES:
+    for case in sys.argv[2:] or CASES:
         results[case] = compared(case, int(sys.argv[1]) or 2)
     print(json.dumps(results))

@@ -23,5 +23,10 @@ def refuse(numbers: dict[int, int]) -> None:
     assert libc.prctl(22, ctypes.c_ulong(2), whole, ctypes.c_ulong(0), ctypes.c_ulong(0)) == 0
 
 
-refuse(dict.fromkeys(NAMESPACES, 1) | (dict.fromkeys(LANDLOCK, 38) if sys.argv[1] == "all" else {}))
-os.execv(sys.argv[2], sys.argv[2:])
+def refuse_all_or_namespaces(what: str) -> None:
+    refuse(dict.fromkeys(NAMESPACES, 1) | (dict.fromkeys(LANDLOCK, 38) if what == "all" else {}))
+
+
+if __name__ == "__main__":
+    refuse_all_or_namespaces(sys.argv[1])
+    os.execv(sys.argv[2], sys.argv[2:])

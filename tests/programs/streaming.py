@@ -1,5 +1,7 @@
 """Models trained as they are and with streamed layers, in the host and on disk: prints what became of each as JSON.
 
+Arguments are the names of the cases, without any it is all of them.
+
 On the processor, where everything computes, and memory that is let go cannot be read: losses, parameters and state of
 four steps are compared bit by bit; "raised" is the error that took their place.
 """
@@ -355,7 +357,8 @@ def loaded() -> str:
 
 def main() -> None:
     told: dict[str, Any] = {}
-    for name, (make, habits) in CASES.items():
+    for name in sys.argv[1:] or CASES:
+        make, habits = CASES[name]
         as_it_is = train(make, habits, streamed=False)
         try:
             told[name] = same(as_it_is, train(make, habits, streamed=True))

@@ -102,8 +102,43 @@ class _Finder:
         return getattr(self._finder, name)
 
 
+def remember_elf_files() -> None:
+    """Let what is read of shared libraries be read once: each virtual GPU reads all of torch's and CuPy's."""
+    elf = importlib.import_module("stalloc.device.elf")
+    told: dict[tuple[Any, ...], Any] = {}
+
+    class Remembered(elf.ElfFile):  # type: ignore[name-defined, misc]
+        def __init__(self, path: Path) -> None:
+            status = path.stat()
+            self._path, self._sections = path, []
+            self._file = str(path), status.st_mtime_ns, status.st_size
+
+        def _of(self, what: str, *arguments: Any) -> Any:
+            key = (*self._file, what, *arguments)
+            if key not in told:
+                with _ELF_FILE(self._path) as file:
+                    told[key] = getattr(file, what)(*arguments)
+            return told[key]
+
+        def needed_libraries(self) -> Any:
+            return self._of("needed_libraries")
+
+        def needed_versions(self) -> Any:
+            return self._of("needed_versions")
+
+        def requirements(self) -> Any:
+            return self._of("requirements")
+
+        def functions(self, prefixes: tuple[bytes, ...]) -> Any:
+            return self._of("functions", prefixes)
+
+    _ELF_FILE = elf.ElfFile
+    elf.ElfFile = Remembered
+
+
 def import_libraries() -> None:
     """Import the libraries on a virtual GPU, then put them aside, and forget that there was a virtual GPU."""
+    remember_elf_files()
     finders, variables = list(sys.meta_path), dict(os.environ)
     device = importlib.import_module("stalloc.device")
     device.activate("virtual")
@@ -123,7 +158,7 @@ def import_libraries() -> None:
     for one in reversed(libraries):
         one.put_aside()
     for name in list(sys.modules):
-        if name.partition(".")[0] == "stalloc":
+        if name.partition(".")[0] == "stalloc" and name != "stalloc.device.elf":
             del sys.modules[name]
 
 
