@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from stalloc.device.collectives import replace
+from stalloc.device.collectives import Maker, replace
 from stalloc.errors import MissingRankError
 from stalloc.imports import after_import
 
@@ -142,16 +142,17 @@ def _replace() -> None:
 
         return split_group
 
-    replace(c10d, "init_process_group", initializer)
-    replace(c10d, "split_group", splitter)
-    replace(c10d, "_new_process_group_helper", helper)
-    replace(c10d, "_store_based_barrier", lambda _: lambda *_, **__: None)
-    replace(c10d, "monitored_barrier", lambda function: functools.wraps(function)(lambda *_, **__: None))
-    for name in _SENT:
-        replace(c10d, name, functools.partial(_receiving, c10d))
-    for name in ("all_gather_object", "gather_object"):
-        replace(c10d, name, functools.partial(_gathering, c10d))
-    replace(c10d, "send_object_list", inspect.unwrap)
+    makers: dict[str, Maker] = {
+        "init_process_group": initializer,
+        "split_group": splitter,
+        "_new_process_group_helper": helper,
+        "_store_based_barrier": lambda _: lambda *_, **__: None,
+        "monitored_barrier": lambda function: functools.wraps(function)(lambda *_, **__: None),
+        "send_object_list": inspect.unwrap,
+    }
+    makers |= dict.fromkeys(_SENT, functools.partial(_receiving, c10d))
+    makers |= dict.fromkeys(("all_gather_object", "gather_object"), functools.partial(_gathering, c10d))
+    replace(c10d, makers)
 
 
 def _own_rank() -> int:
