@@ -35,6 +35,7 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.is_settling, ((2,), True), ((3,), False)),
     (d.idle_passes, ((2,), 0), ((3,), 3)),
     (d.fills_device, ((76, 100), True), ((75, 100), False)),
+    (d.is_at_brim, ((89, 100), True), ((88, 100), False)),
     (d.may_fill, ((51, 100), True), ((50, 100), False)),
     (d.is_large_part, ((26, 100), True), ((25, 100), False)),
     (d.range_bytes, ((GIB, GIB), 2 * GIB), ((3 * GIB, GIB), 3 * GIB)),
@@ -116,7 +117,7 @@ def test_an_unmarked_plan_is_judged_after_eight_passes_and_one_of_kinds_after_10
 def test_figures_that_a_plan_begins_with() -> None:
     assert (d.least_parts(repeats=True), d.least_parts(repeats=False)) == (0, 16)
     assert [d.most_misses_where(2000, may_fill=full) for full in (True, False)] == [8, 2000]
-    assert d.num_recent_steps() == 8
+    assert (d.num_recent_steps(), d.quiet_passes()) == (8, 8)
 
 
 def test_pages_rest_under_a_plan_if_none_moves_and_elsewhere_if_few_do() -> None:

@@ -271,6 +271,11 @@ def moves_in_each_pass(passes: int) -> bool:
     return passes >= t.MANY_STEPS
 
 
+def quiet_passes() -> int:
+    """Passes without a growth before what the first one under a plan needed goes."""
+    return t.MANY_STEPS
+
+
 def least_parts(*, repeats: bool) -> int:
     """Parts of the peak that may be held from the start; none of those of a program that repeats."""
     return 0 if repeats else t.LOOSE_PARTS
@@ -292,6 +297,11 @@ def idle_passes(passes: int) -> int:
 def fills_device(peak_bytes: int, device_bytes: int) -> bool:
     """Whether a peak is most of the device."""
     return peak_bytes > device_bytes - device_bytes // t.MANY_SHARE
+
+
+def is_at_brim(peak_bytes: int, device_bytes: int) -> bool:
+    """Whether a peak leaves so little of the device that pages stay where they are until it is full."""
+    return peak_bytes > device_bytes - device_bytes // t.SOME_SHARE
 
 
 def may_fill(peak_bytes: int, device_bytes: int) -> bool:

@@ -274,6 +274,8 @@ class Paging:
         if self._memory.is_capturing:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
+        if excess > 0 and self._holds(decisions.is_at_brim):
+            excess = 0  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0:
             self.num_moves += 1
             self.allowance.note_move(whole_pages(excess))

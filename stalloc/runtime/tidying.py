@@ -17,14 +17,17 @@ class Tidying:
         self._segments_kept = 0  # of the heap, when the plan had settled
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
+        self._growths_seen = self._boundary_at = 0  # of the paging, and passes ever, at the last boundary
+        self._quiet_passes = 0  # without a growth that are to come before what one needed goes; 0: it has gone
+        self._patience = decisions.quiet_passes()  # so many after the next growth
         self.settled = False  #: no plan is expected soon
 
     def begin_plan(self) -> None:
         """A plan is put in force."""
         if self._arenas.memory.source.paged:
             self._arenas.memory.paging.allowance.begin_plan()
-        self._passes = self._segments_kept = self._moving_passes = 0
-        self._move_after, self._move_wait = 0, 1
+        self._passes = self._segments_kept = self._moving_passes = self._growths_seen = self._quiet_passes = 0
+        self._move_after, self._move_wait, self._patience = 0, 1, decisions.quiet_passes()
 
     def at_boundary(self) -> int:
         """Give back what the switch left behind, then what deviations needed; passes until it is to be done again."""
@@ -41,8 +44,9 @@ class Tidying:
         return settles or num_segments > kept
 
     def _unmap_unused(self) -> int:
-        """The same by pages; what deviations need stays, since no more is held than is allowed."""
-        paging = self._arenas.memory.paging
+        """The same by pages: what a deviation needed goes after passes without any, ever more if they come again."""
+        paging, record = self._arenas.memory.paging, self._state.record
+        passes, self._boundary_at = record.steps_ever - self._boundary_at, record.steps_ever
         self._moving_passes = self._moving_passes + 1 if paging.num_moves != self._moves_seen else 0
         self._moves_seen = paging.num_moves
         if self._moves_out_of_the_way():
@@ -54,7 +58,14 @@ class Tidying:
         if decisions.is_settling(self._passes):
             paging.release()
             return 1
-        return int(self._moving_passes > 0)
+        if paging.num_growths != self._growths_seen:
+            self._growths_seen, self._quiet_passes = paging.num_growths, self._patience
+            self._patience *= 2
+        elif self._quiet_passes > 0:
+            self._quiet_passes = max(0, self._quiet_passes - passes)
+            if self._quiet_passes == 0:
+                paging.release()
+        return 1 if self._moving_passes > 0 else self._quiet_passes
 
     @property
     def moves_pages(self) -> bool:

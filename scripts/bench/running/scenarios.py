@@ -27,7 +27,7 @@ def _planned(marked: bool = True, microbatches: int = 31) -> tuple[Machine, Step
     return machine, step
 
 
-def _after(machine: Machine, step: Step, count: int = 4) -> list[Figures]:
+def _after(machine: Machine, step: Step, count: int = 20) -> list[Figures]:
     return [machine.run(step) for _ in range(count)]
 
 
