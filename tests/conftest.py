@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,21 @@ from warm_programs import run_warm, without_compiling
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: what tests start would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lets a run be as long as there is time."""
+    text = "begin no test after so many minutes: those that are left are skipped"
+    parser.addoption("--minutes", type=float, default=float("inf"), help=text)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what there is no time for."""
+    if time.monotonic() - _BEGAN > 60 * item.config.getoption("minutes"):
+        pytest.skip("no time is left for it (--minutes)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
