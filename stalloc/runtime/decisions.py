@@ -360,17 +360,17 @@ def is_memory_short(free_bytes: int, allocated_bytes: int) -> bool:
 
 def leaves_out_much(left_out: int, ring_requests: int) -> bool:
     """Whether a step leaves out so much of its ring, or finds so many places taken, that it may be another one."""
-    return left_out >= max(t.SOME_REQUESTS, ring_requests // t.FEW_SHARE)
+    return left_out >= max(2 * t.SOME_REQUESTS, ring_requests // t.FEW_SHARE)
 
 
 def is_half_lost(lost: int, hits: int) -> bool:
     """Whether many requests are not as planned, and for each of them no more than one is."""
-    return lost >= t.SOME_REQUESTS and lost > hits
+    return lost >= 2 * t.SOME_REQUESTS and lost > hits
 
 
 def is_third_lost(lost: int, hits: int) -> bool:
     """Whether many requests are not as planned, a third of all."""
-    return lost >= t.SOME_REQUESTS and 2 * lost > hits
+    return lost >= 2 * t.SOME_REQUESTS and 2 * lost > hits
 
 
 def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
@@ -380,7 +380,7 @@ def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
 
 def has_begun(place: int) -> bool:
     """Whether a pass is so far that it shows which step it is."""
-    return place >= t.SOME_REQUESTS
+    return place >= 2 * t.SOME_REQUESTS
 
 
 def may_stand_aside(steps: int) -> bool:
