@@ -107,18 +107,19 @@ class DeviceState:
         *,
         between: tuple[int, int] = (0, 0),
         place: tuple[int, int] = (0, 0),
-        spared_bytes: int = 0,
+        spares_arena: bool = False,
         ahead_bytes: int = 0,
     ) -> tuple[list[tuple[int, int]], dict[int, int]]:
         """Serve no more from so many bytes of free pages of segments, and then of idle ones of the arena, if there are.
 
-        The arena is spared some of them; `ahead_bytes` more go as far as nothing needs them soon. What is free
-        `between` two addresses stays as it is, and bytes `place` of the arena: memory is to come there. Returns address
-        and bytes of each range that is to be unmapped, and where segments begin now (0: gone), by where they began.
+        With `spares_arena` none of the arena goes; `ahead_bytes` more go as far as nothing needs them soon. What is
+        free `between` two addresses stays as it is, and bytes `place` of the arena: memory is to come there. Returns
+        address and bytes of each range that is to be unmapped, and where segments begin now (0: gone), by where they
+        began.
         """
         (addresses, sizes), (before, after) = np.empty((2, MAX_RANGES), np.int64), np.empty((2, _MAX_MOVED), np.int64)
         count, moved = leaving.leave_pages(
-            self.address, wanted_bytes, ahead_bytes, spared_bytes, *between, *place, addresses, sizes, before, after
+            self.address, wanted_bytes, ahead_bytes, spares_arena, *between, *place, addresses, sizes, before, after
         )
         begins = dict(zip(before[:moved].tolist(), after[:moved].tolist(), strict=True)) if moved else {}
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True)), begins

@@ -116,7 +116,7 @@ class Paging:
         """Serve a request from what other pages have left over; False if that is not enough either."""
         if self._memory.is_capturing:
             return False
-        self._leave(_ALL, spared_bytes=_ALL)
+        self._leave(_ALL, spares_arena=True)
         return self._splices.make(pool, size_bytes)
 
     def _add_pages(self, address: int, size_bytes: int) -> bool:
@@ -176,7 +176,7 @@ class Paging:
             return
         self._gathers = True
         found: Ranges = []
-        while ranges := self._cease(_ALL, spared_bytes=_ALL):
+        while ranges := self._cease(_ALL, spares_arena=True):
             found += ranges
         self._unmap(found)
 
@@ -197,7 +197,7 @@ class Paging:
             return
         self._gathers = False
         self._splices.end()
-        while self._leave(_ALL, spared_bytes=_ALL):
+        while self._leave(_ALL, spares_arena=True):
             pass
         for base in self._state.heap.remove_empty_ranges():
             del self._memory.segments[base]
@@ -287,7 +287,7 @@ class Paging:
         self._state.record.num_retries += 1
         self._state.write(memory_is_short=1)
         self._memory.wait_for_deferred()
-        self._leave(_ALL, between=between, spared_bytes=_ALL)
+        self._leave(_ALL, between=between, spares_arena=True)
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
             self._leave(lacking, between=between, place=place)
@@ -300,20 +300,20 @@ class Paging:
         *,
         between: tuple[int, int] = (0, 0),
         place: tuple[int, int] = (0, 0),
-        spared_bytes: int = 0,
+        spares_arena: bool = False,
         ahead_bytes: int = 0,
     ) -> bool:
         """Unmap so many bytes of what is free, as `DeviceState.leave_pages` has it; whether there was any."""
         ranges = self._cease(
-            size_bytes, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes
+            size_bytes, between=between, place=place, spares_arena=spares_arena, ahead_bytes=ahead_bytes
         )
         self._unmap(ranges)
         return bool(ranges)
 
-    def _cease(self, size_bytes: int, *, spared_bytes: int = 0, **what: Any) -> Ranges:
+    def _cease(self, size_bytes: int, *, spares_arena: bool = False, **what: Any) -> Ranges:
         """Have the core cease to serve from so many bytes of what is free: what is to be unmapped."""
-        spared_bytes = spared_bytes if self._arena is not None else _ALL  # a parent's is left alone
-        ranges, begins = self._state.leave_pages(size_bytes, spared_bytes=spared_bytes, **what)
+        spares_arena = spares_arena or self._arena is None  # a parent's is left alone
+        ranges, begins = self._state.leave_pages(size_bytes, spares_arena=spares_arena, **what)
         for before, now in begins.items():
             memory = self._memory.segments.pop(before)
             if now:
