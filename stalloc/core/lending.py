@@ -171,8 +171,8 @@ def lend(state, stream, size, requested, row, anything):
     now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
     if is_lost and not anything and outlives_pass(state, row):
         return 0  # it would stand in the way of the next pass, whatever this one is
-    lasts = lifespan_at(state, row).value
-    lasts = max(lasts, _planned_to_last(state, now) if state.miss_run == 0 else 0)
+    known = lifespan_at(state, row).value
+    lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
     if state.num_tapes > 1 and not is_lost and now + lasts > state.pass_start + state.ring_end:
         return 0  # a step of another kind may come next: what this one leaves idle is that one's
     pool = find_pool(state, stream, LEASED_KIND, True)

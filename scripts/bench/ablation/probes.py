@@ -77,6 +77,7 @@ PROBES = (
     _before("turns", "stalloc/planner/carried_over", "    return [replace(one, has_two=rank"),
     _before("probation", "probation", "            self.is_on = True\n"),
     _before("watch pauses", "step_watch", "            self.pause()\n            self._next"),
+    _probe("pages that linger", "tidying", "elif self._quiet_passes > 0:", "elif self._quiet_passes > 0 and FIRED:"),
     _probe(
         "order of kinds",
         "step_places",
@@ -85,6 +86,12 @@ PROBES = (
         "        return self._buffer * len(self._switches_buffers) + self._expected()",
     ),
     _before("patience", "controller", "        self.state.triggers.after_misses(2 * record.excess_misses)"),
+    _probe(
+        "brim",
+        "paging",
+        "if excess > 0 and self._holds(decisions.is_at_brim):",
+        "if excess > 0 and self._holds(decisions.is_at_brim) and FIRED:",
+    ),
     _before("saving", "memory", "            self.state.write(memory_is_short=1)"),
     _before("saving", "paging", "        self._state.write(memory_is_short=1)"),
     _probe(

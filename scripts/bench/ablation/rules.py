@@ -160,6 +160,12 @@ RULES = (
         (RUNTIME + "step_watch.py", "if decisions.watch_left(self._steps) < 0:", "if False:"),
     ),
     _rule(
+        "pages that linger",
+        40,
+        "what a deviation needed goes back after passes without one",
+        (RUNTIME + "tidying.py", "elif self._quiet_passes > 0:", "elif False:"),
+    ),
+    _rule(
         "order of kinds",
         45,
         "which kind of step comes next is learnt; without it the last one is expected",
@@ -192,6 +198,12 @@ RULES = (
             "        if self._memory.is_capturing:\n            return\n        self._gathers = True",
             "        if True:\n            return\n        self._gathers = True",
         ),
+    ),
+    _rule(
+        "brim",
+        8,
+        "pages stay where they are while less than an eighth of the device is left",
+        (RUNTIME + "paging.py", "if excess > 0 and self._holds(decisions.is_at_brim):", "if False:"),
     ),
     _rule(
         "lasting",
@@ -298,7 +310,7 @@ RULES = (
         "learnt lifespans",
         80,
         "leases go by how long such requests lived",
-        (CORE + "lending.py", "lasts = lifespan_at(state, row).value", "lasts = 0"),
+        (CORE + "lending.py", "known = lifespan_at(state, row).value", "known = 0"),
         (
             CORE + "learnt_lifespans.py",
             "return lifespan_at(state, row).value > state.ring_end - state.ring_start",
@@ -353,6 +365,16 @@ RULES = (
             CORE + "leaving.py",
             "count, moved = leave_shared_pages(state, wanted, low, high, addresses, sizes, first, before, after)",
             "moved = 0",
+        ),
+    ),
+    _rule(
+        "planned to last",
+        20,
+        "a displaced request borrows for as long as the plan has it live",
+        (
+            CORE + "lending.py",
+            "lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)",
+            "lasts = known",
         ),
     ),
     _rule(
