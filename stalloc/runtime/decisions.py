@@ -357,20 +357,22 @@ def is_memory_short(free_bytes: int, allocated_bytes: int) -> bool:
 
 # --- a step that is not the planned one
 
+_SHOWN_REQUESTS = 2 * t.SOME_REQUESTS  # of a pass, which show whether it is another step
+
 
 def leaves_out_much(left_out: int, ring_requests: int) -> bool:
     """Whether a step leaves out so much of its ring, or finds so many places taken, that it may be another one."""
-    return left_out >= max(2 * t.SOME_REQUESTS, ring_requests // t.FEW_SHARE)
+    return left_out >= max(_SHOWN_REQUESTS, ring_requests // t.FEW_SHARE)
 
 
 def is_half_lost(lost: int, hits: int) -> bool:
     """Whether many requests are not as planned, and for each of them no more than one is."""
-    return lost >= 2 * t.SOME_REQUESTS and lost > hits
+    return lost >= _SHOWN_REQUESTS and lost > hits
 
 
 def is_third_lost(lost: int, hits: int) -> bool:
     """Whether many requests are not as planned, a third of all."""
-    return lost >= 2 * t.SOME_REQUESTS and 2 * lost > hits
+    return lost >= _SHOWN_REQUESTS and 2 * lost > hits
 
 
 def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
@@ -380,7 +382,7 @@ def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
 
 def has_begun(place: int) -> bool:
     """Whether a pass is so far that it shows which step it is."""
-    return place >= 2 * t.SOME_REQUESTS
+    return place >= _SHOWN_REQUESTS
 
 
 def may_stand_aside(steps: int) -> bool:
