@@ -10,9 +10,20 @@ from functools import cached_property
 import numpy as np
 
 from stalloc.columns import distinct
-from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
+from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS, MOST_DYNAMIC
 from stalloc.core.record_types import Words
 from stalloc.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """What steps have beside the entries of a tape, or leave out of them, by the k entries that are expected next."""
+
+    num_dynamic: Words  #: (k,) dynamic requests of a step, whose sizes are none of the tape's, that come before each
+    lasts: Words
+    """(s,) for each of these, in their order, how many entries are asked for while it lives, and one; 0: not known."""
+    next_sure: Words
+    """(k,) for an entry that some steps leave out, the next one that all have, k if there is none; else itself."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,6 +38,7 @@ class ArenaTape:
     begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
     num_buffers: int = 1  #: of which each has a ring for every kind; those of one buffer lie together
     ahead: Words | None = None  #: (k,) bytes by which more is to live at most than when each entry is asked for
+    between: Between | None = None  #: None: a step has what the tape has and nothing else
     gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
 
     @property
@@ -72,5 +84,16 @@ def check(tape: ArenaTape, cursor: int) -> None:
         raise PlanError(f"{len(rings)} rings cannot have {tape.num_buffers} buffers.")
     if not 0 <= cursor < count:
         raise PlanError(f"entry {cursor} is none of a tape of {count} entries.")
+    if tape.between is not None:
+        _check_between(tape.between, count)
     if tape.gives is not None and ((tape.gives < 0) | (tape.gives >= count)).any():
         raise PlanError(f"a handover names an entry that is none of {count}.")
+
+
+def _check_between(between: Between, count: int) -> None:
+    num_dynamic, lasts, next_sure = between.num_dynamic, between.lasts, between.next_sure
+    is_whole = {len(num_dynamic), len(next_sure)} == {count} and len(lasts) <= MOST_DYNAMIC
+    if not is_whole or (num_dynamic < 0).any() or (num_dynamic > len(lasts)).any() or num_dynamic.sum() != len(lasts):
+        raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a tape.")
+    if (lasts < 0).any() or (next_sure < np.arange(count)).any() or (next_sure > count).any():
+        raise PlanError(f"what comes between {count} entries of a tape does not fit it.")

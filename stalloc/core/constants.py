@@ -1,13 +1,13 @@
 """What the numbers in records mean, and the sizes that the core goes by."""
 
-from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES
+from stalloc.sizes import ALIGNMENT_BYTES, LITTLE_BYTES, PAGE_BYTES
 
 # sizes, bytes
 ALIGNMENT = ALIGNMENT_BYTES  # every size is rounded up to it, as by torch and CuPy
 TINY = 512  # requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # requests up to this size share segments
 GRANULE = PAGE_BYTES  # segments are multiples of it, and it is the size of a page
-LITTLE = GRANULE >> 5  # requests below this lie together: one that lived on alone would keep a page from all others
+LITTLE = LITTLE_BYTES
 # where memory is short, requests that leave more than 1 / 2 ** WASTE_SHIFT of a segment of their own share larger ones
 WASTE_SHIFT = 5
 MAX_SHARED_SEGMENT = 64 << 20
@@ -70,6 +70,8 @@ ACTION_SEGMENT_MAP, ACTION_SEGMENT_UNMAP, ACTION_OOM = 5, 6, 7
 
 # lifespans are learnt for so many parts of a pass and classes of sizes
 LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = 6, 1 << 6, 64
-LIFESPAN_BITS = 12  # of a row in their table
+LIFESPAN_ROWS = LIFESPAN_PLACES * LIFESPAN_SIZES  # and from here on for each dynamic request that a step has
+LIFESPAN_BITS = 20  # of a row in their table
+MOST_DYNAMIC = (1 << LIFESPAN_BITS) - LIFESPAN_ROWS
 
 STEP_LOG_ROWS = 4096

@@ -8,7 +8,7 @@ with the idle cells behind it, so that blocks lie side by side as in any other s
 
 from stalloc.compiled import inner
 from stalloc.core.cells import NEVER, cells_empty, needed_at, tape_time
-from stalloc.core.constants import LEASED_KIND
+from stalloc.core.constants import LEASED_KIND, LIFESPAN_ROWS
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
@@ -172,7 +172,8 @@ def lend(state, stream, size, requested, row, anything):
     if is_lost and not anything and outlives_pass(state, row):
         return 0  # it would stand in the way of the next pass, whatever this one is
     known = lifespan_at(state, row).value
-    lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
+    displaced = state.miss_run == 0 and row < LIFESPAN_ROWS
+    lasts = max(known, _planned_to_last(state, now) if displaced else 0)
     if state.num_tapes > 1 and not is_lost and now + lasts > state.pass_start + state.ring_end:
         return 0  # a step of another kind may come next: what this one leaves idle is that one's
     pool = find_pool(state, stream, LEASED_KIND, True)

@@ -1,7 +1,7 @@
 """Requests that the plan has: they are served from their places, whose memory is there and which nobody has.
 
 Contract: as in requests.py, with the lock held. An outcome with neither address nor reason leaves the request to the
-heap.
+heap; its subject is the row of a dynamic request in the table of lifespans, 0 for others.
 """
 
 from stalloc.compiled import inner
@@ -20,7 +20,7 @@ from stalloc.core.heap import Outcome
 from stalloc.core.leases import revoke
 from stalloc.core.records import entry_at, slot_at
 from stalloc.core.step_log import end_step, is_astray, stands_aside
-from stalloc.core.tape_cursor import follow
+from stalloc.core.tape_cursor import dynamic_row, follow
 
 
 @inner(forceinline=True)
@@ -31,7 +31,7 @@ def serve_planned(state, key, requested, waiting):
     """
     position, begins = follow(state, key)
     if position < 0 or state.mode != MODE_REPLAY:
-        return Outcome(0, 0, 0)
+        return Outcome(0, 0, dynamic_row(position))
     if begins:
         end_step(state)
     entry, bits = entry_at(state, position), state.cell_bits

@@ -125,6 +125,7 @@ class TapeEntry(Record):
     slot: int  # row of the slot of its offset
     event: int  # of the driver; 0: none of its cells is another stream's
     hands_over: int  # 1: the event is to be recorded when it is freed
+    gap: int  # row of the gap before it; 0: a step has nothing there that the tape has not, and does not leave it out
     begins_line = True
 
 
@@ -135,6 +136,14 @@ class Slot(Record):
     entry: int  # -1: nobody lives there
     requested_bytes: int
     state: int  # BLOCK_LIVE and so on
+
+
+class Gap(Record):
+    """What a step may have, or leave out, where an entry is expected."""
+
+    first_dynamic: int  # row in the table of lifespans of the first of the dynamic requests that come there
+    num_dynamic: int
+    next_sure: int  # entry: the next one that no step leaves out; the end of the ring if there is none
 
 
 class Cell(Record):
@@ -222,6 +231,7 @@ slot_at = row_of("slots", Slot)
 slot_row = row_at(Slot)
 key_row = row_at(Key)
 cell_at = row_of("cells", Cell)
+gap_at = row_of("gaps", Gap)
 key_at = row_of("keys", Key)
 ring_at = row_of("tapes", Ring)
 step_at = row_of("step_log", StepRow)

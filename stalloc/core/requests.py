@@ -121,7 +121,7 @@ def _try(state, stream, size, requested, stage, position):
                 state.doubt_at = 0
                 return Outcome(0, STALE, 0)
             if state.mode == MODE_REPLAY and state.allocating_persistent == 0:
-                return _serve_unplanned(state, stream, size, requested)
+                return _serve_unplanned(state, stream, size, requested, outcome.subject)
         elif stage == FIRST_TRY and state.num_sizable >= state.check_at > 0:
             state.check_at = 0
             return Outcome(0, CHECK, 0)
@@ -140,9 +140,10 @@ def _count(state, stream, address, size, requested):
 
 
 @inner()
-def _serve_unplanned(state, stream, size, requested):
-    """Serve a request that the plan does not, while it serves others."""
-    row = lifespan_row(state, size)
+def _serve_unplanned(state, stream, size, requested, row):
+    """Serve a request that the plan does not, while it serves others; `row`: as `serve_planned` tells it."""
+    is_dynamic, pages_move = row != 0, state.arena_pages != 0
+    row = row if is_dynamic else lifespan_row(state, size)
     together = size < LITTLE or (state.small_apart != 0 and size <= SMALL_LIMIT)  # what lives on keeps a page
     address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
@@ -151,9 +152,9 @@ def _serve_unplanned(state, stream, size, requested):
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
-    elif not together and exceeds_peak(state, size) and not (state.arena_pages != 0 and outlives_pass(state, row)):
+    elif not together and exceeds_peak(state, size) and not (pages_move and (is_dynamic or outlives_pass(state, row))):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
-        # for what lives on through it pages move instead
+        # for what lives on through it, or comes in every step, pages move instead
         address = lend(state, stream, size, requested, row, True)
         if address != 0:
             state.num_lent += 1

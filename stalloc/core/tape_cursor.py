@@ -10,11 +10,25 @@ from stalloc.core.cells import tape_time
 from stalloc.core.constants import AT_ANY_REQUEST
 from stalloc.core.hash_table import find_row
 from stalloc.core.intrinsics import first_at_least
-from stalloc.core.records import Key, cell_at, dtype_of, entry_at, history_at, key_at, key_row, place_at, ring_at
+from stalloc.core.records import (
+    Key,
+    cell_at,
+    dtype_of,
+    entry_at,
+    gap_at,
+    history_at,
+    key_at,
+    key_row,
+    place_at,
+    ring_at,
+)
 
 WINDOW = 64  # entries looked ahead for the last two requests in a row
 CONTEXT = 4  # requests that are remembered
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
+_MORE_DYNAMIC = (
+    8  # dynamic requests beyond those that steps had at a place so far, before the program does something else
+)
 SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
@@ -51,8 +65,8 @@ def _realign(state, key):
     """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
 
     The request itself must be one of the next few entries, or it and the one before it must be a pair within the
-    window or begin a tape. Where no request was missed before, the last three must begin a tape. One extra request
-    never moves the cursor on its own.
+    window (where steps differ from one another: three in a row) or begin a tape. Where no request was missed before,
+    the last three must begin a tape. One extra request never moves the cursor on its own.
     """
     if state.miss_run == 0:
         return _begins_anew(state, key, 2)
@@ -65,15 +79,23 @@ def _realign(state, key):
     first, end = places.first, places.end
     if first == end:
         return -1
-    position = _pair_ahead(state, first, end)
+    position = _pair_ahead(state, first, end, asked(state, 1))
     if position < 0:
-        position = _begins_anew(state, key, 1)
-    return position
+        return _begins_anew(state, key, 1)
+    return position if state.gaps == 0 or _is_third(state, position, asked(state, 2)) else -1
+
+
+@inner()
+def _is_third(state, position, asked_before):
+    """Whether a pair on the tape that ends at a position is three in a row with what was asked for before it."""
+    return position >= state.ring_start + 2 and entry_at(state, position - 2).key == asked_before
 
 
 @inner()
 def _begins_anew(state, key, least):
     """The place of this request on a tape that begins with it and `least` or more before it, and is followed; or -1."""
+    if state.gaps != 0:
+        return -1  # steps differ, and marks say when they begin
     for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed
         begin = state.ring_start if tape < 0 else ring_at(state, tape).begin
         end = state.ring_end if tape < 0 else ring_at(state, tape).end
@@ -92,10 +114,9 @@ def _begins_anew(state, key, least):
 
 
 @inner()
-def _pair_ahead(state, first, end):
-    """The next place of this request, within the window, before which the tape has the request before it; -1: none."""
+def _pair_ahead(state, first, end, before):
+    """The next place of this request, within the window, before which the tape has the request `before`; -1: none."""
     cursor, start, length = state.cursor, state.ring_start, state.ring_end
-    before = asked(state, 1)
     i = first_at_least(state.places, first, end, cursor + 1)
     while i < end:
         position = place_at(state, i).value
@@ -209,15 +230,65 @@ def _search(state, key):
     return position, begins
 
 
+@inner()
+def _pass_gap(state, key):
+    """What an unexpected request is where steps differ: an entry, beyond those that some steps leave out; or dynamic.
+
+    Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the tape has elsewhere may be
+    one of the data's, too: only three such requests in a row that are so on the tape move the cursor. -1: neither.
+    """
+    gap, now = gap_at(state, entry_at(state, state.cursor).gap), tape_time(state)
+    sure = gap.next_sure
+    if sure < state.ring_end and entry_at(state, sure).key == key:
+        return sure
+    if gap.num_dynamic == 0:
+        return -1
+    is_first = state.gap_time != now
+    places, known = _find_key(state, key), 0 if is_first else state.known_in_gap
+    state.known_in_gap = 0
+    if places.first != places.end:
+        position = _pair_ahead(state, places.first, places.end, asked(state, 0)) if known >= 2 else -1
+        if position >= 0 and _is_third(state, position, asked(state, 1)):
+            return position
+        history_at(state, state.history_count & 3).value = key
+        state.history_count += 1
+        state.last_miss = state.history_count
+        state.known_in_gap = known + 1
+    number = 0 if is_first else state.dynamic_in_gap
+    state.gap_time = now
+    state.dynamic_in_gap = number + 1
+    if number >= gap.num_dynamic + _MORE_DYNAMIC:
+        return -1
+    state.num_dynamic += 1
+    return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
+
+
+@inner(forceinline=True)
+def dynamic_row(position):
+    """The row in the table of lifespans of a request that was found to be dynamic; 0: it is none."""
+    return -2 - position if position < -1 else 0
+
+
 @inner(forceinline=True)
 def follow(state, key):
-    """Follow the tape with one request: its entry, -1 if it is on no tape; and whether the ring begins anew with it."""
+    """Follow the tape with one request: its entry, and whether the ring begins anew with it.
+
+    The entry is -1 if it is on no tape, and less if it is dynamic (`dynamic_row`).
+    """
+    between = -1
+    if entry_at(state, state.cursor).key != key and entry_at(state, state.cursor).gap != 0:
+        between = _pass_gap(state, key)
+        if between < -1:
+            return between, False
     count = state.history_count
     history_at(state, count & 3).value = key
     state.history_count = count + 1
     position = state.cursor
     begins = position == state.ring_start
-    if entry_at(state, position).key != key:
+    if between >= 0:
+        position = between
+        begins = False
+    elif entry_at(state, position).key != key:
         position, begins = _search(state, key)
         if position < 0:
             count_miss(state)

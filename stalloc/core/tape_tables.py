@@ -14,13 +14,12 @@ from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import (
     BLOCK_FREE,
-    LIFESPAN_PLACES,
-    LIFESPAN_SIZES,
+    LIFESPAN_ROWS,
     NO_STREAM,
     STREAM_BITS,
 )
 from stalloc.core.record_types import Record, Words
-from stalloc.core.records import Cell, Key, Ring, Slot, TapeEntry, Word, table
+from stalloc.core.records import Cell, Gap, Key, Ring, Slot, TapeEntry, Word, table
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
 from stalloc.sizes import aligned
@@ -39,6 +38,7 @@ class TapeTables:
     use_starts: Words
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray
+    gaps: np.ndarray  #: of Gap; row 0 means none
     rings: np.ndarray  #: of Ring
     num_kinds: int  #: rings of one turn
     keys: np.ndarray  #: of Key, by hash
@@ -97,6 +97,7 @@ def make_tables(tape: ArenaTape) -> TapeTables:
     use_starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(cells))
     rings = table(Ring, len(tape.rings))
     rings["begin"], rings["end"] = tape.rings.T
+    lifespans, gaps, entries["gap"] = _gaps(tape)
     keys, places = _keys(entries["key"].copy())
     return TapeTables(
         entries=entries,
@@ -105,7 +106,8 @@ def make_tables(tape: ArenaTape) -> TapeTables:
         cells=cells,
         use_starts=use_starts,
         uses=uses,
-        lifespans=table(Word, LIFESPAN_PLACES * LIFESPAN_SIZES),
+        lifespans=lifespans,
+        gaps=gaps,
         rings=rings,
         num_kinds=len(rings) // tape.num_buffers,
         keys=keys,
@@ -117,6 +119,21 @@ def _copied(record: type[Record], rows: np.ndarray) -> np.ndarray:
     copy = table(record, len(rows))
     copy[:] = rows
     return copy
+
+
+def _gaps(tape: ArenaTape) -> tuple[np.ndarray, np.ndarray, Words]:
+    """The table of lifespans, that of gaps, and the gap before each entry of a tape."""
+    if tape.between is None:
+        return table(Word, LIFESPAN_ROWS), table(Gap, 1), np.zeros(len(tape.size), np.int64)
+    num_dynamic, lasts, next_sure = tape.between.num_dynamic, tape.between.lasts, tape.between.next_sure
+    rows = np.flatnonzero((num_dynamic > 0) | (next_sure != np.arange(len(next_sure))))
+    lifespans, gaps = table(Word, LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
+    lifespans["value"][LIFESPAN_ROWS:] = lasts
+    gaps["first_dynamic"][1:] = (LIFESPAN_ROWS + np.cumsum(num_dynamic) - num_dynamic)[rows]
+    gaps["num_dynamic"][1:], gaps["next_sure"][1:] = num_dynamic[rows], next_sure[rows]
+    gap = np.zeros(len(tape.size), np.int64)
+    gap[rows] = 1 + np.arange(len(rows))
+    return lifespans, gaps, gap
 
 
 def _hash_rows(count: int) -> int:

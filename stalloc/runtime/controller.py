@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_tape import ArenaTape, Between
 from stalloc.core.host_memory import trim
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
@@ -46,6 +46,7 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
+    from stalloc.planner.sharing import Streams
     from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
@@ -440,14 +441,34 @@ class Controller:
             return
         if found.tape is not None:
             self.arenas.give_back()
-            streams = self.status.settings.streams if ordering() is not None else "separate"
-            self._follow_found(found, PlanJob(found.tape, streams), found.cursor)
+            self._follow_found(found, PlanJob(found.tape, self._streams), found.cursor)
         elif not marks:
             self._look_for_unmarked_kinds(found.trace)
         else:
             if self.steps.look_for_kinds(found.trace):
                 self.steps.await_search(self.status.settings.plan_wait_seconds)
             self._settle()
+
+    def _follow_aligned(self) -> bool:
+        """No marked step recurs: whether they are the same for the most part, which is planned then."""
+        from stalloc.lifespans.aligned_steps import AlignedSteps
+
+        trace = self.recording.regular_trace()
+        aligned = AlignedSteps(trace)
+        if not decisions.is_mostly_static(aligned.static_share):
+            return False
+        tape = aligned.tape()
+        self.status.observed_steps = aligned.num_steps
+        self.recording.kept = KeptTrace(trace)
+        self.arenas.give_back()
+        self._follow(PlanJob(tape, self._streams, Between(*aligned.between())), 0)
+        self.steps.follow_aligned(tape)
+        self.state.triggers.at_any_request()
+        return True
+
+    @property
+    def _streams(self) -> "Streams":
+        return self.status.settings.streams if ordering() is not None else "separate"
 
     def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
         """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
@@ -470,14 +491,16 @@ class Controller:
     def _recur_in_part(self) -> bool:
         """No marked step recurs: whether they do without requests of any size.
 
-        If not, see whether a thread is to blame, or take what is held as held for good.
+        If not, what they have in common is planned; or see whether a thread is to blame, or take what is held as held
+        for good.
         """
-        num_steps = len(self.recording.step_events)
-        if not decisions.is_doubted(num_steps) or self.status.settings.keep_recording:
+        num_marks = len(self.recording.step_events)
+        is_doubted, may_be_aligned = decisions.is_doubted(num_marks), decisions.may_be_aligned(num_marks - 1)
+        if not (is_doubted or may_be_aligned) or self.status.settings.keep_recording:
             self._settle()
         elif self.steps.recorded.leave_out_strays():
             return True
-        elif self.recording.leave_out_threads():
+        elif not (may_be_aligned and self._follow_aligned()) and is_doubted and self.recording.leave_out_threads():
             self.steps.forget()
         return False
 

@@ -85,6 +85,16 @@ def may_recur_in_any_order(steps: int) -> bool:
     return steps >= t.LEAST_STEPS
 
 
+def may_be_aligned(steps: int) -> bool:
+    """Whether to see what so many marked steps have in common, none of which recurs: at each doubling of the least."""
+    return steps >= t.LEAST_STEPS and steps & (steps - 1) == 0
+
+
+def is_mostly_static(share: float) -> bool:
+    """Whether steps that are aligned are planned, by the share of their bytes that they have in common."""
+    return 2 * share > 1
+
+
 def is_doubted(steps: int) -> bool:
     """Whether to ask what keeps so many marked steps from recurring: at each doubling of those in which any may."""
     times, rest = divmod(steps, t.LEAST_REPEATS)

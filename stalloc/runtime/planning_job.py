@@ -6,12 +6,12 @@ A ring is followed without being served, so that the boundary is known at which 
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_tape import ArenaTape, Between
 from stalloc.core.device_arena import load_for_moves
 from stalloc.core.state import DeviceState
 from stalloc.device.ordering import ordering
@@ -37,6 +37,7 @@ class PlanJob:
 
     tape: "Tape"  #: the ring that is planned
     streams: "Streams" = "separate"
+    between: Between | None = None  #: what steps have beside it, if they are not all the same
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
     admitted: ArenaTape | None = None  #: the plan, as it is served
@@ -78,7 +79,7 @@ class PlanJob:
 
         make = planner or plan_tape
         plan = make(self.tape, streams=self.streams)
-        self.plan, self.admitted = plan, admit([plan], ring_only=True)
+        self.plan, self.admitted = plan, replace(admit([plan], ring_only=True), between=self.between)
 
 
 class NextPlan:
@@ -109,9 +110,10 @@ class NextPlan:
         ring, nowhere = slice(first, first + length), np.full(length, -1, np.int64)
         self._state.triggers.at_recorded(0)
         cursor %= length
-        self._state.arena.install(
-            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
+        followed = ArenaTape(
+            arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere, between=job.between
         )
+        self._state.arena.install(followed, cursor)
         self._state.triggers.at_boundary()
         self._state.triggers.after_misses(decisions.most_misses(tape.ring_length))
         if is_sure:

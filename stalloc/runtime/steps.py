@@ -79,6 +79,13 @@ class Steps:
         self.places.unroll(tape.ring_length, tape.period_requests)
         self.tapes = None
 
+    def follow_aligned(self, tape: "Tape") -> None:
+        """The ring of what steps have in common is followed, which begins with a step."""
+        name = name_of(tape.size, tape.stream)
+        self.planned = {name}
+        self.places.follow_kinds([0], [tape.ring_length], [name], [False])  # each mark is where it begins
+        self.tapes = None
+
     def take_ready(self) -> KindSearch | None:
         """The search that has ended since with plans that were admitted; None if there is none."""
         search = self.search
@@ -100,7 +107,8 @@ class Steps:
         missed, share = self.misses.of_step(num_plans)
         is_unknown = decisions.is_unknown(share)
         if records:
-            self.watch.note_step(missed=missed > 0, is_unknown=is_unknown)
+            # steps that differ now may be equal later
+            self.watch.note_step(missed=missed > 0 or self._state.record.num_dynamic > 0, is_unknown=is_unknown)
         return is_unknown
 
     def note_step(self) -> None:

@@ -1,0 +1,270 @@
+"""Steps that are alike in part: what they have in common is a ring of static requests, the rest comes between these.
+
+In a mixture of experts the sizes of what an expert asks for come from the data. Such steps are aligned: requests of one
+size on one stream that come in one order in most steps are static. All others are dynamic: known by the static request
+before which they come, and by how many dynamic ones came there before them. The clock is that of a ring of the static
+requests, so a dynamic request lives for as long as static ones are allocated.
+
+The longest common subsequence is found a word of bits at a time, which takes as long however much the steps differ
+(M. Crochemore, C. S. Iliopoulos, Y. J. Pinzon and J. F. Reid, "A fast and practical bit-vector algorithm for the
+longest common subsequence problem", Information Processing Letters 80, 2001); the rows are kept, to trace it back.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.compiled import BORROWING, njit
+from stalloc.lifespans.periods import TINY_BYTES, sequence_keys, sequence_rows
+from stalloc.lifespans.tape import Tape
+from stalloc.sizes import LITTLE_BYTES
+from stalloc.trace import MARK_STEP, Trace
+
+_STEADY_SHARE = 8  # a key that one step has less often than another by more than one in so many is the data's
+_MOST_BITS = 1 << 31  # of the rows that are kept of a pair of steps: a quarter of a gigabyte
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned:
+    """What steps have in common."""
+
+    key: Column  #: (n,) of each static request
+    seen: Column  #: (n,) steps that have it
+    sites: list[Column]  #: of each step, for each of its requests: which static one it is, -1: it is dynamic
+
+
+def align(steps: Sequence[Column], little: Column) -> Aligned | None:
+    """What steps, each the keys (int64) of its requests in order, have in common; None if they are too long for that.
+
+    A key stands for a size and a stream; `little` are those of requests that the heap serves together. A request is
+    static if most steps have it, and all have its key about equally often, a little one just as often. What is of a
+    size by chance, or since no expert takes more tokens, would be paired with any others; so would lists of tokens.
+    """
+    key = np.unique(np.concatenate([np.unique(step) for step in steps]))
+    counts = np.array([np.bincount(np.searchsorted(key, step), minlength=len(key)) for step in steps])
+    least, most = counts.min(axis=0), counts.max(axis=0)
+    key = key[(_STEADY_SHARE * least >= (_STEADY_SHARE - 1) * most) & ((least == most) | ~np.isin(key, little))]
+    rows = [np.flatnonzero(np.isin(step, key)) for step in steps]
+    tokens = [np.searchsorted(key, step[row]) for step, row in zip(steps, rows, strict=True)]
+    merged, seen = tokens[0], np.ones(len(tokens[0]), np.int64)
+    places = [np.arange(len(merged))]
+    for step in tokens[1:]:
+        pairs = _pairs(merged, step, len(key))
+        if pairs is None:
+            return None
+        merged, seen, places = _with_one_more(merged, seen, places, step, pairs)
+    static = 2 * seen > len(steps)
+    number = np.where(static, np.cumsum(static) - 1, -1)
+    sites = [np.full(len(step), -1, np.int64) for step in steps]
+    for site, row, place in zip(sites, rows, places, strict=True):
+        site[row] = number[place]
+    return Aligned(key[merged[static]], seen[static], sites)
+
+
+def _with_one_more(
+    merged: Column, seen: Column, places: list[Column], step: Column, pairs: Column
+) -> tuple[Column, Column, list[Column]]:
+    """A sequence that all steps so far are parts of, made one of another step too; `pairs` are of the two."""
+    had = np.flatnonzero(pairs >= 0)
+    own = np.full(len(step), -1, np.int64)
+    own[pairs[had]] = had
+    new = np.flatnonzero(own < 0)
+    after = np.maximum.accumulate(own)[new]  # what is new comes after what the step has in common before it
+    order = np.argsort(np.concatenate([np.arange(len(merged)), after + 0.5]), kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    own[new] = len(merged) + np.arange(len(new))
+    times = np.concatenate([seen + (pairs >= 0), np.ones(len(new), np.int64)])
+    return np.concatenate([merged, step[new]])[order], times[order], [place[one] for one in (*places, own)]
+
+
+def _pairs(one: Column, other: Column, num_tokens: int) -> Column | None:
+    """(len(one),) with which request of another step each one is paired, -1: with none; None if they are too long."""
+    pairs = np.full(len(one), -1, np.int64)
+    least = min(len(one), len(other))
+    differs = np.flatnonzero(one[:least] != other[:least])
+    begin = int(differs[0]) if len(differs) else least
+    differs = np.flatnonzero(one[::-1][: least - begin] != other[::-1][: least - begin])
+    end = int(differs[0]) if len(differs) else least - begin
+    pairs[:begin] = np.arange(begin)
+    pairs[len(one) - end :] = np.arange(len(other) - end, len(other))
+    one, other = one[begin : len(one) - end], other[begin : len(other) - end]
+    if len(one) * len(other) > _MOST_BITS:
+        return None
+    if len(one) and len(other):
+        words = len(one) // 64 + 1
+        masks, rows = np.zeros((num_tokens, words), np.uint64), np.empty((len(other) + 1, words), np.uint64)
+        _pair(one, other, begin, masks, rows, pairs)
+    return pairs
+
+
+@njit(nogil=True, **BORROWING)
+def _pair(one, other, begin, masks, rows, pairs):
+    """Note the pairs of a longest common subsequence, the earliest of equal ones; all begin at `begin`.
+
+    Bits stand for `one` from behind, a row for what `other` has from a place on; a bit is 0 where to leave out the
+    request of `one` there makes what the two have in common from there on shorter.
+    """
+    n, m, words = len(one), len(other), rows.shape[1]
+    unit, full = np.uint64(1), ~np.uint64(0)
+    for i in range(n):
+        bit = n - 1 - i
+        masks[one[i], bit >> 6] |= unit << np.uint64(bit & 63)
+    for word in range(words):
+        rows[0, word] = full
+    for row in range(m):
+        last, own, mask, carry = rows[row], rows[row + 1], masks[other[m - 1 - row]], np.uint64(0)
+        for word in range(words):
+            before = last[word]
+            met = before & mask[word]
+            total = before + met
+            over = np.uint64(total < before)
+            total += carry
+            carry = over | np.uint64(total < carry)
+            own[word] = total | (before ^ met)
+    i = j = 0
+    while i < n and j < m:
+        bit = n - 1 - i
+        if one[i] == other[j]:
+            pairs[begin + i] = begin + j
+            i += 1
+            j += 1
+        elif rows[m - j, bit >> 6] >> np.uint64(bit & 63) & unit == unit:
+            i += 1
+        else:
+            j += 1
+
+
+class AlignedSteps:
+    """The steps between the marks of a trace, aligned. Raises ValueError if there are fewer than two.
+
+    The first step may be special, and lifespans are those that the record shows to its end.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._rows = trace, sequence_rows(trace, TINY_BYTES + 1)
+        self._births = trace.start[self._rows]
+        marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+        self._bounds = np.searchsorted(self._births, marks)
+        if len(self._bounds) < 3:
+            raise ValueError("steps can be aligned if there are two at least")
+        keys = sequence_keys(trace, self._rows)
+        bounds = self._bounds.tolist()
+        self.num_steps = len(bounds) - 1
+        steps = [keys[begin:end] for begin, end in itertools.pairwise(bounds)]
+        self._aligned = align(steps, keys[trace.size[self._rows] < LITTLE_BYTES])
+
+    @property
+    def static_share(self) -> float:
+        """Bytes of static requests over those of all, in the step that has least of them; 0: too long to be aligned."""
+        if self._aligned is None:
+            return 0.0
+        size, least = self._trace.size[self._rows], 1.0
+        for begin, sites in zip(self._bounds.tolist(), self._aligned.sites, strict=False):
+            of_step = size[begin : begin + len(sites)]
+            least = min(least, float(of_step[sites >= 0].sum() / max(int(of_step.sum()), 1)))
+        return least
+
+    @property
+    def _whole(self) -> Column:
+        """Rows of the trace that are requests of whole steps."""
+        return self._rows[int(self._bounds[0]) : int(self._bounds[-1])]
+
+    @cached_property
+    def _sites(self) -> Column:
+        """(requests of whole steps,) the tick at which each static one comes, -1: it is none."""
+        assert self._aligned is not None
+        length = len(self._aligned.key)
+        return np.concatenate(
+            [np.where(sites >= 0, sites + step * length, -1) for step, sites in enumerate(self._aligned.sites)]
+        )
+
+    @cached_property
+    def _times(self) -> tuple[Column, Column, Column]:
+        """Of each request of whole steps: when it comes, for how long it lived, and for how long it lives on; ticks.
+
+        A dynamic one comes when the next static one would, 0: none came before it. 0: it lives on, or does not.
+        """
+        first, last = int(self._bounds[0]), int(self._bounds[-1])
+        sites, born, end = self._sites, self._births[first:last], self._trace.end[self._rows[first:last]]
+        is_static = sites >= 0
+        following = np.concatenate([[0], sites[is_static] + 1])  # after so many static ones
+        birth = np.where(is_static, sites, following[np.searchsorted(born[is_static], born)])
+        is_freed = end < self._trace.num_events
+        death = np.where(is_freed, following[np.searchsorted(born[is_static], end)], following[-1])
+        # a static request is itself the last before whatever is freed next
+        lived = death - birth + ~is_static
+        return birth, np.where(is_freed, lived, 0), np.where(is_freed, 0, lived)
+
+    def tape(self) -> Tape:
+        """The ring of the static requests; to be asked for where there are any."""
+        assert self._aligned is not None
+        length, is_static = len(self._aligned.key), self._sites >= 0
+        (birth, lived, age), rows = (column[is_static] for column in self._times), self._whole[is_static]
+        longest, oldest = np.zeros((2, length), np.int64)
+        np.maximum.at(longest, birth % length, lived)
+        np.maximum.at(oldest, birth % length, age)
+        planned = (longest > 0) & (longest <= length) & (oldest <= longest)
+        shown = np.zeros(length, np.int64)
+        shown[birth[::-1] % length] = rows[::-1]  # the first that is one
+        start = np.arange(length)
+        return Tape(
+            size=self._trace.size[shown],
+            stream=self._trace.stream[shown].astype(np.int64),
+            start=start,
+            end=start + np.where(planned, longest, 1),
+            planned=planned,
+            row=shown,
+            num_prologue=0,
+            ring_start=0,
+            ring_end=length,
+            period_requests=length,
+            covered_requests=length * self.num_steps,
+            minimum_size=TINY_BYTES + 1,
+        )
+
+    def between(self) -> tuple[Column, Column, Column]:
+        """What steps have beside the n static requests, or leave out of them, as the runtime's `Between` has it.
+
+        (n,) how many dynamic requests of a step come before each; (s,) for how long each of these lives, in that order,
+        in ticks and one, 0: not known; (n,) for one that some steps leave out, the next one that all have, or n.
+        """
+        birth, lived, _ = self._times
+        dynamic = (self._sites < 0) & (birth > 0)
+        assert self._aligned is not None
+        length = len(self._aligned.key)
+        return *_sites_between(birth[dynamic], lived[dynamic], length, self.num_steps), self._next_sure()
+
+    def _next_sure(self) -> Column:
+        assert self._aligned is not None
+        length = len(self._aligned.key)
+        sure = self._aligned.seen == self.num_steps
+        places = np.where(sure, np.arange(length), length)
+        return np.minimum.accumulate(places[::-1])[::-1]
+
+
+def _sites_between(tick: Column, lived: Column, length: int, num_steps: int) -> tuple[Column, Column]:
+    """The first two of `AlignedSteps.between`, from when dynamic requests come and for how long they lived, in order.
+
+    Where steps differ in how many come, any of them may be any other: all count as living as long as the longest.
+    """
+    begins = np.flatnonzero(np.diff(tick, prepend=-1))  # of runs without a static request between
+    counts = np.diff(np.append(begins, len(tick)))
+    place, number = tick[begins] % length, np.arange(len(tick)) - np.repeat(begins, counts)
+    most, runs, least = np.zeros(length, np.int64), np.zeros(length, np.int64), np.full(length, len(tick))
+    np.maximum.at(most, place, counts)
+    np.minimum.at(least, place, counts)
+    np.add.at(runs, place, 1)
+    first = np.cumsum(most) - most
+    lasts = np.zeros(int(most.sum()), np.int64)
+    np.maximum.at(lasts, np.repeat(first[place], counts) + number, lived)
+    # the first step's head, and the last one's tail, may be missing
+    varies = (most > 0) & ((least < most) | (runs < num_steps - 1))
+    for at in np.flatnonzero(varies).tolist():
+        own = slice(first[at], first[at] + most[at])
+        lasts[own] = lasts[own].max()
+    return most, lasts

@@ -1,0 +1,106 @@
+"""Steps that are alike in part: what they have in common is found, whatever comes between."""
+
+import numpy as np
+import pytest
+from made_up_programs import Program
+
+from stalloc.lifespans.aligned_steps import AlignedSteps, align
+from stalloc.trace import Trace
+
+NONE = np.zeros(0, np.int64)
+KIB = 1 << 10
+STATIC = 100 * KIB
+
+
+def longest_common(one: list[int], other: list[int]) -> int:
+    """By the textbook: a table of all prefixes."""
+    best = np.zeros((len(one) + 1, len(other) + 1), int)
+    for i, first in enumerate(one):
+        for j, second in enumerate(other):
+            best[i + 1, j + 1] = best[i, j] + 1 if first == second else max(best[i, j + 1], best[i + 1, j])
+    return int(best[-1, -1])
+
+
+@pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 130, 200])
+def test_two_steps_have_as_much_in_common_as_any_order_allows(length: int) -> None:
+    rng = np.random.default_rng(length)
+    print(f"seed {length}")
+    one = rng.integers(0, 4, length)
+    other = rng.permutation(one)  # so that every key is as frequent in both
+    found = align([one, other], NONE)
+    assert found is not None
+    assert len(found.key) == longest_common(one.tolist(), other.tolist())
+    for step, sites in zip((one, other), found.sites, strict=True):
+        chosen = sites[sites >= 0]
+        assert (np.diff(chosen) > 0).all(), "in order"
+        assert (step[sites >= 0] == found.key[chosen]).all()
+
+
+def test_what_most_steps_have_is_static_and_what_few_have_is_not() -> None:
+    steps = [np.array(step) for step in ([1, 2, 9, 3], [1, 2, 3, 8], [1, 2, 3], [1, 3, 2, 7])]
+    found = align(steps, NONE)
+    assert found is not None
+    assert found.key.tolist() == [1, 2, 3]
+    assert found.sites[0].tolist() == [0, 1, -1, 2]
+    assert found.seen.tolist() == [4, 3, 4], "one step has the last two the other way round"
+
+
+def test_a_size_that_comes_now_often_and_now_seldom_is_no_part_of_what_steps_have_in_common() -> None:
+    """Experts at their capacity are of one size, and of any number."""
+    often, seldom = [1] + [5] * 8 + [2], [1] + [5] * 6 + [2]
+    found = align([np.array(often), np.array(seldom)] * 2, NONE)
+    assert found is not None
+    assert found.key.tolist() == [1, 2]
+    steadily = align([np.array([1] + [5] * 8 + [2]), np.array([1] + [5] * 7 + [2])] * 2, NONE)
+    assert steadily is not None
+    assert steadily.key.tolist() == [1, *[5] * 7, 2], "one in eight may be missing"
+    little = align([np.array([1] + [5] * 8 + [2]), np.array([1] + [5] * 7 + [2])] * 2, np.array([5]))
+    assert little is not None
+    assert little.key.tolist() == [1, 2], "but of little requests none"
+
+
+def steps_of(tokens: list[list[int]]) -> Trace:
+    """Steps of a static request, experts of so many tokens each with a static result, and what frees them in turn."""
+    program = Program()
+    for experts in tokens:
+        program.mark()
+        program.alloc("input", STATIC)
+        for number, count in enumerate(experts):
+            program.alloc(f"hidden{number}", count * 64 * KIB)
+            program.alloc(f"result{number}", 3 * STATIC)
+        for number in reversed(range(len(experts))):
+            program.free(f"result{number}")
+            program.free(f"hidden{number}")
+        program.free("input")
+    program.mark()
+    return program.trace()
+
+
+def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
+    trace = steps_of([[3, 4], [5, 6], [7, 3], [9, 5]])
+    aligned = AlignedSteps(trace)
+    assert aligned.num_steps == 4
+    tape, (num_dynamic, lasts, next_sure) = aligned.tape(), aligned.between()
+    assert tape.size.tolist() == [STATIC, 3 * STATIC, 3 * STATIC]
+    assert (tape.end - tape.start).tolist() == [3, 2, 1]
+    assert num_dynamic.tolist() == [0, 1, 1]
+    assert lasts.tolist() == [3, 2], "the first of them lives beside both static ones that follow"
+    assert next_sure.tolist() == [0, 1, 2]
+
+
+def test_an_expert_without_tokens_may_be_left_out() -> None:
+    some = [list(range(number, number + 8)) for number in range(3, 8)]
+    trace = steps_of([*some, list(range(20, 27))])
+    tape, (num_dynamic, lasts, next_sure) = AlignedSteps(trace).tape(), AlignedSteps(trace).between()
+    assert tape.size.tolist() == [STATIC, *[3 * STATIC] * 8]
+    assert next_sure.tolist() == [*range(8), 9], "the last result is not sure"
+    assert num_dynamic.tolist() == [0, *[1] * 8]
+    assert len(lasts) == 8
+
+
+def test_the_share_that_is_static_is_that_of_the_step_with_least() -> None:
+    few, many = AlignedSteps(steps_of([[1, 2], [2, 1], [2, 3]])), AlignedSteps(steps_of([[1, 2], [2, 1], [90, 80]]))
+    assert few.static_share > 0.5
+    assert many.static_share < 0.1
+    with pytest.raises(ValueError, match="two at least"):
+        AlignedSteps(steps_of([[1, 2]]))

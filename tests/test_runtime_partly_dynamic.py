@@ -1,0 +1,95 @@
+"""Steps that are dynamic in part, as a mixture of experts is: what they have in common is served from a plan."""
+
+import numpy as np
+import pytest
+from programs.step_program import MIB, Program
+
+from stalloc.runtime.runtime_settings import Phase
+
+EXPERTS, LAYERS = 8, 4
+
+
+class Mixture(Program):
+    """Layers whose experts take as many tokens as the data says; their gradients are of one size."""
+
+    def __init__(self, seed: int, *, skewed: bool = False, plan: bool = True) -> None:
+        print(f"seed {seed}")
+        super().__init__(plan=plan)
+        self._rng, self._skewed = np.random.default_rng(seed), skewed
+
+    def tokens(self) -> list[int]:
+        """Of each expert of a layer; none, for some, where the routing is skewed."""
+        share = self._rng.dirichlet(np.full(EXPERTS, 0.4 if self._skewed else 8.0))
+        return (share * 4000).astype(int).tolist()
+
+    def train(self, width: int = 1000) -> None:
+        """A training step."""
+        saved: list[tuple[int, list[tuple[int, int]]]] = []
+        for _ in range(LAYERS):
+            attention = self.allocate(6 * MIB)
+            experts = []
+            for count in self.tokens():
+                if count:
+                    hidden, used = self.allocate(count * 2048), self.allocate(count * 1024)
+                    self.free(self.allocate(count * 4096))
+                    experts.append((hidden, used))
+            saved.append((attention, experts))
+            self.free(self.allocate(3 * MIB))
+        for attention, experts in reversed(saved):
+            gradients = []
+            for hidden, used in reversed(experts):
+                workspace = self.allocate(4 * MIB)
+                gradients.append(self.allocate(MIB))
+                for address in (hidden, used, workspace):
+                    self.free(address)
+            self.free(self.allocate(5 * MIB))
+            for address in (attention, *gradients):
+                self.free(address)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_steps_have_in_common_is_planned_from_the_sixth_on(seed: int) -> None:
+    program = Mixture(seed)
+    served = [program.step(program.train) for _ in range(30)]
+    assert program.controller.status.phase is Phase.PLANNED
+    assert served[4] == (0, 0)
+    hits, misses = np.array(served[6:]).T
+    assert np.median(hits) == LAYERS * (3 + 2 * EXPERTS), "all that is of one size in every step"
+    assert np.median(misses) == 0, "and what the data decides is expected"
+    assert misses.sum() < 0.1 * hits.sum(), "a size that equals another by chance costs a step"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_more_is_held_than_without_a_plan(seed: int) -> None:
+    program, without = Mixture(seed), Mixture(seed, plan=False)
+    for one in (program, without):
+        for _ in range(30):
+            one.step(one.train)
+    assert program.state.reserved_peak_bytes <= without.state.reserved_peak_bytes + 4 * MIB
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
+    """Every address is checked; what an expert leaves out does not cost the others their places."""
+    program = Mixture(seed, skewed=True)
+    served = [program.step(program.train) for _ in range(40)]
+    hits, misses = np.array(served[10:]).sum(axis=0)
+    assert hits > 0.8 * (hits + misses)
+
+
+def test_steps_of_which_most_is_decided_by_data_get_no_plan() -> None:
+    program, rng = Program(), np.random.default_rng(3)
+    for _ in range(20):
+        width = int(rng.integers(1000, 9000))
+        program.step(lambda width=width: program.train(width))
+    assert program.controller.status.num_plans == 0
+
+
+def test_a_program_that_leaves_such_a_plan_gets_another() -> None:
+    program = Mixture(1)
+    for _ in range(12):
+        program.step(program.train)
+    assert program.controller.status.phase is Phase.PLANNED
+    for _ in range(60):
+        program.step(lambda: Program.train(program, 1000))
+    assert program.step(lambda: Program.train(program, 1000)) == (37, 0)
