@@ -373,7 +373,7 @@ RULES = (
         "a displaced request borrows for as long as the plan has it live",
         (
             CORE + "lending.py",
-            "lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)",
+            "lasts = max(known, _planned_to_last(state, now) if displaced else 0)",
             "lasts = known",
         ),
     ),
