@@ -49,6 +49,9 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         over = "from its second step on" if report["planned_passes"] else "over the whole run"
         served = "" if rate is None else f", {100 * rate:.3f}% served from the plan (hit rate, {over})"
         facts.append(("requests", f"{report['requests_per_step']:,} over 512 bytes per step{served}"))
+    if report["dynamic_requests"] and report["planned_passes"]:
+        dynamic = report["dynamic_requests"] // report["planned_passes"]
+        facts.append(("dynamic", f"{dynamic:,} more per step, whose sizes differ from step to step"))
     if report["plan_peak_bytes"] is not None:
         gap = report["plan_peak_bytes"] - report["lower_bound_bytes"]
         bound = "which is the lower bound" if gap == 0 else f"{human_bytes(gap)} above the lower bound"

@@ -64,6 +64,7 @@ def _count_anew(state):
     state.hits = 0
     state.misses = 0
     state.conflicts = 0
+    state.num_dynamic = 0
     state.num_lent = 0
     state.num_revoked = 0
     state.step_count = 0

@@ -65,7 +65,6 @@ class DeviceArena:
                 "keys_mask": len(tables.keys) - 1,
                 "places": tables.places.ctypes.data,
                 "gaps": tables.gaps.ctypes.data if len(tables.gaps) > 1 else 0,
-                "num_dynamic": 0,
                 "gap_time": -1,
                 "dynamic_in_gap": 0,
                 "known_in_gap": 0,

@@ -137,7 +137,7 @@ class State(Record):
     keys_mask: int
     places: int  # entries of the tapes, by key and position
     gaps: int  # table of Gap; 0: steps have what the tape has and nothing else
-    num_dynamic: int  # requests of sizes that the tape has not, where such are expected
+    num_dynamic: int  # requests where steps differ, which are neither hits nor misses
     gap_time: int  # tape time at which the last of them came
     dynamic_in_gap: int  # how many came there
     known_in_gap: int  # of these, the last in a row that the tape has elsewhere

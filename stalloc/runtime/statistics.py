@@ -34,6 +34,7 @@ class Report:
     hits: int  #: since the last plan was put in force
     misses: int
     conflicts: int  #: planned requests whose place was still taken
+    dynamic_requests: int  #: those that steps have beside the plan, of sizes that differ; of no hit rate
     run_hits: int  #: of all plans
     run_misses: int  #: what the plans did not serve while they were in force, those included whose place was taken
     run_allocated_peak_bytes: int  #: over the whole run
@@ -165,6 +166,7 @@ def report(controller: "Controller") -> Report:
         hits=state.record.hits,
         misses=state.record.misses,
         conflicts=state.record.conflicts,
+        dynamic_requests=state.record.num_dynamic,
         run_hits=run_hits,
         run_misses=run_misses,
         run_allocated_peak_bytes=allocated_peak,
