@@ -28,7 +28,6 @@ def test_two_steps_have_as_much_in_common_as_any_order_allows(length: int) -> No
     one = rng.integers(0, 4, length)
     other = rng.permutation(one)  # so that every key is as frequent in both
     found = align([one, other], NONE)
-    assert found is not None
     assert len(found.key) == longest_common(one.tolist(), other.tolist())
     for step, sites in zip((one, other), found.sites, strict=True):
         chosen = sites[sites >= 0]
@@ -39,7 +38,6 @@ def test_two_steps_have_as_much_in_common_as_any_order_allows(length: int) -> No
 def test_what_most_steps_have_is_static_and_what_few_have_is_not() -> None:
     steps = [np.array(step) for step in ([1, 2, 9, 3], [1, 2, 3, 8], [1, 2, 3], [1, 3, 2, 7])]
     found = align(steps, NONE)
-    assert found is not None
     assert found.key.tolist() == [1, 2, 3]
     assert found.sites[0].tolist() == [0, 1, -1, 2]
     assert found.seen.tolist() == [4, 3, 4], "one step has the last two the other way round"
@@ -49,13 +47,10 @@ def test_a_size_that_comes_now_often_and_now_seldom_is_no_part_of_what_steps_hav
     """Experts at their capacity are of one size, and of any number."""
     often, seldom = [1] + [5] * 8 + [2], [1] + [5] * 6 + [2]
     found = align([np.array(often), np.array(seldom)] * 2, NONE)
-    assert found is not None
     assert found.key.tolist() == [1, 2]
     steadily = align([np.array([1] + [5] * 8 + [2]), np.array([1] + [5] * 7 + [2])] * 2, NONE)
-    assert steadily is not None
     assert steadily.key.tolist() == [1, *[5] * 7, 2], "one in eight may be missing"
     little = align([np.array([1] + [5] * 8 + [2]), np.array([1] + [5] * 7 + [2])] * 2, np.array([5]))
-    assert little is not None
     assert little.key.tolist() == [1, 2], "but of little requests none"
 
 

@@ -5,6 +5,7 @@ import pytest
 from programs.step_program import MIB, Program
 
 from stalloc.runtime.runtime_settings import Phase
+from stalloc.runtime.statistics import report
 
 EXPERTS, LAYERS = 8, 4
 
@@ -57,6 +58,8 @@ def test_what_steps_have_in_common_is_planned_from_the_sixth_on(seed: int) -> No
     assert np.median(hits) == LAYERS * (3 + 2 * EXPERTS), "all that is of one size in every step"
     assert np.median(misses) == 0, "and what the data decides is expected"
     assert misses.sum() < 0.1 * hits.sum(), "a size that equals another by chance costs a step"
+    counted = report(program.controller).dynamic_requests / 25
+    assert 0.9 < counted / (LAYERS * EXPERTS * 3) <= 1, "which is counted apart"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -75,6 +78,23 @@ def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     served = [program.step(program.train) for _ in range(40)]
     hits, misses = np.array(served[10:]).sum(axis=0)
     assert hits > 0.8 * (hits + misses)
+
+
+@pytest.mark.parametrize(("more", "missed"), [(8, 0), (9, 1)])
+def test_a_step_may_ask_for_eight_more_of_any_size_at_a_place_than_those_before(more: int, missed: int) -> None:
+    program, sizes = Program(), iter(range(100_000, 2_000_000, 1024))
+
+    def train(num_dynamic: int) -> None:
+        held = [program.allocate(40 * MIB)]
+        held += [program.allocate(next(sizes)) for _ in range(num_dynamic)]
+        for address in [*held, program.allocate(30 * MIB)]:
+            program.free(address)
+
+    for _ in range(12):
+        program.step(lambda: train(4))
+    before = report(program.controller).misses
+    program.step(lambda: train(4 + more))
+    assert report(program.controller).misses - before == missed
 
 
 def test_steps_of_which_most_is_decided_by_data_get_no_plan() -> None:

@@ -26,9 +26,7 @@ from stalloc.core.records import (
 WINDOW = 64  # entries looked ahead for the last two requests in a row
 CONTEXT = 4  # requests that are remembered
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
-_MORE_DYNAMIC = (
-    8  # dynamic requests beyond those that steps had at a place so far, before the program does something else
-)
+_MORE_DYNAMIC = 8  # requests, beyond those that steps had at a place so far: more, and it is another step
 SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
@@ -79,16 +77,20 @@ def _realign(state, key):
     first, end = places.first, places.end
     if first == end:
         return -1
-    position = _pair_ahead(state, first, end, asked(state, 1))
+    if state.gaps != 0:
+        return _third_ahead(state, first, end)
+    position = _pair_ahead(state, first, end)
     if position < 0:
-        return _begins_anew(state, key, 1)
-    return position if state.gaps == 0 or _is_third(state, position, asked(state, 2)) else -1
+        position = _begins_anew(state, key, 1)
+    return position
 
 
 @inner()
-def _is_third(state, position, asked_before):
-    """Whether a pair on the tape that ends at a position is three in a row with what was asked for before it."""
-    return position >= state.ring_start + 2 and entry_at(state, position - 2).key == asked_before
+def _third_ahead(state, first, end):
+    """As `_pair_ahead`, if the request before the two is the one that the tape has there, too."""
+    position = _pair_ahead(state, first, end)
+    is_third = position >= state.ring_start + 2 and entry_at(state, position - 2).key == asked(state, 2)
+    return position if is_third else -1
 
 
 @inner()
@@ -114,9 +116,10 @@ def _begins_anew(state, key, least):
 
 
 @inner()
-def _pair_ahead(state, first, end, before):
-    """The next place of this request, within the window, before which the tape has the request `before`; -1: none."""
+def _pair_ahead(state, first, end):
+    """The next place of this request, within the window, before which the tape has the request before it; -1: none."""
     cursor, start, length = state.cursor, state.ring_start, state.ring_end
+    before = asked(state, 1)
     i = first_at_least(state.places, first, end, cursor + 1)
     while i < end:
         position = place_at(state, i).value
@@ -231,35 +234,36 @@ def _search(state, key):
 
 
 @inner()
-def _pass_gap(state, key):
-    """What an unexpected request is where steps differ: an entry, beyond those that some steps leave out; or dynamic.
+def _pass_gap(state, key, row):
+    """What an unexpected request is in a gap: an entry, beyond those that some steps leave out; or dynamic.
 
     Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the tape has elsewhere may be
     one of the data's, too: only three such requests in a row that are so on the tape move the cursor. -1: neither.
     """
-    gap, now = gap_at(state, entry_at(state, state.cursor).gap), tape_time(state)
+    gap, now = gap_at(state, row), tape_time(state)
     sure = gap.next_sure
     if sure < state.ring_end and entry_at(state, sure).key == key:
         return sure
     if gap.num_dynamic == 0:
         return -1
-    is_first = state.gap_time != now
-    places, known = _find_key(state, key), 0 if is_first else state.known_in_gap
-    state.known_in_gap = 0
-    if places.first != places.end:
-        position = _pair_ahead(state, places.first, places.end, asked(state, 0)) if known >= 2 else -1
-        if position >= 0 and _is_third(state, position, asked(state, 1)):
-            return position
-        history_at(state, state.history_count & 3).value = key
-        state.history_count += 1
-        state.last_miss = state.history_count
-        state.known_in_gap = known + 1
-    number = 0 if is_first else state.dynamic_in_gap
+    number, known = 0, 0  # in this gap, before it: dynamic requests; of those, the last in a row that the tape has
+    if state.gap_time == now:
+        number, known = state.dynamic_in_gap, state.known_in_gap
+    places = _find_key(state, key)
+    is_known = places.first != places.end
+    position = _third_ahead(state, places.first, places.end) if is_known and known >= 2 else -1
+    if position >= 0:
+        return position
     state.gap_time = now
     state.dynamic_in_gap = number + 1
+    state.known_in_gap = known + 1 if is_known else 0
     if number >= gap.num_dynamic + _MORE_DYNAMIC:
         return -1
     state.num_dynamic += 1
+    if is_known:
+        state.last_miss = state.history_count
+    else:
+        state.history_count -= 1  # so that requests in a row are those that a tape may have
     return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
 
 
@@ -275,24 +279,22 @@ def follow(state, key):
 
     The entry is -1 if it is on no tape, and less if it is dynamic (`dynamic_row`).
     """
-    between = -1
-    if entry_at(state, state.cursor).key != key and entry_at(state, state.cursor).gap != 0:
-        between = _pass_gap(state, key)
-        if between < -1:
-            return between, False
     count = state.history_count
     history_at(state, count & 3).value = key
     state.history_count = count + 1
     position = state.cursor
     begins = position == state.ring_start
-    if between >= 0:
-        position = between
+    entry = entry_at(state, position)
+    if entry.key != key:
+        position = _pass_gap(state, key, entry.gap) if entry.gap != 0 else -1
+        if position < -1:
+            return position, False
         begins = False
-    elif entry_at(state, position).key != key:
-        position, begins = _search(state, key)
         if position < 0:
-            count_miss(state)
-            return -1, False
+            position, begins = _search(state, key)
+            if position < 0:
+                count_miss(state)
+                return -1, False
     state.miss_run = 0
     if state.excess_misses > 0:
         state.excess_misses -= 1

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.compiled import BORROWING, njit
 from stalloc.lifespans.periods import TINY_BYTES, sequence_keys, sequence_rows
 from stalloc.lifespans.tape import Tape
@@ -25,6 +25,7 @@ from stalloc.sizes import LITTLE_BYTES
 from stalloc.trace import MARK_STEP, Trace
 
 _STEADY_SHARE = 8  # a key that one step has less often than another by more than one in so many is the data's
+_NOTHING: Column = np.zeros(0, np.int64)
 _MOST_BITS = 1 << 31  # of the rows that are kept of a pair of steps: a quarter of a gigabyte
 
 
@@ -37,14 +38,14 @@ class Aligned:
     sites: list[Column]  #: of each step, for each of its requests: which static one it is, -1: it is dynamic
 
 
-def align(steps: Sequence[Column], little: Column) -> Aligned | None:
-    """What steps, each the keys (int64) of its requests in order, have in common; None if they are too long for that.
+def align(steps: Sequence[Column], little: Column) -> Aligned:
+    """What steps, each the keys (int64) of its requests in order, have in common; nothing if they are too long.
 
     A key stands for a size and a stream; `little` are those of requests that the heap serves together. A request is
     static if most steps have it, and all have its key about equally often, a little one just as often. What is of a
     size by chance, or since no expert takes more tokens, would be paired with any others; so would lists of tokens.
     """
-    key = np.unique(np.concatenate([np.unique(step) for step in steps]))
+    key = distinct(np.concatenate(steps))
     counts = np.array([np.bincount(np.searchsorted(key, step), minlength=len(key)) for step in steps])
     least, most = counts.min(axis=0), counts.max(axis=0)
     key = key[(_STEADY_SHARE * least >= (_STEADY_SHARE - 1) * most) & ((least == most) | ~np.isin(key, little))]
@@ -55,7 +56,7 @@ def align(steps: Sequence[Column], little: Column) -> Aligned | None:
     for step in tokens[1:]:
         pairs = _pairs(merged, step, len(key))
         if pairs is None:
-            return None
+            return Aligned(_NOTHING, _NOTHING, [np.full(len(step), -1, np.int64) for step in steps])
         merged, seen, places = _with_one_more(merged, seen, places, step, pairs)
     static = 2 * seen > len(steps)
     number = np.where(static, np.cumsum(static) - 1, -1)
@@ -85,11 +86,8 @@ def _with_one_more(
 def _pairs(one: Column, other: Column, num_tokens: int) -> Column | None:
     """(len(one),) with which request of another step each one is paired, -1: with none; None if they are too long."""
     pairs = np.full(len(one), -1, np.int64)
-    least = min(len(one), len(other))
-    differs = np.flatnonzero(one[:least] != other[:least])
-    begin = int(differs[0]) if len(differs) else least
-    differs = np.flatnonzero(one[::-1][: least - begin] != other[::-1][: least - begin])
-    end = int(differs[0]) if len(differs) else least - begin
+    begin = _alike(one, other)
+    end = _alike(one[begin:][::-1], other[begin:][::-1])
     pairs[:begin] = np.arange(begin)
     pairs[len(one) - end :] = np.arange(len(other) - end, len(other))
     one, other = one[begin : len(one) - end], other[begin : len(other) - end]
@@ -100,6 +98,13 @@ def _pairs(one: Column, other: Column, num_tokens: int) -> Column | None:
         masks, rows = np.zeros((num_tokens, words), np.uint64), np.empty((len(other) + 1, words), np.uint64)
         _pair(one, other, begin, masks, rows, pairs)
     return pairs
+
+
+def _alike(one: Column, other: Column) -> int:
+    """With how many equal ones both begin."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 @njit(nogil=True, **BORROWING)
@@ -148,7 +153,7 @@ class AlignedSteps:
     def __init__(self, trace: Trace) -> None:
         self._trace, self._rows = trace, sequence_rows(trace, TINY_BYTES + 1)
         self._births = trace.start[self._rows]
-        marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+        marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
         self._bounds = np.searchsorted(self._births, marks)
         if len(self._bounds) < 3:
             raise ValueError("steps can be aligned if there are two at least")
@@ -160,14 +165,15 @@ class AlignedSteps:
 
     @property
     def static_share(self) -> float:
-        """Bytes of static requests over those of all, in the step that has least of them; 0: too long to be aligned."""
-        if self._aligned is None:
-            return 0.0
-        size, least = self._trace.size[self._rows], 1.0
-        for begin, sites in zip(self._bounds.tolist(), self._aligned.sites, strict=False):
-            of_step = size[begin : begin + len(sites)]
-            least = min(least, float(of_step[sites >= 0].sum() / max(int(of_step.sum()), 1)))
-        return least
+        """Bytes of static requests over those of all, in the step that has least of them."""
+        size, steps = self._trace.size[self._rows], itertools.pairwise(self._bounds.tolist())
+        of_steps = zip([size[begin:end] for begin, end in steps], self._aligned.sites, strict=True)
+        return min(float(own[sites >= 0].sum() / max(int(own.sum()), 1)) for own, sites in of_steps)
+
+    @property
+    def _length(self) -> int:
+        """Static requests."""
+        return len(self._aligned.key)
 
     @property
     def _whole(self) -> Column:
@@ -177,10 +183,8 @@ class AlignedSteps:
     @cached_property
     def _sites(self) -> Column:
         """(requests of whole steps,) the tick at which each static one comes, -1: it is none."""
-        assert self._aligned is not None
-        length = len(self._aligned.key)
         return np.concatenate(
-            [np.where(sites >= 0, sites + step * length, -1) for step, sites in enumerate(self._aligned.sites)]
+            [np.where(sites >= 0, sites + step * self._length, -1) for step, sites in enumerate(self._aligned.sites)]
         )
 
     @cached_property
@@ -202,8 +206,7 @@ class AlignedSteps:
 
     def tape(self) -> Tape:
         """The ring of the static requests; to be asked for where there are any."""
-        assert self._aligned is not None
-        length, is_static = len(self._aligned.key), self._sites >= 0
+        length, is_static = self._length, self._sites >= 0
         (birth, lived, age), rows = (column[is_static] for column in self._times), self._whole[is_static]
         longest, oldest = np.zeros((2, length), np.int64)
         np.maximum.at(longest, birth % length, lived)
@@ -235,13 +238,10 @@ class AlignedSteps:
         """
         birth, lived, _ = self._times
         dynamic = (self._sites < 0) & (birth > 0)
-        assert self._aligned is not None
-        length = len(self._aligned.key)
-        return *_sites_between(birth[dynamic], lived[dynamic], length, self.num_steps), self._next_sure()
+        return *_sites_between(birth[dynamic], lived[dynamic], self._length, self.num_steps), self._next_sure()
 
     def _next_sure(self) -> Column:
-        assert self._aligned is not None
-        length = len(self._aligned.key)
+        length = self._length
         sure = self._aligned.seen == self.num_steps
         places = np.where(sure, np.arange(length), length)
         return np.minimum.accumulate(places[::-1])[::-1]

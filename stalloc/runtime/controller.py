@@ -324,11 +324,15 @@ class Controller:
         self.status.phase = Phase.PLANNING
         self._next_plan.make(job, cursor, is_sure=is_sure)
 
+    def _follow_recorded(self, trace: "Trace", job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
+        """The same for what was found in a trace of the record, which is kept."""
+        self.status.observed_steps = job.tape.covered_requests // job.tape.period_requests
+        self.recording.kept = KeptTrace(trace)
+        self._follow(job, cursor, is_sure=is_sure)
+
     def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
         """The same for a ring that was found in the record."""
-        self.status.observed_steps = job.tape.covered_requests // job.tape.period_requests
-        self.recording.kept = KeptTrace(found.trace)
-        self._follow(job, cursor, is_sure=found.is_sure)
+        self._follow_recorded(found.trace, job, cursor, is_sure=found.is_sure)
         if self.recording.marks:
             self.steps.follow_marks(found.trace, job.tape, found.sizable, found.first)
             self.state.triggers.at_any_request()  # this is where a step begins
@@ -458,10 +462,8 @@ class Controller:
         if not decisions.is_mostly_static(aligned.static_share):
             return False
         tape = aligned.tape()
-        self.status.observed_steps = aligned.num_steps
-        self.recording.kept = KeptTrace(trace)
         self.arenas.give_back()
-        self._follow(PlanJob(tape, self._streams, Between(*aligned.between())), 0)
+        self._follow_recorded(trace, PlanJob(tape, self._streams, Between(*aligned.between())), 0)
         self.steps.follow_aligned(tape)
         self.state.triggers.at_any_request()
         return True

@@ -87,7 +87,7 @@ def may_recur_in_any_order(steps: int) -> bool:
 
 def may_be_aligned(steps: int) -> bool:
     """Whether to see what so many marked steps have in common, none of which recurs: at each doubling of the least."""
-    return steps >= t.LEAST_STEPS and steps & (steps - 1) == 0
+    return _is_doubled(steps, t.LEAST_STEPS)
 
 
 def is_mostly_static(share: float) -> bool:
@@ -97,8 +97,13 @@ def is_mostly_static(share: float) -> bool:
 
 def is_doubted(steps: int) -> bool:
     """Whether to ask what keeps so many marked steps from recurring: at each doubling of those in which any may."""
-    times, rest = divmod(steps, t.LEAST_REPEATS)
-    return times > 1 and rest == 0 and times & (times - 1) == 0
+    return _is_doubled(steps, 2 * t.LEAST_REPEATS)
+
+
+def _is_doubled(count: int, least: int) -> bool:
+    """Whether a count is the least one, or that doubled some times."""
+    times, rest = divmod(count, least)
+    return times > 0 and rest == 0 and times & (times - 1) == 0
 
 
 def is_settled(steps: int) -> bool:

@@ -349,7 +349,11 @@ RULES = (
         "pairs",
         35,
         "a pair of requests is looked for in the next 64 entries",
-        (CORE + "tape_cursor.py", "position = _pair_ahead(state, first, end, asked(state, 1))", "position = -1"),
+        (
+            CORE + "tape_cursor.py",
+            "    position = _pair_ahead(state, first, end)\n    if position < 0:",
+            "    position = -1\n    if position < 0:",
+        ),
     ),
     _rule(
         "remnants",
