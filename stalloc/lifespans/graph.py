@@ -1,8 +1,8 @@
 """The lifespan graph: which kinds of requests are live together, and where a trace falls apart.
 
 A node is a group of requests with the same birth phase, death phase and size (the HomoPhase and HomoSize groups of
-STAlloc, EuroSys 2026, section 5), an edge says that two groups are live at the same time. There is never an edge for
-each overlapping pair of requests: that would be quadratic.
+STAlloc, EuroSys 2026, section 5), those that vary from step to step apart from those that do not; an edge says that two
+groups are live at the same time. There is never an edge for each overlapping pair of requests: that would be quadratic.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.columns import Column, distinct
-from stalloc.lifespans.classes import Classes, LifespanClass
+from stalloc.compiled import njit
+from stalloc.lifespans.classes import Classes, LifespanClass, Regularity
 from stalloc.lifespans.load_curves import load_curve
 from stalloc.trace import Trace
 
@@ -23,36 +24,58 @@ _MAX_GROUPS = 2048
 def lifespan_graph(trace: Trace, classes: Classes) -> "nx.Graph":
     """The groups of a trace and their overlaps.
 
-    Nodes are (birth phase, death phase, size in bytes) with attributes `requests`, `bytes` (the sum), `peak_requests`
-    and `peak_bytes` (live at a time) and `rows` (of the trace). With more than 2048 groups, sizes are rounded up to
-    powers of two, then neighbouring phases are taken together in pairs until there are few enough. Edges have no
-    attributes; a group has no edge to itself.
+    Nodes are (birth phase, death phase, size in bytes, whether dynamic), of which there are at most 2048, with the
+    attributes and edges that `group_graph` gives them.
+    """
+    dynamic = classes.regularity == Regularity.DYNAMIC
+    keys = few_keys(classes.birth_phase, classes.death_phase, trace.size, dynamic, _MAX_GROUPS)
+    return group_graph(trace.start, trace.end, trace.size, keys)
+
+
+def few_keys(birth: Column, death: Column, size: Column, dynamic: Column, most: int) -> Column:
+    """(n, 4) keys of n requests: birth phase, death phase, size and whether dynamic, of which at most `most` differ.
+
+    If there are more, sizes are rounded up to powers of two, then neighbouring phases are taken together in pairs until
+    there are few enough.
+    """
+    keys = np.stack([birth, death, size, dynamic], axis=1).astype(np.int64)
+    if len(np.unique(keys, axis=0)) > most:
+        keys[:, 2] = 1 << np.ceil(np.log2(np.maximum(size, 1))).astype(np.int64)
+    while len(np.unique(keys, axis=0)) > most and (keys[:, :2] >> 1 != keys[:, :2]).any():
+        keys[:, :2] >>= 1
+    return keys
+
+
+def group_graph(start: Column, end: Column, size: Column, keys: Column) -> "nx.Graph":
+    """The groups of n requests with equal `keys` (n, k) and their overlaps; lifespans [start, end), sizes in bytes.
+
+    Nodes are the keys, ascending, with attributes `requests`, `bytes` (the sum), `peak_requests` and `peak_bytes` (live
+    at a time) and `rows`. Edges have no attributes; a group has no edge to itself.
     """
     import networkx as nx  # takes long, and whoever only asks for lifespans does without
 
-    birth, death, size = classes.birth_phase, classes.death_phase, trace.size
-    keys, group = _groups(birth, death, size)
-    if len(keys) > _MAX_GROUPS:
-        size = 1 << np.ceil(np.log2(np.maximum(size, 1))).astype(np.int64)
-        keys, group = _groups(birth, death, size)
-    while len(keys) > _MAX_GROUPS:
-        birth, death = birth >> 1, death >> 1
-        keys, group = _groups(birth, death, size)
     graph = nx.Graph()
-    members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=len(keys)))[:-1])
-    nodes = [tuple(int(value) for value in key) for key in keys]
+    if not len(keys):
+        return graph
+    distinct_keys, group = np.unique(keys, axis=0, return_inverse=True)
+    group, num_groups = group.reshape(-1), len(distinct_keys)
+    members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=num_groups))[:-1])
+    nodes = [tuple(key) for key in distinct_keys.tolist()]
     for node, rows in zip(nodes, members, strict=True):
         once = np.ones(len(rows), np.int64)
         graph.add_node(
             node,
             requests=len(rows),
-            bytes=int(trace.size[rows].sum()),
-            peak_requests=int(load_curve(trace.start[rows], trace.end[rows], once)[1].max()),
-            peak_bytes=int(load_curve(trace.start[rows], trace.end[rows], trace.size[rows])[1].max()),
+            bytes=int(size[rows].sum()),
+            peak_requests=int(load_curve(start[rows], end[rows], once)[1].max()),
+            peak_bytes=int(load_curve(start[rows], end[rows], size[rows])[1].max()),
             rows=rows,
         )
-    together = _live_together(trace, group, len(keys))
-    graph.add_edges_from((nodes[i], nodes[j]) for i, j in zip(*np.nonzero(np.triu(together, 1)), strict=True))
+    # at one event, what ends goes first: intervals are half open
+    changes = np.argsort(np.concatenate([end, start]), kind="stable")
+    together = np.zeros((num_groups, num_groups), bool)
+    _live_together(changes, group, together)
+    graph.add_edges_from((nodes[i], nodes[j]) for i, j in np.argwhere(np.triu(together, 1)).tolist())
     return graph
 
 
@@ -77,28 +100,21 @@ def cut_events(trace: Trace, classes: Classes, most_live: float = 0.02) -> Colum
     return np.array(cuts, np.int64)
 
 
-def _groups(birth: Column, death: Column, size: Column) -> tuple[Column, Column]:
-    """(g, 3) keys and the (n,) group of each request."""
-    rows = np.stack([birth, death, size], axis=1)
-    if not len(rows):
-        return rows, np.empty(0, np.int64)
-    keys, group = np.unique(rows, axis=0, return_inverse=True)
-    return keys, group.reshape(-1)
+@njit()
+def _live_together(changes, group, together):
+    """Write (g, g) which groups are ever live together; `changes`: i ends if below n, else i - n begins.
 
-
-def _live_together(trace: Trace, group: Column, num_groups: int) -> Column:
-    """(g, g) bool. One sweep; a group is compared with the others only when it becomes live."""
-    at = np.concatenate([trace.end, trace.start])
-    begins = np.repeat([0, 1], trace.num_requests)  # at one event, what ends goes first: intervals are half open
-    order = np.lexsort((begins, at))
-    together = np.zeros((num_groups, num_groups), bool)
-    live = np.zeros(num_groups, np.int64)
-    for index in order:
-        which = group[index % trace.num_requests]
-        if begins[index]:
-            if live[which] == 0:
-                together[which] |= live > 0
-            live[which] += 1
-        else:
-            live[which] -= 1
-    return together | together.T
+    A group is compared with the others only when it becomes live.
+    """
+    num_requests = len(group)
+    live = np.zeros(len(together), np.int64)
+    for change in changes:
+        if change < num_requests:
+            live[group[change]] -= 1
+            continue
+        mine = group[change - num_requests]
+        if live[mine] == 0:
+            for other in range(len(live)):
+                if live[other] > 0:
+                    together[mine, other] = together[other, mine] = True
+        live[mine] += 1

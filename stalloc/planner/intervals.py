@@ -13,8 +13,9 @@ from stalloc.planner.budget import Budget
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
 from stalloc.planner.pieces import Piece, parts_of, pieces_of, place_stacks
-from stalloc.planner.portfolio import Packing, compressed, improve, quick, solve
+from stalloc.planner.portfolio import improve, quick, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
+from stalloc.planner.tries import Packing, compressed
 
 #: parts with more requests than this are not searched exactly
 SEARCHED = 2_000
@@ -71,6 +72,10 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
                     from stalloc.planner.annealing import anneal
 
                     tried = anneal(problem, target, budget)
+                elif budget.method == "colouring":
+                    from stalloc.planner.colouring import coloured
+
+                    tried = coloured(problem, target, budget)
                 else:
                     tried = solve(problem, target, budget, share, enough - part.base_bytes)
                 packing = tried if packing is None or tried.peak_bytes < packing.peak_bytes else packing
@@ -78,7 +83,7 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
-    if budget.patient and budget.method != "annealing" and peak > max(bound, budget.aim_bytes):
+    if budget.patient and budget.method not in ("annealing", "colouring") and peak > max(bound, budget.aim_bytes):
         _improved(pieces, known, offset, max(bound, budget.aim_bytes), methods, budget)
     peak = int((offset + size).max())
     return Layout(offset, peak, bound, told(methods), proven)
@@ -91,7 +96,7 @@ def _searched(problem: Problem, target: int, budget: Budget) -> tuple[Packing | 
     Counted in nodes, so that equal input gives equal output; with a time budget the search takes most of what is left.
     """
     count = len(problem.size)
-    if budget.method in ("greedy", "annealing") or count > SEARCHED:
+    if budget.method in ("greedy", "annealing", "colouring") or count > SEARCHED:
         return None, problem.bound
     packing = quick(problem, target)
     budget.tell(count, packing.peak_bytes, problem.bound, packing.method)

@@ -4,20 +4,18 @@ Contract: deterministic (effort is counted in placements, not in seconds), and n
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
-from stalloc.columns import Column
 from stalloc.planner.best_fit_by_birth import by_birth
 from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
-from stalloc.planner.placement import pack, sweep
-from stalloc.planner.problem import Problem, epochs
+from stalloc.planner.placement import sweep
+from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
+from stalloc.planner.tries import Packing, Tries, compressed, packed, ranked, swept
 from stalloc.planner.two_layers import cuts, divided, part_of, raised
 
 #: placements that a problem may cost beyond the first round of every order
@@ -33,20 +31,6 @@ HOLES_LIMIT = 20_000
 LAYERS_FROM = 2_000
 #: with more requests than exact search takes, noise helps soonest
 SHAKEN_FROM = 2_000
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """Offsets for the rows of a problem."""
-
-    offset: Column  #: (n,) bytes
-    peak_bytes: int
-    method: str
-
-
-#: a packing if the try came to one, and what it cost in placements
-Try = tuple[Packing | None, int]
-Tries = Iterator[Try]
 
 
 def solve(problem: Problem, target: int, budget: Budget, share: float = 1.0, enough: int = 0) -> Packing:
@@ -97,16 +81,16 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool, seed: int
     count = len(problem.size)
     if enough > target:
         if alone:  # a try costs as much as all the time there is
-            yield _swept(_turned(problem, "AW", False), enough)
+            yield swept(ranked(problem, "AW", False), enough)
         else:
-            yield _packed(_turned(problem, "EW", False), target)
+            yield packed(ranked(problem, "EW", False), target)
         yield from _layered(problem, enough, enough, _born)
         if alone:
-            yield _packed(_turned(problem, "EW", True), enough)
+            yield packed(ranked(problem, "EW", True), enough)
         for order, backwards in itertools.product(("EW", "AW"), (False, True)):
-            turned = _turned(problem, order, backwards)
-            yield _packed(turned, enough)
-            yield _swept(turned, enough)
+            turned = ranked(problem, order, backwards)
+            yield packed(turned, enough)
+            yield swept(turned, enough)
         yield _plain(problem, "Z", False), count
         yield _plain(problem, "EW", True), count
         yield from _layered(problem, target, enough, _briefly_guided)
@@ -138,37 +122,9 @@ def _guided(problem: Problem, target: int, orders: tuple[str, ...], noise: float
     """Tries that end at the target or not at all; a failure costs a small part of a pass."""
     for order in orders:
         for backwards in (False, True):
-            turned = _turned(problem, order, backwards, noise, seed)
-            yield _packed(turned, target)
-            yield _swept(turned, target)
-
-
-class _Turned(NamedTuple):
-    """A problem in one direction of time, with the ranks of its requests."""
-
-    problem: Problem
-    rank: Column
-    method: str
-
-
-def _turned(problem: Problem, order: str, backwards: bool, noise: float = 0.0, seed: int = 0) -> _Turned:
-    turned = problem.reversed() if backwards else problem
-    method = f"{order}{' backwards' if backwards else ''}{f' noise {noise}' if noise else ''}"
-    return _Turned(turned, ranks(turned, order, noise, seed), method)
-
-
-def _packed(turned: _Turned, target: int) -> Try:
-    """The tightest epoch first, to the target or not at all."""
-    problem, none = turned.problem, np.zeros(len(turned.rank), np.int64)
-    offset, peak = pack(problem.start, problem.end, none, none, problem.size, turned.rank, problem.floor, target)
-    return (Packing(offset, int(peak), f"tightest first, {turned.method}") if peak >= 0 else None), _cost(offset)
-
-
-def _swept(turned: _Turned, target: int) -> Try:
-    """The lowest run first and there the tightest epoch, to the target or not at all."""
-    problem = turned.problem
-    offset, peak = sweep(problem.start, problem.end, problem.size, turned.rank, problem.floor, target, True)
-    return (Packing(offset, int(peak), f"lowest and tightest, {turned.method}") if peak >= 0 else None), _cost(offset)
+            turned = ranked(problem, order, backwards, noise, seed)
+            yield packed(turned, target)
+            yield swept(turned, target)
 
 
 def _briefly_guided(problem: Problem, target: int) -> Tries:
@@ -206,7 +162,7 @@ def _layered(problem: Problem, target: int, highest: int, tries: Callable[[Probl
         offset = np.empty(len(problem.size), np.int64)
         offset[large] = packing.offset
         upper = compressed(problem.start[small], problem.end[small], problem.size[small])
-        above, more = _packed(_turned(upper, "EW", False), highest - packing.peak_bytes)
+        above, more = packed(ranked(upper, "EW", False), highest - packing.peak_bytes)
         base = packing.peak_bytes
         if above is None:
             upper, base = part_of(problem, small, raised(problem, large, packing.offset)), 0
@@ -227,11 +183,6 @@ def _first(tries: Tries) -> tuple[Packing | None, int]:
         if packing is not None:
             return packing, total
     return None, total
-
-
-def _cost(offset: Column) -> int:
-    """What a try that may have been given up cost: the placements that show, and the trees it built."""
-    return int(np.count_nonzero(offset)) + len(offset) // 16 + 100
 
 
 def _plain(problem: Problem, order: str, guided: bool, backwards: bool = False) -> Packing:
@@ -280,9 +231,3 @@ def _ratchet(problem: Problem, target: int, best: Packing, effort: int, budget: 
             if best.peak_bytes <= target:
                 return best
     raise AssertionError("unreachable")
-
-
-def compressed(start: Column, end: Column, size: Column) -> Problem:
-    """The problem of these lifespans with nothing below it, its times compressed to epochs."""
-    a, b, num_epochs = epochs(start, end)
-    return Problem(a, b, size, np.zeros(num_epochs, np.int64))

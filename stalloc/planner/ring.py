@@ -12,8 +12,9 @@ from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.intervals import Layout, place_line, told
 from stalloc.planner.orders import GUIDED, ranks
 from stalloc.planner.placement import pack
-from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, Packing, solve
+from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
+from stalloc.planner.tries import Packing
 
 
 def place_ring(start: Column, end: Column, size: Column, ring: tuple[int, int], budget: Budget) -> Layout:

@@ -1,7 +1,8 @@
 """The groups of a trace's lifespans and their overlaps as a file: GraphML for graph tools, JSON for everything else.
 
-Contract: a node is a group of requests that are born in one phase, die in one phase and have one size; an edge says
-that two groups are live together. Phases are numbered in order; -1 is before recording, the number of phases is never.
+Contract: a node is a group of requests that are born in one phase, die in one phase and have one size, the dynamic ones
+apart from the others; an edge says that two groups are live together. Phases are numbered in order; -1 is before
+recording, the number of phases is never.
 """
 
 import json
@@ -35,10 +36,10 @@ def relations(trace: Trace) -> Relations:
     groups = lifespan_graph(trace, classes)
     graph = nx.Graph(device=trace.device, phases=len(classes.phases.begin))
     number = {group: index for index, group in enumerate(groups)}
-    for (birth, death, size), told in groups.nodes(data=True):
+    for (birth, death, size, dynamic), told in groups.nodes(data=True):
         kept = {name: told[name] for name in ("requests", "bytes", "peak_requests", "peak_bytes")}
-        index = number[birth, death, size]
-        graph.add_node(index, birth_phase=birth, death_phase=death, size_bytes=size, **kept)
+        index = number[birth, death, size, dynamic]
+        graph.add_node(index, birth_phase=birth, death_phase=death, size_bytes=size, dynamic=bool(dynamic), **kept)
     graph.add_edges_from((number[one], number[other]) for one, other in groups.edges)
     return Relations(trace.device, graph, cut_events(trace, classes).tolist())
 
