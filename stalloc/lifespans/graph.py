@@ -39,9 +39,9 @@ def few_keys(birth: Column, death: Column, size: Column, dynamic: Column, most: 
     there are few enough.
     """
     keys = np.stack([birth, death, size, dynamic], axis=1).astype(np.int64)
-    if len(np.unique(keys, axis=0)) > most:
+    if len(_numbered(keys)[0]) > most:
         keys[:, 2] = 1 << np.ceil(np.log2(np.maximum(size, 1))).astype(np.int64)
-    while len(np.unique(keys, axis=0)) > most and (keys[:, :2] >> 1 != keys[:, :2]).any():
+    while len(_numbered(keys)[0]) > most and (keys[:, :2] >> 1 != keys[:, :2]).any():
         keys[:, :2] >>= 1
     return keys
 
@@ -57,8 +57,8 @@ def group_graph(start: Column, end: Column, size: Column, keys: Column) -> "nx.G
     graph = nx.Graph()
     if not len(keys):
         return graph
-    distinct_keys, group = np.unique(keys, axis=0, return_inverse=True)
-    group, num_groups = group.reshape(-1), len(distinct_keys)
+    distinct_keys, group = _numbered(keys)
+    num_groups = len(distinct_keys)
     members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=num_groups))[:-1])
     nodes = [tuple(key) for key in distinct_keys.tolist()]
     for node, rows in zip(nodes, members, strict=True):
@@ -98,6 +98,15 @@ def cut_events(trace: Trace, classes: Classes, most_live: float = 0.02) -> Colum
         at = np.flatnonzero(stretch == number)
         cuts.append(events[at[np.argmin(live[at])]] + 1)
     return np.array(cuts, np.int64)
+
+
+def _numbered(keys: Column) -> tuple[Column, Column]:
+    """The (g, k) different rows of (n, k) keys, ascending, and the (n,) number of each row."""
+    order = np.lexsort(keys.T[::-1])
+    differs = (np.diff(keys[order], axis=0) != 0).any(axis=1)
+    group = np.empty(len(keys), np.int64)
+    group[order] = np.concatenate([[0], np.cumsum(differs)])[: len(keys)]
+    return keys[order[np.concatenate([[True], differs])[: len(keys)]]], group
 
 
 @njit()

@@ -30,6 +30,7 @@ class Budget:
     seed: int = 0
     method: str = "auto"  #: one of methods.METHODS
     aim_bytes: int = 0  #: a peak of at most this will do
+    graph: bool = False  #: there is time to begin with the lifespan graph (networkx) where the quickest tries fail
     num_restarts: int = 60  #: orders with noise that are tried at most, where something is fixed or forbidden
     began: float = field(default_factory=time.monotonic)
     interrupted: str = ""  #: what cut the search short, if anything did

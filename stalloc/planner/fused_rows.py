@@ -4,8 +4,8 @@ Contract: offsets of the blocks without overlap give offsets of the requests wit
 nowhere above the limit given: what lies idle in a block is paid for out of what the load leaves.
 
 A row serves requests of one size one after another, a block is the rows of one size that are born in one phase and die
-in one: the HomoSize and HomoPhase groups of STAlloc (Huang et al., EuroSys 2026, section 5). Where they fuse what wastes
-least over time, here a fusion has to leave the load below the limit, since it is the load that the peak is held to;
+in one: the HomoSize and HomoPhase groups of STAlloc (Huang et al., EuroSys 2026, section 5). They fuse what wastes
+least over time; here a fusion has to leave the load below the limit, since it is the load that the peak is held to;
 boxes that may waste a bounded share are the way to bounds in Buchsbaum et al., "OPT versus LOAD in dynamic storage
 allocation" (SIAM Journal on Computing, 2004).
 """

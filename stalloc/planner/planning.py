@@ -75,7 +75,7 @@ def plan(
     check_method(method)
     if time_budget_seconds is not None and not time_budget_seconds >= 0:
         raise BadInputError(f"the time budget is {time_budget_seconds} seconds: give a number from 0.")
-    budget = Budget(time_budget_seconds, stop or threading.Event(), progress, seed, method, aim_bytes)
+    budget = Budget(time_budget_seconds, stop or threading.Event(), progress, seed, method, aim_bytes, graph=True)
     if isinstance(source, Trace):
         start, end, size, stream, device = source.start, source.end, source.size, source.stream, source.device
     else:

@@ -31,6 +31,8 @@ HOLES_LIMIT = 20_000
 LAYERS_FROM = 2_000
 #: with more requests than exact search takes, noise helps soonest
 SHAKEN_FROM = 2_000
+#: with more requests the graph of their groups takes longer than other tries
+COLOURED_LIMIT = 50_000
 
 
 def solve(problem: Problem, target: int, budget: Budget, share: float = 1.0, enough: int = 0) -> Packing:
@@ -49,7 +51,7 @@ def solve(problem: Problem, target: int, budget: Budget, share: float = 1.0, eno
         effort = int(share * ((EFFORT if alone else HURRIED_EFFORT) + count))
     else:
         effort = int(share * (EFFORT + 40 * count))
-    for packing, cost in _attempts(problem, target, max(target, enough), alone, budget.seed):
+    for packing, cost in _attempts(problem, target, max(target, enough), alone, budget):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
             best = packing
@@ -76,7 +78,7 @@ def improve(problem: Problem, target: int, best: Packing, budget: Budget) -> Pac
     return _ratchet(problem, max(target, problem.bound), best, 1 << 62, budget)
 
 
-def _attempts(problem: Problem, target: int, enough: int, alone: bool, seed: int) -> Tries:
+def _attempts(problem: Problem, target: int, enough: int, alone: bool, budget: Budget) -> Tries:
     """Packings with what each cost in placements, the most promising first."""
     count = len(problem.size)
     if enough > target:
@@ -97,11 +99,13 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool, seed: int
         yield from _guided(problem, target, GUIDED, 0.0, 0)
     else:
         yield from _guided(problem, target, GUIDED, 0.0, 0)
+        if budget.graph and count <= COLOURED_LIMIT and not budget.over():
+            yield from _coloured(problem, target)
         if count >= LAYERS_FROM:
             yield from _layered(problem, target, target + target // 1000, _born)
         if count >= SHAKEN_FROM:
             for nth in range(3):
-                yield from _guided(problem, target, ("WA",), 0.3, nth + 1000 * seed)
+                yield from _guided(problem, target, ("WA",), 0.3, nth + 1000 * budget.seed)
     for order in PLAIN:
         yield _plain(problem, order, False), count
     for order in GUIDED:
@@ -113,9 +117,16 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool, seed: int
         for order, best_fit in (("Z", False), ("A", False), ("S", True)):
             yield _by_holes(problem, order, best_fit), count
     for nth, noise in enumerate(NOISES):
-        yield from _guided(problem, target, GUIDED, noise, nth + 1000 * seed)
+        yield from _guided(problem, target, GUIDED, noise, nth + 1000 * budget.seed)
     if count >= LAYERS_FROM:
         yield from _layered(problem, target, target + target // 100, _briefly_guided)
+
+
+def _coloured(problem: Problem, target: int) -> Tries:
+    """The colours of the lifespan graph, to the target or not at all; what others may cost is not less for it."""
+    from stalloc.planner.colouring import tries  # imports networkx, for what the quickest tries leave
+
+    return ((packing, 0) for packing, _ in tries(problem, target))
 
 
 def _guided(problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int) -> Tries:
