@@ -18,7 +18,7 @@ problem is NP-hard, and the order decides. Here:
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from stalloc.planner.groups import phase_edges
 from stalloc.planner.placement import sweep
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
-from stalloc.planner.tries import Packing, Ranked, Tries, Try, packed, swept
+from stalloc.planner.tries import Packing, Ranked, Tries, Try, effort_of, packed, swept
 
 #: vertices of a graph: the edges are at most half of its square
 MAX_GROUPS = 512
@@ -57,11 +57,14 @@ class _Start(NamedTuple):
     method: str
 
 
-def coloured(problem: Problem, target: int, budget: Budget) -> Packing:
-    """The best packing found, above the problem's floor; looks no further once its peak is at most the target."""
+def coloured(problem: Problem, target: int, budget: Budget, share: float = 1.0) -> Packing:
+    """The best packing found, above the problem's floor; looks no further once its peak is at most the target.
+
+    `share` of the usual effort is spent, for callers that solve several variants of one problem.
+    """
     target = max(target, problem.bound)
     starts = list(_starts(problem, target))
-    effort = EFFORT + EFFORT_EACH * len(problem.size)
+    effort = int(share * (EFFORT + EFFORT_EACH * len(problem.size)))
     best: Packing | None = None
     for packing, cost in itertools.chain(_placed(starts, target), _repaired(starts, target)):
         effort -= cost
@@ -76,6 +79,15 @@ def coloured(problem: Problem, target: int, budget: Budget) -> Packing:
 def tries(problem: Problem, target: int) -> Tries:
     """What the colours come to without repair, to the target or not at all."""
     return _placed(_starts(problem, target), target)
+
+
+def by_colour(problem: Problem) -> list[tuple[str, Callable[[Problem], Column]]]:
+    """Orders by name: each gives (n,) ranks of the requests in one direction of time, those of one colour by end."""
+    edges = phase_edges(problem.start, problem.end, problem.size)
+    return [
+        (f"coloured {name}", lambda turned, turn=colour[group]: _ranks(turned, turn))  # type: ignore[misc]
+        for group, colour, name in _colourings(problem, edges)
+    ]
 
 
 def _starts(problem: Problem, target: int) -> Iterator[_Start]:
@@ -146,18 +158,24 @@ def _repaired(starts: list[_Start], target: int) -> Iterator[tuple[Packing, int]
             high = distinct(start.group[offset + start.fused.problem.size > target])
             turns[number][high] -= max(1.0, FORWARD * len(start.turn))
             turns[number] = np.argsort(np.argsort(turns[number], kind="stable"), kind="stable").astype(np.float64)
-            made, cost = _members(start, (packing, len(offset)))
+            made, cost = _members(start, (packing, effort_of(offset)))
             assert made is not None
             yield made, cost
 
 
 def _ranked(start: _Start, backwards: bool) -> Ranked:
-    """The blocks by the turns of their groups, of equal ones what ends last, then what lives longest."""
+    """The blocks by the turns of their groups."""
     blocks = start.fused.problem.reversed() if backwards else start.fused.problem
-    order = np.lexsort((blocks.start - blocks.end, -blocks.end, start.turn[start.group]))
+    rank = _ranks(blocks, start.turn[start.group])
+    return Ranked(blocks, rank, f"{start.method}{' backwards' if backwards else ''}")
+
+
+def _ranks(problem: Problem, turn: Column) -> Column:
+    """(n,) ranks by turn, among equals what ends last, then what lives longest."""
+    order = np.lexsort((problem.start - problem.end, -problem.end, turn))
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return Ranked(blocks, rank, f"{start.method}{' backwards' if backwards else ''}")
+    return rank
 
 
 def _members(start: _Start, tried: Try) -> Try:

@@ -4,6 +4,8 @@ Contract: no two requests share a byte in the prologue, in the first pass of the
 that wrap round from the pass before are live as well. The bound is the maximum load over all of these.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from stalloc.columns import Column
@@ -15,6 +17,9 @@ from stalloc.planner.placement import pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
 from stalloc.planner.tries import Packing
+
+#: its name, and the ranks that it gives in one direction of time
+Order = tuple[str, Callable[[Problem], Column]]
 
 
 def place_ring(start: Column, end: Column, size: Column, ring: tuple[int, int], budget: Budget) -> Layout:
@@ -121,7 +126,8 @@ def _above_wrapping(
         from stalloc.planner.annealing import anneal_ring
 
         return anneal_ring(a, b, a2, b2, size, num_epochs, bound, budget)
-    whole = _whole(a, b, a2, b2, size, num_epochs, bound, 0.0, 1.0)
+    orders = _orders(a, b, a2, b2, size, num_epochs, budget)
+    whole = _whole(a, b, a2, b2, size, num_epochs, bound, orders, 1.0)
     if whole is not None:
         return whole
     tried: set[bytes] = set()
@@ -157,12 +163,25 @@ def _above_wrapping(
             found.append((int(peak), offset, f"ring first fit by {name}"))
     peak, offset, method = min(found, key=lambda entry: entry[0])
     if peak > bound:
+        noisy = _orders(a, b, a2, b2, size, num_epochs, budget, 0.1)
         for fraction in FRACTIONS[1:]:
             aim = bound + int((peak - bound) * fraction)
-            whole = _whole(a, b, a2, b2, size, num_epochs, aim, 0.1, 1 / len(FRACTIONS))
+            whole = _whole(a, b, a2, b2, size, num_epochs, aim, noisy, 1 / len(FRACTIONS))
             if whole is not None and whole[1] < peak:
                 return whole
     return offset, peak, method
+
+
+def _orders(
+    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, budget: Budget, noise: float = 0.0
+) -> list[Order]:
+    """The orders in which all requests are placed together: those of the portfolio, or of the colours."""
+    if budget.method == "colouring":
+        from stalloc.planner.colouring import by_colour
+
+        return by_colour(Problem(a, np.maximum(b, b2), size, np.zeros(num_epochs, np.int64)))
+    span = (b - a) + (b2 - a2)
+    return [(keys, lambda problem, keys=keys: ranks(problem, keys, noise, 0, span)) for keys in GUIDED]  # type: ignore[misc]
 
 
 def _whole(
@@ -173,7 +192,7 @@ def _whole(
     size: Column,
     num_epochs: int,
     target: int,
-    noise: float,
+    orders: list[Order],
     share: float,
 ) -> tuple[Column, int, str] | None:
     """(offset, peak, method) of all requests placed together, those that wrap among them, or None.
@@ -182,14 +201,13 @@ def _whole(
     """
     wraps = b2 > 0
     cost = len(size) * (8 + int(wraps.sum())) // 64  # each placement looks at everything that wraps
-    span = (b - a) + (b2 - a2)
     floor = np.zeros(num_epochs, np.int64)
     back = num_epochs - np.where(wraps, b2, b), num_epochs - np.where(wraps, a2, a)
     back2 = np.where(wraps, num_epochs - b, 0), np.where(wraps, num_epochs - a, 0)
     effort = share * EFFORT
-    for order in GUIDED:
+    for order, rank_in in orders:
         for first, last, first2, last2 in ((a, b, a2, b2), (*back, *back2)):
-            rank = ranks(Problem(first, np.maximum(last, last2), size, floor), order, noise, 0, span)
+            rank = rank_in(Problem(first, np.maximum(last, last2), size, floor))
             offset, peak = pack(first, last, first2, last2, size, rank, floor, target)
             if peak >= 0:
                 return offset, int(peak), f"ring tightest first, {order}{' backwards' if first is back[0] else ''}"
@@ -228,8 +246,18 @@ def _place_rest(
     for rows, problem in sorted(pieces, key=lambda entry: -entry[1].bound):
         key = tuple(column.tobytes() for column in (problem.start, problem.end, problem.size, problem.floor))
         if key not in known:
-            known[key] = solve(problem, target, budget, 1 / (4 * len(KEPT_SHARES)))
+            known[key] = _solved(problem, target, budget)
             methods.append((len(rows), known[key].method))
         offset[rows] = known[key].offset
         target = max(target, known[key].peak_bytes)
     return told(methods)
+
+
+def _solved(problem: Problem, target: int, budget: Budget) -> Packing:
+    """A packing of what does not wrap round, by the method asked for."""
+    share = 1 / (4 * len(KEPT_SHARES))
+    if budget.method == "colouring":
+        from stalloc.planner.colouring import coloured
+
+        return coloured(problem, target, budget, share)
+    return solve(problem, target, budget, share)

@@ -65,10 +65,10 @@ def of_traces(measured: Measured) -> list[Row]:
     ]
 
 
-def of_annealing(loads: list[int], results: list[Result]) -> list[Row]:
-    """Annealing after Imanishi and Xu on device traces."""
-    at_bound = sum(result.peak_bytes == load for load, result in zip(loads, results, strict=True))
-    return [at_least("annealing: device traces at the load", at_bound, min(ANNEALED, len(loads)))]
+def of_method(name: str, results: list[tuple[int, Result]], least: int | None = None) -> list[Row]:
+    """One method alone on device traces, with their loads in bytes: how many it has to place there, all by default."""
+    at_bound = sum(result.peak_bytes == load for load, result in results)
+    return [at_least(f"{name}: device traces at the load", at_bound, min(least or len(results), len(results)))]
 
 
 def of_minimalloc(measured: Measured, backwards: Measured, shuffled: Measured) -> list[Row]:

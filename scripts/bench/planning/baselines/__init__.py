@@ -1,6 +1,6 @@
-"""What others publish for the same problem, each behind one signature: `place(start, end, size) -> offsets`.
+"""What others publish for the same problem, and single methods of ours, each behind one signature.
 
-Contract: start, end and size are (n,) int64, lifespans [start, end) not empty and sizes positive; the result is (n,)
+Contract: `place(start, end, size) -> offsets`; start, end and size are (n,) int64, lifespans [start, end) not empty and sizes positive; the result is (n,)
 int64 offsets of a packing without overlap, the same for the same input. Each is written from the description that its
 module names, and is named in the table after the project or paper that it comes from. Limits on the number of
 requests keep a method from taking minutes; the table says where one was left out.
@@ -37,6 +37,11 @@ def _annealing(start: Column, end: Column, size: Column) -> Column:
     return plan_arrays(start, end, size, alignment=1, budget=Budget(method="annealing")).offset
 
 
+def _colouring(start: Column, end: Column, size: Column) -> Column:
+    """The planner's own method of that name: the colours of the lifespan graph alone."""
+    return plan_arrays(start, end, size, alignment=1, budget=Budget(method="colouring")).offset
+
+
 BASELINES = (
     Baseline("TFLite, by size", tflite.by_size, 120_000),
     Baseline("TFLite, by breadth", tflite.by_breadth, 120_000),
@@ -48,6 +53,9 @@ BASELINES = (
     Baseline("Inductor", inductor.place, 5_000),
     Baseline("STAlloc paper", stalloc_paper.place, 2_000_000),
     Baseline("Imanishi and Xu", _annealing, 20_000),
+    Baseline("stalloc, colouring", _colouring, 70_000),
     Baseline("CP-SAT", cp_sat.place, 500, cp_sat.missing()),
 )
-ANNEALING = next(row for row, baseline in enumerate(BASELINES) if baseline.place is _annealing)
+ANNEALING, COLOURING = (
+    next(row for row, baseline in enumerate(BASELINES) if baseline.place is place) for place in (_annealing, _colouring)
+)
