@@ -52,7 +52,7 @@ def draw(file: Path, picture: Path) -> None:
         edgecolors="white",
     )
     for node, (x, y) in place.items():
-        told = f"{shown.nodes[node]['peak_requests']} × {human_bytes(node[2])}"
+        told = f"{shown.nodes[node]['peak_requests']} x {human_bytes(node[2])}"
         axes.annotate(told, (x, y), xytext=(30, -3), textcoords="offset points", fontsize=8)
     called = {rise - 1: "before", rise: "forward", fall: "backward, update", fall + 1: "later"}
     ticks = [f"born: {called[born]}\ndies: {called[dies]}" for born, dies in ordered]

@@ -19,6 +19,9 @@ How a plan is found, from the outside to the inside; every step has a file of it
   good (orders), by compiled passes over the requests (placement, on trees), in two_layers, into holes (hole_filling) or
   into the tightest one at birth (best_fit_by_birth). The first that reaches the bound ends it; otherwise the target is
   ratcheted down.
+- Where there is time (`plan`, and not what a running program asks for), and the quickest of these miss the bound, the
+  lifespan graph is the next start: colouring colours groups of requests by phases and size, fuses requests to rows and
+  blocks (fused_rows), and places them in the order of the colours. tries holds what one try is for both.
 - validator: judges the plan by comparing intervals (in overlaps, for what shares bytes), and shares no code with what
   places anything; what is asked to be at fixed places is judged by it first.
 

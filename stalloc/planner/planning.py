@@ -57,8 +57,8 @@ def plan(
 
     `alignment` is a power of two, or one for each row. `fixed` keeps rows where they are: offsets by row, or (n,) with
     -1 for rows to be placed. `forbidden` are ranges [low, high) of bytes that no row may use. `method` is one of
-    `stalloc.planner.METHODS`: "auto" tries all that helps, "greedy" leaves the search out, other names are single
-    orders.
+    `stalloc.planner.METHODS`: "auto" tries all that helps, "greedy" leaves the search out, "colouring" goes by
+    the lifespan graph alone, "annealing" moves requests at random, other names are single orders.
 
     With `time_budget_seconds` the search goes on until the peak is proven optimal or the time is up, without it until
     a fixed effort is spent. The best plan so far is returned when the time is up or `stop` is set from another thread

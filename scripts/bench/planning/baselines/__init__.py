@@ -1,9 +1,9 @@
 """What others publish for the same problem, and single methods of ours, each behind one signature.
 
-Contract: `place(start, end, size) -> offsets` takes (n,) int64, lifespans [start, end) not empty and sizes positive,
-and gives (n,) int64 offsets of a packing without overlap, the same for the same input. What others publish is written from
-the description that its module names, and is named in the table after the project or paper that it comes from. Limits
-on the number of requests keep a method from taking minutes; the table says where one was left out.
+Contract: `place(start, end, size) -> offsets` takes (n,) int64, lifespans [start, end) not empty and sizes positive;
+it gives (n,) int64 offsets of a packing without overlap, the same for the same input. What others publish is written
+from the description that its module names, and is named in the table after the project or paper that it comes from.
+Limits on the number of requests keep a method from taking minutes; the table says where one was left out.
 """
 
 import inspect
