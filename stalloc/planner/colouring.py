@@ -36,7 +36,8 @@ from stalloc.planner.tries import Packing, Ranked, Tries, Try, effort_of, packed
 MAX_GROUPS = 512
 #: placements that repair may cost, and those for each request beyond
 EFFORT, EFFORT_EACH = 600_000, 40
-#: of the order, how far a group moves forward that ends above the target
+#: of the order, how far a group moves forward that ends above the target; from 0.1 to 0.5, and from a quarter to all of
+#: what may lie idle in blocks, the mean peak on MiniMalloc's instances differs by 0.3 %, and no recorded trace's does
 FORWARD = 0.25
 
 
@@ -77,8 +78,8 @@ def coloured(problem: Problem, target: int, budget: Budget, share: float = 1.0) 
 
 
 def tries(problem: Problem, target: int) -> Tries:
-    """What the colours come to without repair, to the target or not at all."""
-    return _placed(_starts(problem, target), target)
+    """What the groups by phases, the fewest, come to without repair: to the target or not at all."""
+    return _placed(_starts(problem, target, 1), target)
 
 
 def by_colour(problem: Problem) -> list[tuple[str, Callable[[Problem], Column]]]:
@@ -90,10 +91,10 @@ def by_colour(problem: Problem) -> list[tuple[str, Callable[[Problem], Column]]]
     ]
 
 
-def _starts(problem: Problem, target: int) -> Iterator[_Start]:
-    """The blocks of each way to fuse, in the order of each colouring; the fewest blocks first."""
+def _starts(problem: Problem, target: int, num_colourings: int | None = None) -> Iterator[_Start]:
+    """The blocks of each way to fuse, in the order of all or the first colourings; the fewest blocks first."""
     edges = phase_edges(problem.start, problem.end, problem.size)
-    colourings = list(_colourings(problem, edges))
+    colourings = list(itertools.islice(_colourings(problem, edges), num_colourings))
     load = problem.floor + problem.load
     half = load + (target - load) // 2
     for fused, kind in (

@@ -99,7 +99,7 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool, budget: B
         yield from _guided(problem, target, GUIDED, 0.0, 0)
     else:
         yield from _guided(problem, target, GUIDED, 0.0, 0)
-        if budget.graph and count <= COLOURED_LIMIT and not budget.over():
+        if budget.graph and alone and count <= COLOURED_LIMIT and not budget.over():
             yield from _coloured(problem, target)
         if count >= LAYERS_FROM:
             yield from _layered(problem, target, target + target // 1000, _born)
