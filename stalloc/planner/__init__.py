@@ -21,7 +21,7 @@ How a plan is found, from the outside to the inside; every step has a file of it
   ratcheted down.
 - Where there is time (`plan`, and not what a running program asks for), and the quickest of these miss the bound, the
   lifespan graph is the next start: colouring colours groups of requests by phases and size, fuses requests to rows and
-  blocks (fused_rows), and places them in the order of the colours. tries holds what one try is for both.
+  blocks (fused_rows), and places them in the order of the colours. packings holds what one try is for both.
 - validator: judges the plan by comparing intervals (in overlaps, for what shares bytes), and shares no code with what
   places anything; what is asked to be at fixed places is judged by it first.
 

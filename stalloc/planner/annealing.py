@@ -20,9 +20,9 @@ from stalloc.compiled import njit
 from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill, fill_holes
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
+from stalloc.planner.packings import Packing
 from stalloc.planner.portfolio import quick
 from stalloc.planner.problem import Problem
-from stalloc.planner.tries import Packing
 
 #: pairs of requests that all decodings together, and those between two looks at the clock, may look at
 EFFORT, EFFORT_BETWEEN = 2_000_000_000, 100_000_000

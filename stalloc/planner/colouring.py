@@ -12,7 +12,7 @@ problem is NP-hard, and the order decides. Here:
   networkx in an instant, the groups that meet most others, or are live with most bytes, first.
 - Requests are fused to rows and blocks (fused_rows) as far as that takes half of what the load leaves, or nothing.
 - A block takes the lowest colour of its members. Those of the lowest colours are placed first wherever there is a
-  choice, by the two sweeps that all orders go through (tries).
+  choice, by the two sweeps that all orders go through (packings).
 - Where that misses the target, groups whose members end above it move forward in the order, and all is placed again:
   local repair in the space of orders ("Squeaky wheel" optimization, Joslin and Clements, JAIR 10, 1999).
 """
@@ -27,10 +27,10 @@ from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
 from stalloc.planner.fused_rows import Fused, in_blocks, in_rows, single
 from stalloc.planner.groups import phase_edges
+from stalloc.planner.packings import Packing, Ranked, Tries, Try, effort_of, packed, swept
 from stalloc.planner.placement import sweep
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
-from stalloc.planner.tries import Packing, Ranked, Tries, Try, effort_of, packed, swept
 
 #: vertices of a graph: the edges are at most half of its square
 MAX_GROUPS = 512
@@ -117,7 +117,7 @@ def _colourings(problem: Problem, edges: Column) -> Iterator[_Colouring]:
     start, end, size = problem.start, problem.end, problem.size
     born, dies = np.searchsorted(edges, start, side="right"), np.searchsorted(edges, end, side="left")
     none = np.zeros(len(size), np.int64)
-    for sizes, strategies in ((none, ("degree",)), (size, ("area", "degree"))):
+    for sizes, strategies in ((none, ("degree", "area")), (size, ("area", "degree"))):
         graph = group_graph(start, end, size, few_keys(born, dies, sizes, none, MAX_GROUPS))
         group, area = none.copy(), np.zeros(len(graph), np.float64)
         for number, rows in enumerate(graph.nodes[node]["rows"] for node in graph):

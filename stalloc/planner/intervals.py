@@ -12,10 +12,10 @@ from stalloc.columns import Column
 from stalloc.planner.budget import Budget
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
+from stalloc.planner.packings import Packing, compressed
 from stalloc.planner.pieces import Piece, parts_of, pieces_of, place_stacks
 from stalloc.planner.portfolio import improve, quick, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
-from stalloc.planner.tries import Packing, compressed
 
 #: parts with more requests than this are not searched exactly
 SEARCHED = 2_000

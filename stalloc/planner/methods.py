@@ -10,11 +10,11 @@ from stalloc.errors import BadInputError
 from stalloc.planner.groups import by_phase, by_size
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.orders import METHODS, SINGLE, ranks
+from stalloc.planner.packings import Packing, compressed
 from stalloc.planner.placement import sweep
 from stalloc.planner.portfolio import HOLES_LIMIT
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
-from stalloc.planner.tries import Packing, compressed
 
 #: HomoPhase and HomoSize groups of the STAlloc paper
 GROUPS = {"homophase": by_phase, "homosize": by_size}

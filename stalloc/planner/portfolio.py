@@ -12,10 +12,10 @@ from stalloc.planner.best_fit_by_birth import by_birth
 from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
+from stalloc.planner.packings import Packing, Tries, compressed, packed, ranked, swept
 from stalloc.planner.placement import sweep
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
-from stalloc.planner.tries import Packing, Tries, compressed, packed, ranked, swept
 from stalloc.planner.two_layers import cuts, divided, part_of, raised
 
 #: placements that a problem may cost beyond the first round of every order

@@ -13,10 +13,10 @@ from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.intervals import Layout, place_line, told
 from stalloc.planner.orders import GUIDED, ranks
+from stalloc.planner.packings import Packing
 from stalloc.planner.placement import pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
-from stalloc.planner.tries import Packing
 
 #: its name, and the ranks that it gives in one direction of time
 Order = tuple[str, Callable[[Problem], Column]]

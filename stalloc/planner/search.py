@@ -14,8 +14,8 @@ import numpy as np
 from stalloc.columns import Column, distinct
 from stalloc.planner import exact_search
 from stalloc.planner.board import board
+from stalloc.planner.packings import Packing
 from stalloc.planner.problem import Problem
-from stalloc.planner.tries import Packing
 
 #: pairs of a request and an epoch beyond which a node costs too much
 MAX_MEMBERS = 3_000_000
