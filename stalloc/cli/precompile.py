@@ -112,7 +112,9 @@ def plan_at_random() -> None:
     random = np.random.default_rng(1)
     for count in (20, 200):
         start = random.integers(0, 4 * count, count)
-        plan((start, start + random.integers(1, count, count), random.integers(1, 1000, count) * 512))
+        columns = start, start + random.integers(1, count, count), random.integers(1, 1000, count) * 512
+        for method in ("auto", "colouring"):
+            plan(columns, method=method)
 
 
 if __name__ == "__main__":
