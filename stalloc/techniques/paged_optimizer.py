@@ -16,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import BadInputError
 from stalloc.techniques.disk_store import DiskStore
+from stalloc.techniques.gradient_access import has_gradient
+from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.layer_streaming import WeightTier, settle_layers
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
@@ -58,10 +60,11 @@ class PagedOptimizer:
         self._places: Any = WeakIdKeyDictionary()  # parameter -> Place
         self.committed_regions: Any = WeakIdKeyDictionary()  # parameter -> where a commit puts what is not on disk
         self.pager = StatePager(optimizer, store, disk, self._place_of)
-        self._processor = ProcessorUpdates(store, lambda one: self._place_of(one) is Place.PROCESSOR)
+        self.gradients = HostGradients(store, self._sends_gradient, self._is_on_processor, window_bytes)
+        self._processor = ProcessorUpdates(store, self._is_on_processor, self.gradients)
         self.divided = DividedStep(
             optimizer,
-            [WeightTier(lambda one: self._place_of(one) is Place.PROCESSOR), self.pager, self._processor],
+            [WeightTier(self._is_on_processor), self.pager, self.gradients, self._processor],
             self._divide,
             window_bytes,
             self._stepping,
@@ -76,6 +79,7 @@ class PagedOptimizer:
         _paged[optimizer] = self
         weakref.finalize(optimizer, self._forget).atexit = False
         self.pager.take_over(optimizer)
+        self.gradients.watch(optimizer)
 
     def told(self) -> dict[str, int]:
         """Bytes of state that come and go in each step, those of them on disk, and of parameters that the processor
@@ -98,23 +102,32 @@ class PagedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self.pager.bring_home(optimizer)
+        self.gradients.undo()
 
     def _forget(self) -> None:
         """The optimizer is gone: room goes back now, not when Python next looks for what refers to itself."""
         self.pager.forget()
         self._processor.forget()
+        self.gradients.forget()
         self.disk = None
         self.committed_regions = WeakIdKeyDictionary()
 
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:
-        with self.pager.stepping(optimizer):
+        with self.pager.stepping(optimizer), self.gradients.unseen():
             yield
         settle_layers(optimizer)
 
     def _place_of(self, parameter: Any) -> Place:
         found: Place = self._places.get(parameter, Place.PAGED)
         return found
+
+    def _is_on_processor(self, parameter: Any) -> bool:
+        return self._place_of(parameter) is Place.PROCESSOR
+
+    def _sends_gradient(self, parameter: Any) -> bool:
+        """Those leave in backward that the processor uses, and of layers that are streamed."""
+        return self._is_on_processor(parameter) or layer_of(parameter) is not None
 
     def _arrange(self, optimizer: Any) -> tuple[list[tuple[Place, Parameters]], int]:
         """The parts of all parameters, and the host memory that the processor needs for copies."""
@@ -139,6 +152,7 @@ class PagedOptimizer:
     def _divide(self, optimizer: Any) -> list[Parameters]:
         """The parts of a step. What the processor has no room for is updated on the device, where its state stays; of
         layers that lie on disk it is paged."""
+        self.gradients.about_to_step(optimizer)
         with self.pager.stepping(optimizer):
             parts, needed_bytes = self._arrange(optimizer)
             device = device_of(parts[0][1][0]) if parts else torch.device("cpu")
@@ -148,7 +162,7 @@ class PagedOptimizer:
                 parts, needed_bytes = self._arrange(optimizer)
                 has_room = not needed_bytes or self._processor.make_room(needed_bytes, device)
             for place, part in parts:
-                present = [one for one in part if one.grad is not None]
+                present = [one for one in part if has_gradient(one)]
                 if place is not Place.PROCESSOR or not present:
                     continue
                 begun = has_room and self.pager.begin(present, lambda one: self._processor.begin_state(optimizer, one))

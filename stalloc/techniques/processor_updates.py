@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from stalloc.techniques.gradient_access import own_gradient
+from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.optimizer_facts import own_step
 from stalloc.techniques.parts import aligned
@@ -49,8 +51,11 @@ class _OnItsWay:
 class ProcessorUpdates:
     """As of `Tier`. Two blocks of host memory take turns, so that one part comes while another is updated."""
 
-    def __init__(self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
-        self._store, self._is_on_processor = store, is_on_processor
+    def __init__(
+        self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool], in_host: HostGradients
+    ) -> None:
+        """`in_host` has gradients that need not be copied."""
+        self._store, self._is_on_processor, self._in_host = store, is_on_processor, in_host
         self._blocks: list[torch.Tensor] = []
         self._uploaded: list[Any] = [None, None]
         self._written: list[list[Callable[[], None]]] = [[], []]  # what waits for copies to a file, by block
@@ -107,13 +112,16 @@ class ProcessorUpdates:
         if layer is not None:
             way.values, way.read = layer.lend(part, lambda one: take(one, one.dtype))
         for one in part:
-            gradient: Any = one.grad
-            host = take(one, gradient.dtype)
-            if gradient.stride() != host.stride():  # torch's fused Adam goes through all of them in a row
-                gradient = torch.empty_like(gradient).as_strided(host.shape, host.stride()).copy_(gradient)
-                way.kept.append(gradient)
-            way.gradients.append(host)
-            pairs.append((host, gradient))
+            if self._in_host.holds(one):
+                way.gradients.append(self._in_host.in_host(one))
+            else:
+                gradient: Any = own_gradient(one)
+                host = take(one, gradient.dtype)
+                if gradient.stride() != host.stride():  # torch's fused Adam goes through all of them in a row
+                    gradient = torch.empty_like(gradient).as_strided(host.shape, host.stride()).copy_(gradient)
+                    way.kept.append(gradient)
+                way.gradients.append(host)
+                pairs.append((host, gradient))
             if layer is None:
                 way.values.append(take(one, one.dtype))
                 pairs.append((way.values[-1], one.detach()))

@@ -17,19 +17,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import GradientError
 from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.gradient_access import (
+    own_gradient,
+    set_own_gradient,
+    unwatch_gradient,
+    watch_gradient,
+)
 from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
-_owners: dict[int, "weakref.ref[StepInBackward]"] = {}  # by the id of a parameter that is updated before its step
-_own_grad: Any = torch._C.TensorBase.grad
+_early: Any = WeakIdKeyDictionary()  # the parameters that are updated before their step
+_guards = False
 
 
 class StepInBackward:
     """One optimizer. Invariant: between its steps `_updated` holds the parameters whose step has been made."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, update: Callable[[Any, torch.Tensor], bool] | None = None) -> None:
+        """`update` updates a parameter and takes its gradient, or says that it is left to the step."""
+        _guard()
+        self._update = update or self._update_here
         self._optimizer = weakref.ref(optimizer)
-        self._updated: dict[int, torch.Tensor] = {}
+        self._updated: Any = WeakIdKeyDictionary()
         self._options: list[dict[str, Any]] = []  # of each group, when the first was updated
         self._group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
         self._hooked: Any = WeakIdKeyDictionary()  # parameters that are updated early
@@ -59,20 +68,19 @@ class StepInBackward:
         if optimizer is None:
             return
         with self._lock:
-            if id(parameter) in self._updated:
+            if parameter in self._updated:
                 raise GradientError(f"gradients are accumulated over several backward passes. {_ADVICE}")
-            gradient = parameter.grad
+            gradient = own_gradient(parameter)
             if gradient is None or gradient.requires_grad:
                 raise GradientError(f"gradients are differentiated once more. {_ADVICE}")
             if not self._updated:
                 self._options = [_options(group) for group in optimizer.param_groups]
                 self._group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-            self._update(optimizer, parameter)
-            parameter.grad = None
-            self._updated[id(parameter)] = parameter
-            _owners[id(parameter)] = weakref.ref(self)
+            if self._update(optimizer, parameter):
+                self._updated[parameter] = _early[parameter] = True
+                watch_gradient(parameter, self)
 
-    def _update(self, optimizer: Any, parameter: torch.Tensor) -> None:
+    def _update_here(self, optimizer: Any, parameter: torch.Tensor) -> bool:
         groups, group = optimizer.param_groups, self._group_of[id(parameter)]
         members = group["params"]
         try:
@@ -80,6 +88,8 @@ class StepInBackward:
             own_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, group["params"] = groups, members
+        set_own_gradient(parameter, None)
+        return True
 
     def _about_to_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None or (args and callable(args[-1])):
@@ -94,9 +104,27 @@ class StepInBackward:
         self._forget()
 
     def _forget(self) -> None:
-        for key in self._updated:
-            _owners.pop(key, None)
+        for parameter in list(self._updated):
+            _early.pop(parameter, None)
+            unwatch_gradient(parameter, self)
         self._updated.clear()
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """As of `GradientWatcher`: it is used up."""
+        return False
+
+    def about_to_read(self, parameter: torch.Tensor) -> None:
+        """As of `GradientWatcher`."""
+        if own_gradient(parameter) is None:
+            self.about_to_set(parameter)
+
+    def about_to_set(self, parameter: torch.Tensor) -> None:
+        """As of `GradientWatcher`."""
+        raise GradientError(f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}")
+
+    def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
+        """As of `GradientWatcher`."""
+        self.about_to_read(parameter)
 
 
 def step_in_backward(say: Callable[[str], None]) -> None:
@@ -104,7 +132,6 @@ def step_in_backward(say: Callable[[str], None]) -> None:
 
     Those that mix parameters are left as they are, which `say` is told.
     """
-    _guard()
     known: weakref.WeakKeyDictionary[Any, StepInBackward | None] = weakref.WeakKeyDictionary()
 
     def made(optimizer: Any) -> None:
@@ -125,41 +152,18 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _guard() -> None:
-    """Let nobody read a gradient that was there, or the parameters that it has changed, before the program's step."""
-    if not isinstance(vars(torch.Tensor).get("grad"), _GuardedGradient):
-        torch.Tensor.grad = _GuardedGradient()
+    """Let nobody use parameters that backward has changed before the program's step."""
+    global _guards
+    if not _guards:
+        _guards = True
         register_module_forward_pre_hook(_about_to_call)
 
 
 def _about_to_call(module: Any, _: Any) -> None:
-    if not _owners or torch._C._current_graph_task_id() != -1:  # what backward recomputes is not updated yet
+    if not _early or torch._C._current_graph_task_id() != -1:  # what backward recomputes is not updated yet
         return
-    if any(id(parameter) in _owners for parameter in module.parameters(recurse=False)):
+    if any(parameter in _early for parameter in module.parameters(recurse=False)):
         raise GradientError(
             f"a forward pass ({type(module).__name__}) comes between the backward pass and the optimizer's step. "
             f"{_ADVICE}"
         )
-
-
-class _GuardedGradient:
-    """In the place of torch.Tensor.grad."""
-
-    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
-        if tensor is None:
-            return _own_grad
-        gradient = _own_grad.__get__(tensor)
-        if gradient is None and _owners and id(tensor) in _owners:
-            _refuse()
-        return gradient
-
-    def __set__(self, tensor: torch.Tensor, gradient: Any) -> None:
-        if _owners and id(tensor) in _owners:
-            _refuse()
-        _own_grad.__set__(tensor, gradient)
-
-    def __delete__(self, tensor: torch.Tensor) -> None:
-        _own_grad.__delete__(tensor)
-
-
-def _refuse() -> None:
-    raise GradientError(f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}")

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from stalloc.errors import StreamError
+from stalloc.techniques.gradient_access import has_gradient
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.streamed_layers import StreamedLayer
 from stalloc.techniques.transfers import phase
@@ -99,7 +100,7 @@ class Streaming:
         self._begin_backward()
         had_gradients = self._had_gradients.get(call.place)
         if had_gradients is None:
-            self._had_gradients[call.place] = any(one.grad is not None for one in layer.parameters)
+            self._had_gradients[call.place] = any(map(has_gradient, layer.parameters))
         elif had_gradients:
             raise StreamError(
                 f"{layer.name} is streamed, and is called twice before one backward pass that adds to gradients: sums "

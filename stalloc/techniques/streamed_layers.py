@@ -7,6 +7,7 @@ memory comes back for the same storage. A layer lives as long as one of its para
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,6 +116,16 @@ class StreamedLayer:
             if parameter.data_ptr() != here.data_ptr():
                 self._take(parameter, here)
                 parameter.data = here
+
+    @contextmanager
+    def as_on_device(self, parameter: torch.Tensor) -> Iterator[None]:
+        """While it is not here: a parameter has its place on the device, without memory, as a gradient asks for."""
+        elsewhere = parameter.data
+        try:
+            parameter.data = self._here[self._rows([parameter])[0]]
+            yield
+        finally:
+            parameter.data = elsewhere
 
     def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
         """Let some of its parameters be changed in the host: as of `Home`. Raises DiskError."""
