@@ -81,6 +81,7 @@ class HostGradients:
     def forget(self) -> None:
         """The optimizer is gone: no more gradients leave, and those that have come back when somebody asks."""
         self._is_over = True
+        self._give_room_back()
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -95,6 +96,8 @@ class HostGradients:
         """Gradients that others hold come back, and what the program has read since the last step decides the next."""
         self.watch(optimizer)
         self._was_read, self._is_read = self._is_read, False
+        if self._was_read:
+            self._give_room_back()
         with self.unseen():
             for group in optimizer.param_groups:
                 for one in group["params"]:
@@ -165,7 +168,7 @@ class HostGradients:
         if target is None:
             return False
         self._leave(gradient.nbytes)
-        with phase("backward/gradients"):
+        with phase("backward"):
             event = self._left = transfers.to_host([(target, gradient)])
         self._leaving.append((gradient, event))
         set_own_gradient(parameter, None)
@@ -176,12 +179,18 @@ class HostGradients:
             self._held[parameter].append(self._adding[-1])
         return True
 
-    def use(self, parameter: torch.Tensor, do: Callable[[torch.Tensor], None]) -> "Future[None]":
-        """Hand a gradient that is held to something in the host, in another thread, when it is whole."""
-        slot = self._slots[parameter]
-        done = self._after_copies(lambda: do(slot))
-        self._held[parameter].append(done)
-        return done
+    def use(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> "Future[None] | None":
+        """Take the parameter's own gradient away for good, for an update in another thread when it is in the host.
+
+        None where it cannot go.
+        """
+        gradient = own_gradient(parameter)
+        with self._lock:
+            if gradient is None or not self._can_go(parameter, gradient) or not self.send(parameter):
+                return None
+            del self._held[parameter]
+            slot = self._slots[parameter]
+            return self._after_copies(lambda: update(slot))
 
     def bring(self, part: Parameters) -> Callable[[], None]:
         """Begin to bring gradients that are held; what comes back makes them the parameters' own."""
@@ -194,7 +203,9 @@ class HostGradients:
         here = [torch.empty_like(self._slots[one], device=device_of(one)) for one in wanted]
         transfers = self._transfers_of(here[0])
         transfers.wait(self._left)
-        arrived = self._brought = transfers.to_device([(it, self._slots[one]) for it, one in zip(here, wanted, strict=True)])
+        arrived = self._brought = transfers.to_device(
+            [(it, self._slots[one]) for it, one in zip(here, wanted, strict=True)]
+        )
 
         def put() -> None:
             transfers.wait(arrived)
@@ -245,14 +256,13 @@ class HostGradients:
             gradient = own_gradient(parameter)
             if gradient is None:  # somebody who heard of it first has taken it
                 return
-            if not (self._may_go(parameter, gradient) and self.send(parameter)):
+            if not (self._goes(parameter) and self._can_go(parameter, gradient) and self.send(parameter)):
                 self.bring([parameter])()
 
-    def _may_go(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _can_go(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         return (
             not (self._is_over or self._was_read)
             and parameter not in self._seen
-            and self._goes(parameter)
             and type(gradient) is torch.Tensor
             and gradient.layout == torch.strided
             and not gradient.requires_grad
@@ -301,11 +311,16 @@ class HostGradients:
     def _leave(self, coming_bytes: int | None = None) -> None:
         """Let memory go that was copied: all of it, or until so many bytes more are not too many at once."""
         while self._leaving and (
-            coming_bytes is None
-            or coming_bytes + sum(one.nbytes for one, _ in self._leaving) > self._most_bytes
+            coming_bytes is None or coming_bytes + sum(one.nbytes for one, _ in self._leaving) > self._most_bytes
         ):
             gradient, event = self._leaving.popleft()
             self._transfers_of(gradient).wait(event)
+
+    def _give_room_back(self) -> None:
+        """The host's memory is for others, but for what is held."""
+        for one in [one for one in list(self._slots) if one not in self._held]:
+            del self._slots[one]
+        self._rooms = None
 
     def _transfers_of(self, tensor: torch.Tensor) -> Transfers:
         if self._transfers is None:

@@ -22,6 +22,7 @@ def page_optimizer(
     processor: float = 0.0,
     device: float = 0.0,
     disk: str | None = None,
+    beside_backward: bool = False,
 ) -> "PagedOptimizer":
     """Keep the state of a torch optimizer in pinned host memory, and on the device only while it is used.
 
@@ -33,6 +34,11 @@ def page_optimizer(
     make updates, with state in host memory that never leaves it; and state can stay on the device. What comes back has
     `undo(optimizer)`. Parameters are those without it, to the last bit, but for those that the processor updates, which
     differ by rounding. To be called before a scheduler is made of the optimizer.
+
+    Gradients of what the processor updates, and of streamed layers (`stalloc.stream_layers`), leave for host memory as
+    backward makes them, and are on the device again where the program reads them. With `beside_backward` the processor
+    updates streamed layers in host memory as their gradients come (STRONGHOLD): who needs these gradients, or the old
+    parameters, between the backward pass and the step, as for clipping or accumulation, gets a GradientError.
 
     Raises BadInputError for an optimizer that is not known to update each parameter by itself, for shares that are
     none, and for a folder that cannot be used.
@@ -53,7 +59,14 @@ def page_optimizer(
     if disk is not None:
         first = next((one for group in optimizer.param_groups for one in group["params"]), torch.empty(0))
         files = open_disk(*parse_disk(disk), store, first.device)
-    return PagedOptimizer(optimizer, store, max(parse_memory(window), 1), Shares(device, processor), files)
+    return PagedOptimizer(
+        optimizer,
+        store,
+        max(parse_memory(window), 1),
+        Shares(device, processor),
+        files,
+        updates_beside_backward=beside_backward,
+    )
 
 
 def commit(optimizer: Any, label: int) -> None:

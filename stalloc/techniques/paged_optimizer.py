@@ -8,13 +8,14 @@ update: on the device, where values are its own to the last bit, or on the proce
 
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stalloc.errors import BadInputError
+from stalloc.errors import BadInputError, GradientError
 from stalloc.techniques.disk_store import DiskStore
 from stalloc.techniques.gradient_access import has_gradient
 from stalloc.techniques.host_gradients import HostGradients
@@ -24,6 +25,7 @@ from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.parts import Place, Shares, arranged_with_copies
 from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
 from stalloc.techniques.state_pager import StatePager
+from stalloc.techniques.step_in_backward import StepInBackward
 from stalloc.techniques.streamed_layers import device_of, layer_of
 from stalloc.techniques.update_order import DividedStep, Parameters
 
@@ -46,8 +48,15 @@ class PagedOptimizer:
         window_bytes: int = WINDOW_BYTES,
         shares: Shares = Shares(),  # noqa: B008  (frozen)
         disk: DiskStore | None = None,
+        *,
+        sends_gradients: bool = True,
+        updates_beside_backward: bool = False,
     ) -> None:
-        """Raises BadInputError if it cannot be paged, or not be updated where `shares` says."""
+        """`sends_gradients` from the device in backward, where the processor uses them, and of streamed layers.
+
+        With `updates_beside_backward` the processor updates streamed layers as their gradients come, by the rules of
+        `StepInBackward`. Raises BadInputError if it cannot be paged, or not be updated where `shares` says.
+        """
         reason = why_not_one_by_one(optimizer)
         if reason:
             raise BadInputError(f"{reason}: its state stays on the device.")
@@ -71,10 +80,15 @@ class PagedOptimizer:
             self._processor.stand_ins,
         )
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.pager.looked()),
+            optimizer.register_state_dict_pre_hook(self._looked),
             optimizer.register_load_state_dict_pre_hook(self.pager.about_to_load),
             optimizer.register_load_state_dict_post_hook(self.pager.loaded, prepend=True),
         ]
+        self._sends_gradients = sends_gradients
+        self._beside: dict[Any, Future[None]] = {}  # updates of parameters that go on beside backward
+        self._early = None
+        if updates_beside_backward:
+            self._early = StepInBackward(optimizer, self._update_beside, self._is_updated_beside)
         self._arrange(optimizer)
         _paged[optimizer] = self
         weakref.finalize(optimizer, self._forget).atexit = False
@@ -99,8 +113,11 @@ class PagedOptimizer:
         """Bring the state back to the device, and let the optimizer step as it did."""
         self.divided.undo(optimizer)
         _paged.pop(optimizer, None)
+        self._updated_beside()
         for hook in self._hooks:
             hook.remove()
+        if self._early is not None:
+            self._early.undo()
         self.pager.bring_home(optimizer)
         self.gradients.undo()
 
@@ -127,7 +144,50 @@ class PagedOptimizer:
 
     def _sends_gradient(self, parameter: Any) -> bool:
         """Those leave in backward that the processor uses, and of layers that are streamed."""
-        return self._is_on_processor(parameter) or layer_of(parameter) is not None
+        leaves = self._is_on_processor(parameter) or layer_of(parameter) is not None
+        return self._sends_gradients and leaves and not self._is_updated_beside(parameter)
+
+    def _is_updated_beside(self, parameter: Any) -> bool:
+        layer = layer_of(parameter)
+        return self._early is not None and self._is_on_processor(parameter) and layer is not None
+
+    def _update_beside(self, optimizer: Any, parameter: torch.Tensor) -> bool:
+        """Begin to update a parameter of a layer in host memory; False where that is left to the step."""
+        layer = layer_of(parameter)
+        value = None if layer is None else layer.in_host(parameter)
+        if value is None:
+            return False
+        with self.pager.stepping(optimizer):
+            if not self.pager.begin([parameter], lambda one: self._processor.begin_state(optimizer, one)):
+                return False
+            update = self._processor.update_of(optimizer, parameter, value)
+            done = self.gradients.use(parameter, update)
+        if done is not None:
+            self._beside[parameter] = done
+        return done is not None
+
+    def _updated_beside(self) -> None:
+        """Wait for what is updated beside backward."""
+        while self._beside:
+            parameter, done = self._beside.popitem()
+            done.result()
+            layer = layer_of(parameter)
+            if layer is not None and layer.in_host(parameter) is None:
+                raise GradientError(
+                    f"a parameter of {layer.name} is changed between the backward pass and the optimizer's step, and "
+                    "the processor updates it beside backward: let updates stay in the step."
+                )
+            if layer is not None:
+                layer.release()  # where backward failed it is here yet, as it was
+            torch.autograd.graph.increment_version(parameter)
+
+    def _looked(self, _: Any) -> None:
+        if self._beside:
+            raise GradientError(
+                "the optimizer's state is read between the backward pass and its step, and the processor updates it "
+                "beside backward: let updates stay in the step."
+            )
+        self.pager.looked()
 
     def _arrange(self, optimizer: Any) -> tuple[list[tuple[Place, Parameters]], int]:
         """The parts of all parameters, and the host memory that the processor needs for copies."""
@@ -152,7 +212,10 @@ class PagedOptimizer:
     def _divide(self, optimizer: Any) -> list[Parameters]:
         """The parts of a step. What the processor has no room for is updated on the device, where its state stays; of
         layers that lie on disk it is paged."""
+        self._updated_beside()
         self.gradients.about_to_step(optimizer)
+        if self._early is not None:
+            self._early.watch(optimizer)
         with self.pager.stepping(optimizer):
             parts, needed_bytes = self._arrange(optimizer)
             device = device_of(parts[0][1][0]) if parts else torch.device("cpu")

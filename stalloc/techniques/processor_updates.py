@@ -151,10 +151,7 @@ class ProcessorUpdates:
             copy.grad = gradient if computes else gradient.to("meta")
             values = state[one]
             values |= {name: it.cpu() for name, it in values.items() if isinstance(it, torch.Tensor)}
-            state[copy] = values if computes else {
-                name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it
-                for name, it in values.items()
-            }  # fmt: skip
+            state[copy] = values if computes else _on_meta(values)
             copies.append(copy)
         try:
             with _as_on_processor(optimizer, computes):
@@ -163,6 +160,24 @@ class ProcessorUpdates:
             for copy in copies:
                 state.pop(copy)
         torch.autograd.graph.increment_version(part)
+
+    def update_of(self, optimizer: Any, parameter: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """One update of what a parameter is in the host, by a gradient of the host, which another thread can make."""
+        group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
+        computes = has_values(device_of(parameter))
+        state = optimizer.state[parameter]
+        state |= {name: it.cpu() for name, it in state.items() if isinstance(it, torch.Tensor)}
+        twin = object.__new__(type(optimizer))  # whose groups and state nobody else changes meanwhile
+        copy = torch.nn.Parameter(value if computes else value.to("meta"))
+        options = {**group, "params": [copy], "fused": computes, "foreach": False}
+        values = state if computes else _on_meta(state)
+        vars(twin).update({**vars(optimizer), "param_groups": [options], "state": {copy: values}})
+
+        def update(gradient: torch.Tensor) -> None:
+            copy.grad = gradient if computes else gradient.to("meta")
+            own_step(type(optimizer))(twin)
+
+        return update
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
         """Begin to copy new values to the device."""
@@ -195,6 +210,12 @@ class ProcessorUpdates:
         if self._transfers is None:
             self._transfers = Transfers(device_of(parameter))
         return self._transfers
+
+
+def _on_meta(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it for name, it in state.items()
+    }
 
 
 @contextmanager

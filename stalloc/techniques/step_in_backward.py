@@ -26,6 +26,8 @@ from stalloc.techniques.gradient_access import (
 from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
+_READ = f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}"
+_READ_LATER = f"a gradient is read after the optimizer's step. {_ADVICE}"
 _early: Any = WeakIdKeyDictionary()  # the parameters that are updated before their step
 _guards = False
 
@@ -33,12 +35,19 @@ _guards = False
 class StepInBackward:
     """One optimizer. Invariant: between its steps `_updated` holds the parameters whose step has been made."""
 
-    def __init__(self, optimizer: Any, update: Callable[[Any, torch.Tensor], bool] | None = None) -> None:
-        """`update` updates a parameter and takes its gradient, or says that it is left to the step."""
+    def __init__(
+        self,
+        optimizer: Any,
+        update: Callable[[Any, torch.Tensor], bool] | None = None,
+        concerns: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> None:
+        """`update` updates a parameter and takes its gradient, or says that it is left to the step, as are all that
+        this does not concern."""
         _guard()
-        self._update = update or self._update_here
+        self._update, self._concerns = update or self._update_here, concerns
         self._optimizer = weakref.ref(optimizer)
         self._updated: Any = WeakIdKeyDictionary()
+        self._used: Any = WeakIdKeyDictionary()  # parameters whose gradient is not zeroed yet after the step
         self._options: list[dict[str, Any]] = []  # of each group, when the first was updated
         self._group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
         self._hooked: Any = WeakIdKeyDictionary()  # parameters that are updated early
@@ -65,13 +74,17 @@ class StepInBackward:
 
     def _gradient_there(self, parameter: torch.Tensor) -> None:
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or not self._concerns(parameter):
             return
         with self._lock:
             if parameter in self._updated:
                 raise GradientError(f"gradients are accumulated over several backward passes. {_ADVICE}")
+            if parameter in self._used:
+                raise GradientError(f"gradients are accumulated over several steps of the optimizer. {_ADVICE}")
             gradient = own_gradient(parameter)
-            if gradient is None or gradient.requires_grad:
+            if gradient is None:  # somebody who heard of it first has taken it
+                return
+            if gradient.requires_grad:
                 raise GradientError(f"gradients are differentiated once more. {_ADVICE}")
             if not self._updated:
                 self._options = [_options(group) for group in optimizer.param_groups]
@@ -98,15 +111,14 @@ class StepInBackward:
             raise GradientError(
                 f"options of the optimizer are changed between the backward pass and its step. {_ADVICE}"
             )
-        self._forget()
-
-    def _stepped(self, *_: Any) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         for parameter in list(self._updated):
             _early.pop(parameter, None)
             unwatch_gradient(parameter, self)
+
+    def _stepped(self, *_: Any) -> None:
+        for parameter in list(self._updated):
+            self._used[parameter] = True
+            watch_gradient(parameter, self)
         self._updated.clear()
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -116,15 +128,27 @@ class StepInBackward:
     def about_to_read(self, parameter: torch.Tensor) -> None:
         """As of `GradientWatcher`."""
         if own_gradient(parameter) is None:
-            self.about_to_set(parameter)
+            raise GradientError(_READ if parameter not in self._used else _READ_LATER)
 
     def about_to_set(self, parameter: torch.Tensor) -> None:
         """As of `GradientWatcher`."""
-        raise GradientError(f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}")
+        if parameter not in self._used:
+            raise GradientError(_READ)
+        self._zeroed(parameter)
 
     def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
         """As of `GradientWatcher`."""
-        self.about_to_read(parameter)
+        if parameter not in self._used:
+            self.about_to_read(parameter)
+            return
+        self._zeroed(parameter)
+        if not set_to_none and own_gradient(parameter) is None:
+            set_own_gradient(parameter, torch.zeros_like(parameter))
+
+    def _zeroed(self, parameter: torch.Tensor) -> None:
+        del self._used[parameter]
+        unwatch_gradient(parameter, self)
+
 
 
 def step_in_backward(say: Callable[[str], None]) -> None:

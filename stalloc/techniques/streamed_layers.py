@@ -117,6 +117,12 @@ class StreamedLayer:
                 self._take(parameter, here)
                 parameter.data = here
 
+    def in_host(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A parameter as it is in host memory, while it is here too; None of one on disk, or changed meanwhile."""
+        if self.is_on_disk or (self.is_here and self._versions != self._versions_now()):
+            return None
+        return self.home.tensors[self._rows([parameter])[0]]
+
     @contextmanager
     def as_on_device(self, parameter: torch.Tensor) -> Iterator[None]:
         """While it is not here: a parameter has its place on the device, without memory, as a gradient asks for."""
