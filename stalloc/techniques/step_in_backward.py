@@ -150,7 +150,6 @@ class StepInBackward:
         unwatch_gradient(parameter, self)
 
 
-
 def step_in_backward(say: Callable[[str], None]) -> None:
     """Update the parameters of every optimizer of this program in its backward pass, from the optimizer's making on.
 

@@ -175,6 +175,59 @@ def watch(parameters: list[Any], seen: list[Any]) -> None:
         one.register_post_accumulate_grad_hook((look, change, take)[place % 3])
 
 
+class Plain(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.between = nn.Linear(WIDTH, WIDTH), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.between(torch.relu(self.inner(x)))
+
+
+def in_microbatches(number: int, between: Callable[[torch.Tensor], torch.Tensor], *, recomputes: bool = False) -> Any:
+    """Gradients, a layer at a time and by a loop around the model; parameters of both after three steps."""
+    found = []
+    for is_streamed in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(*[Plain(between) for _ in range(4)])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        if is_streamed:
+            if recomputes:
+                stalloc.checkpoint(model)
+            stalloc.page_optimizer(optimizer, window=20_000)
+            stalloc.stream_layers(model, window=1, microbatches=number)
+        results = []
+        for _ in range(3):
+            batch = torch.randn(10, WIDTH)
+            parts = (
+                [batch] if is_streamed else [batch[10 * at // number : 10 * (at + 1) // number] for at in range(number)]
+            )
+            made = []
+            for part in parts:
+                made.append(model(part))
+                made[-1].square().sum().backward()
+            results += [torch.cat(made), [one.grad.clone() for one in model.parameters()]]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((results, [one.detach() for one in model.parameters()]))
+    return same(*found)
+
+
+def microbatches() -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for number in (2, 3, 5, 10, 12):
+        told[f"{number}"] = in_microbatches(min(number, 10), torch.tanh)
+    told["recomputed"] = in_microbatches(5, torch.tanh, recomputes=True)
+    for name, between in {
+        "random": nn.functional.dropout,
+        "other rows": lambda x: x.expand(3, *x.shape),
+        "normalized": nn.BatchNorm1d(WIDTH),
+    }.items():
+        told[name] = outcome(lambda between=between: in_microbatches(5, between))
+    told["by none"] = outcome(lambda: stalloc.stream_layers(nn.Sequential(Layer(), Layer()), microbatches=0))
+    return told
+
+
 def outcome(do: Callable[[], Any]) -> Any:
     try:
         return do()
@@ -231,7 +284,7 @@ def main() -> None:
         for stack, options in STACKS.items():
             found = outcome(lambda habits=habits, options=options: train(habits, options))
             told[f"{name}: {stack}"] = found if isinstance(found, str) else same(as_it_is, found)
-    print(json.dumps({"habits": told, "on the device": on_the_device()}))
+    print(json.dumps({"habits": told, "on the device": on_the_device(), "microbatches": microbatches()}))
 
 
 if __name__ == "__main__":

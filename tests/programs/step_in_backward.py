@@ -188,7 +188,8 @@ def penalized(model, optimizer, step):
 
 LOOPS = {one.__name__: one for one in (
     plain, zeroed_after, scheduled, frozen_later, reloaded, clipped, clipped_later, scaled, accumulated,
-    accumulated_in_turn, accumulated_by_hand, logged, logged_later, never_zeroed, replaced, skipped, warmed_up, by_closure, penalized,
+    accumulated_in_turn, accumulated_by_hand, logged, logged_later, never_zeroed,
+    replaced, skipped, warmed_up, by_closure, penalized,
 )}  # fmt: skip
 
 
