@@ -65,13 +65,29 @@ SYSTEMS: tuple[System, ...] = (
     ),
     System("page", "stalloc", "optimizer state in host memory, part by part", "executes", f"{_FIT} page --host SIZE"),
     System(
-        "zero-offload", "ZeRO-Offload", "Adam's updates on the processor", "executes", f"{_FIT} zero-offload --host …"
+        "zero-offload",
+        "ZeRO-Offload",
+        "gradients leave in backward, Adam updates on the processor",
+        "executes",
+        f"{_FIT} zero-offload --host SIZE",
     ),
     System(
-        "twin-flow", "DeepSpeed", "a share of them on the processor", "executes", f"{_FIT} twin-flow:SHARE --host …"
+        "twin-flow", "DeepSpeed", "the same of a share of parameters", "executes", f"{_FIT} twin-flow:SHARE --host SIZE"
     ),
-    System("l2l", "L2L", "one layer on the device at a time", "executes", "stalloc.stream_layers(model, window=1)"),
-    System("stronghold", "STRONGHOLD", "a window of layers on the device", "executes", "stalloc fit --host SIZE"),
+    System(
+        "l2l",
+        "L2L",
+        "one layer, and its gradients, at a time; microbatches go through it in turn",
+        "executes",
+        f"{_FIT} l2l --host SIZE, stalloc.stream_layers(model, window=1, microbatches=N)",
+    ),
+    System(
+        "stronghold",
+        "STRONGHOLD",
+        "a window of layers, updated on the processor beside backward",
+        "executes",
+        f"{_FIT} stronghold --host SIZE",
+    ),
     System("harmony", "Harmony", "packs of layers, swapped", "replays", _SWAP),
     System("mobius", "Mobius", "stages swapped over one root", "replays", _SWAP),
     System("patrickstar", "PatrickStar", "parameters in chunks", "replays", _SWAP),

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from stalloc.fitting.run_seen import Foresight
     from stalloc.fitting.trials import Measured
 
-BY_THE_PROCESSOR = ("zero-offload", "twin-flow")
-POLICIES = ("page", "zero-infinity", *BY_THE_PROCESSOR)  #: names of what is tried here
+BY_THE_PROCESSOR = ("zero-offload", "twin-flow", "stronghold")
+_LAYERS = ("l2l", "stronghold")  # stream layers whatever fits without
+POLICIES = ("page", "zero-infinity", "l2l", *BY_THE_PROCESSOR)  #: names of what is tried here
 WINDOWS = (512 << 20, 128 << 20, 1)  #: of optimizer state on the device at once; 1: a part at a time, nothing ahead
 _FRACTIONS = 16  # of the state, that are tried to stay on the device
 
@@ -44,10 +45,12 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
         fitting.notes.append("nothing is kept on disk without --disk FOLDER:SIZE")
         return
     fitting.foresight = plain
-    processor = processor_share(policy or "page")
-    for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
+    if name in _LAYERS and not whole_blocks(fitting.step):
+        return
+    ways: dict[str, list[tuple[int, ...]]] = {"l2l": [(1,)], "stronghold": [tuple(_windows(fitting))]}
+    for windows in ways.get(name, [(0, *_windows(fitting)), (0,)]):  # what cannot stream its layers may page its state
         fitting.beside = len(fitting.candidates)
-        fitting.base = Settings(tiers=_widest(fitting, windows, processor))
+        fitting.base = Settings(tiers=_widest(fitting, windows, policy or "page"))
         first = fitting.measure(proposal(fitting.step, {}), what_of(fitting.base.tiers), name)
         if not first.refused or not fitting.base.tiers.streamed_window:
             break
@@ -55,7 +58,8 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
     if first.refused:
         return
     if first.fits(fitting.budget_bytes):
-        _keep_some(fitting, name, 1 - processor)
+        if name not in _LAYERS:
+            _keep_some(fitting, name, 1 - processor_share(policy or "page"))
     elif whole_blocks(fitting.step):
         try_cheapest(fitting)
 
@@ -71,7 +75,7 @@ def processor_share(policy: str) -> float:
     if name != "twin-flow":
         if text:
             raise BadInputError(f"{name} takes no number: give --policy {name}.")
-        return 1.0 if name == "zero-offload" else 0.0
+        return 1.0 if name in ("zero-offload", "stronghold") else 0.0
     try:
         share = float(text or 0.5)
     except ValueError:
@@ -96,8 +100,12 @@ def _keep_some(fitting: "Fitting", name: str, most: float) -> None:
         fitting.measure(nothing, what_of(fitting.base.tiers), name)
 
 
-def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], processor: float) -> TierSettings:
-    """The first ways in which something is expected to fit, else the one with the least."""
+def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], policy: str) -> TierSettings:
+    """The first ways in which something is expected to fit, else the one with the least.
+
+    Gradients that leave are expected to stay, so it may need less.
+    """
+    name = policy.partition(":")[0]
     least = proposal(fitting.step, whole_blocks(fitting.step))
     ways = [
         TierSettings(
@@ -105,7 +113,9 @@ def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], processor: fl
             disk_bytes=fitting.disk_bytes,
             paged_window_bytes=window_bytes,
             streamed_window=streamed,
-            processor_share=processor,
+            processor_share=processor_share(policy),
+            sends_gradients=name in (*_LAYERS, *BY_THE_PROCESSOR),
+            updates_beside_backward=name == "stronghold",
         )
         for streamed in (streamed_windows if least.choices else (0,))
         for window_bytes in WINDOWS
@@ -135,7 +145,8 @@ def what_of(tiers: TierSettings) -> str:
     """For people."""
     done = []
     if tiers.processor_share:
-        done.append(f"update {_percent(tiers.processor_share)} on the processor")
+        beside = " beside backward" * tiers.updates_beside_backward
+        done.append(f"update {_percent(tiers.processor_share)} on the processor{beside}")
     if tiers.processor_share + tiers.device_share < 1:
         some = f"{_percent(1 - tiers.processor_share - tiers.device_share)} of " * (tiers.shares != Shares())
         done.append(f"page {some}optimizer state")
