@@ -29,7 +29,7 @@ from stalloc.techniques.gradient_access import (
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import aligned, part_bytes
-from stalloc.techniques.streamed_layers import device_of, layer_of
+from stalloc.techniques.streamed_layers import device_of, put_gradient
 from stalloc.techniques.transfers import Transfers, phase
 from stalloc.techniques.update_order import Parameters
 
@@ -216,7 +216,7 @@ class HostGradients:
                     with torch.no_grad() if not new.requires_grad else torch.enable_grad():
                         gradient = gradient + new if new.requires_grad else gradient.add_(new)
                 self._held.pop(one, None)
-                _give(one, gradient)
+                put_gradient(one, gradient)
 
         return put
 
@@ -336,16 +336,6 @@ class HostGradients:
 
 def _like(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return room[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Let it be the parameter's own, which may be a tensor of the host now."""
-    layer = layer_of(parameter)
-    if layer is not None and parameter.device != gradient.device:
-        with layer.as_on_device(parameter):
-            set_own_gradient(parameter, gradient)
-    else:
-        set_own_gradient(parameter, gradient)
 
 
 def _nothing() -> None:

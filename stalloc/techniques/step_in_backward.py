@@ -24,6 +24,7 @@ from stalloc.techniques.gradient_access import (
     watch_gradient,
 )
 from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
+from stalloc.techniques.streamed_layers import device_of, put_gradient
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
 _READ = f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}"
@@ -143,7 +144,7 @@ class StepInBackward:
             return
         self._zeroed(parameter)
         if not set_to_none and own_gradient(parameter) is None:
-            set_own_gradient(parameter, torch.zeros_like(parameter))
+            put_gradient(parameter, torch.zeros_like(parameter, device=device_of(parameter)))
 
     def _zeroed(self, parameter: torch.Tensor) -> None:
         del self._used[parameter]

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from stalloc.errors import DiskError, StreamError
+from stalloc.techniques.gradient_access import set_own_gradient
 from stalloc.techniques.layer_homes import DiskHome, Home, Lent
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.update_order import Parameters
@@ -31,6 +32,16 @@ def device_of(parameter: torch.Tensor) -> torch.device:
     """Where a parameter computes, and is updated on the device, wherever it lies now."""
     layer = layer_of(parameter)
     return parameter.device if layer is None else layer.device
+
+
+def put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Let a parameter, which may be a tensor of the host now, have a gradient where it computes."""
+    layer = layer_of(parameter)
+    if layer is not None and parameter.device != gradient.device:
+        with layer.as_on_device(parameter):
+            set_own_gradient(parameter, gradient)
+    else:
+        set_own_gradient(parameter, gradient)
 
 
 class StreamedLayer:
@@ -121,6 +132,7 @@ class StreamedLayer:
         """A parameter as it is in host memory, while it is here too; None of one on disk, or changed meanwhile."""
         if self.is_on_disk or (self.is_here and self._versions != self._versions_now()):
             return None
+        self.settle()
         return self.home.tensors[self._rows([parameter])[0]]
 
     @contextmanager

@@ -1,5 +1,7 @@
 """Trainings as they are, and with gradients that leave in backward: prints what became of each habit as JSON.
 
+Arguments are the names of stacks, without any it is all of them.
+
 On the processor, where everything computes: losses, gradients that the program looks at, parameters and state of four
 steps are compared bit by bit. On the virtual GPU, whose copies are real here and whose kernels do nothing, gradients
 are what a hook writes, and have to come back as they were.
@@ -7,6 +9,7 @@ are what a hook writes, and have to come back as they were.
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -282,6 +285,8 @@ def main() -> None:
     for name, habits in HABITS.items():
         as_it_is = train(habits, None)
         for stack, options in STACKS.items():
+            if sys.argv[1:] and stack not in sys.argv[1:]:
+                continue
             found = outcome(lambda habits=habits, options=options: train(habits, options))
             told[f"{name}: {stack}"] = found if isinstance(found, str) else same(as_it_is, found)
     print(json.dumps({"habits": told, "on the device": on_the_device(), "microbatches": microbatches()}))
