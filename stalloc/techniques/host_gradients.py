@@ -53,6 +53,7 @@ class HostGradients:
         self._seen: Any = WeakIdKeyDictionary()  # parameters whose gradient the program has read
         self._hooks: Any = WeakIdKeyDictionary()
         self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._backward = -1  # the number of the last backward pass in which any left
         self._lock = threading.RLock()  # backward passes of the processor and of the device have a thread each
         self._was_read = self._is_read = self._is_unseen = self._is_over = False
         self._left: Any = None  # event after the last copy to the host
@@ -171,6 +172,10 @@ class HostGradients:
         with phase("backward"):
             event = self._left = transfers.to_host([(target, gradient)])
         self._leaving.append((gradient, event))
+        number = torch._C._current_graph_task_id()
+        if number not in (-1, self._backward):
+            self._backward = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
         set_own_gradient(parameter, None)
         if room is None:
             self._held[parameter] = []
