@@ -149,7 +149,8 @@ class PagedOptimizer:
 
     def _is_updated_beside(self, parameter: Any) -> bool:
         layer = layer_of(parameter)
-        return self._early is not None and self._is_on_processor(parameter) and layer is not None
+        is_in_host = layer is not None and not layer.is_on_disk
+        return self._early is not None and self._is_on_processor(parameter) and is_in_host
 
     def _update_beside(self, optimizer: Any, parameter: torch.Tensor) -> bool:
         """Begin to update a parameter of a layer in host memory; False where that is left to the step."""
@@ -200,8 +201,14 @@ class PagedOptimizer:
         ]
         on_disk = {layer for one, layer in zip(parameters, layers, strict=True) if _is_on_disk(one)}
         options = self._window_bytes, self._shares
+        gradients = {number for number, one in enumerate(parameters) if self.gradients.holds(one)}
         parts, copied_bytes = arranged_with_copies(
-            sizes, layers, on_disk, *options, reads_for_processor=self._reads_for_processor
+            sizes,
+            layers,
+            on_disk,
+            *options,
+            reads_for_processor=self._reads_for_processor,
+            gradients=gradients,
         )
         found = [(part.place, [parameters[number] for number in part.members]) for part in parts]
         for place, members in found:

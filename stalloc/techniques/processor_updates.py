@@ -97,12 +97,12 @@ class ProcessorUpdates:
         number, self._next = self._next, 1 - self._next
         transfers.wait(self._uploaded[number])
         self._finish_writing(number)
-        block, begin = self._blocks[number], 0
+        begin = 0
 
         def take(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             nonlocal begin
             size_bytes = like.numel() * dtype.itemsize
-            piece = block[begin : begin + size_bytes].view(dtype)
+            piece = self._blocks[number][begin : begin + size_bytes].view(dtype)
             begin += aligned(size_bytes)
             return piece.as_strided(like.shape, dense_strides(like))
 
