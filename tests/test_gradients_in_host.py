@@ -110,6 +110,7 @@ def test_a_batch_through_one_layer_after_the_other_gives_what_a_loop_over_microb
     )
     assert told["other rows"].startswith("0 makes something else of 2 rows of a batch than as many rows.")
     assert told["normalized"] == "0: between normalizes over the whole batch: stream this model without microbatches."
+    assert told["beside nothing"].startswith("nothing is updated beside backward but by the processor:")
     assert told["by none"] == "0 microbatches are not possible: give 1 or more."
 
 
@@ -128,3 +129,47 @@ def test_what_is_held_does_not_grow_with_depth_and_copies_are_in_order(tmp_path:
     at_end_of_backward, peaks = zip(*grown, strict=True)
     assert at_end_of_backward == (small, weights, 0), "no gradient of the four blocks more"
     assert peaks[0] <= small + 3 * given, "their activations"
+
+
+FITTED = """
+import sys, torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)
+    def forward(self, x):
+        return x + self.two(torch.relu(self.one(x)))
+MODEL = nn.Sequential(*[Block() for _ in range(8)]).cuda()
+OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
+for step in range(6):
+    MODEL(torch.ones(32, 256, device="cuda")).sum().backward()
+    if "clips" in sys.argv:
+        nn.utils.clip_grad_norm_(MODEL.parameters(), 1.0)
+    OPTIMIZER.step()
+    OPTIMIZER.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["l2l", "zero-offload", "stronghold"])
+def test_a_fit_by_name_needs_no_room_for_gradients_and_a_program_that_clips_is_refused_beside_backward(
+    tmp_path: Path, policy: str
+) -> None:
+    (tmp_path / "fitted.py").write_text(FITTED)
+
+    def best(*words: str) -> dict[str, Any]:
+        options = ("--budget", "1GiB", "--host", "1GiB", "--policy", policy, "--json", "found.json")
+        run_stalloc("fit", *options, "fitted.py", *words, folder=tmp_path)
+        found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())["candidates"][-1]
+        return found
+
+    gradients = 8 * 4 * (2 * 256 * 1024)
+    plain, clipped = best(), best("clips")
+    assert not plain["refused"]
+    if policy == "stronghold":
+        assert "a gradient is read or set between the backward pass and the optimizer's step" in clipped["refused"]
+    else:
+        assert not clipped["refused"]
+    if policy == "zero-offload":
+        assert plain["allocated_bytes"] < clipped["allocated_bytes"] - gradients / 2

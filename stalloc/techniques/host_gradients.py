@@ -3,9 +3,8 @@
 Contract: a program finds the gradients that it would find without this, to the last bit: one that it reads is on the
 device again first. What is accumulated is added in the host, in the same order. A gradient stays on the device where it
 is differentiated or is no plain dense tensor, where the host has no room, as long as somebody may hold it who read it,
-and in a step after one in which the program read any. Bytes on their way from the device at once are those of one part
-of the optimizer's step, or of one gradient. (Pudipeddi et al., L2L, 2020, section 3; Ren et al., ZeRO-Offload, 2021,
-section 4.1.)
+and in a step after one in which the program read any. Two are on their way at once, so that one is copied while the
+next is computed. (Pudipeddi et al., L2L, 2020, section 3; Ren et al., ZeRO-Offload, 2021, section 4.1.)
 """
 
 import threading
@@ -28,7 +27,7 @@ from stalloc.techniques.gradient_access import (
 )
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
-from stalloc.techniques.parts import aligned, part_bytes
+from stalloc.techniques.parts import aligned
 from stalloc.techniques.streamed_layers import device_of, put_gradient
 from stalloc.techniques.transfers import Transfers, phase
 from stalloc.techniques.update_order import Parameters
@@ -42,11 +41,10 @@ class HostGradients:
     """
 
     def __init__(
-        self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool], window: int
+        self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool]
     ) -> None:
-        """`goes` says whose gradients leave; `stays`, whose are used in the host; `window` is of the step, in bytes."""
+        """`goes` says whose gradients leave; `stays`, whose are used in the host."""
         self._store, self._goes, self._stays = store, goes, stays
-        self._most_bytes = part_bytes(window)
         self._slots: Any = WeakIdKeyDictionary()  # parameter -> its place in the host
         self._held: Any = WeakIdKeyDictionary()  # parameter -> list of work in the host that is to be waited for
         self._lent: Any = WeakIdKeyDictionary()  # parameter -> count of changes of its gradient, which a part brought
@@ -168,7 +166,7 @@ class HostGradients:
             return True
         if target is None:
             return False
-        self._leave(gradient.nbytes)
+        self._leave(most=1)
         with phase("backward"):
             event = self._left = transfers.to_host([(target, gradient)])
         self._leaving.append((gradient, event))
@@ -313,11 +311,9 @@ class HostGradients:
         if parameter in self._held:
             self._held[parameter] = []
 
-    def _leave(self, coming_bytes: int | None = None) -> None:
-        """Let memory go that was copied: all of it, or until so many bytes more are not too many at once."""
-        while self._leaving and (
-            coming_bytes is None or coming_bytes + sum(one.nbytes for one, _ in self._leaving) > self._most_bytes
-        ):
+    def _leave(self, most: int = 0) -> None:
+        """Let memory go that was copied, but for so many gradients that may be on their way yet."""
+        while len(self._leaving) > most:
             gradient, event = self._leaving.popleft()
             self._transfers_of(gradient).wait(event)
 

@@ -69,7 +69,7 @@ class PagedOptimizer:
         self._places: Any = WeakIdKeyDictionary()  # parameter -> Place
         self.committed_regions: Any = WeakIdKeyDictionary()  # parameter -> where a commit puts what is not on disk
         self.pager = StatePager(optimizer, store, disk, self._place_of)
-        self.gradients = HostGradients(store, self._sends_gradient, self._is_on_processor, window_bytes)
+        self.gradients = HostGradients(store, self._sends_gradient, self._is_on_processor)
         self._processor = ProcessorUpdates(store, self._is_on_processor, self.gradients)
         self.divided = DividedStep(
             optimizer,

@@ -228,6 +228,8 @@ def microbatches() -> dict[str, Any]:
     }.items():
         told[name] = outcome(lambda between=between: in_microbatches(5, between))
     told["by none"] = outcome(lambda: stalloc.stream_layers(nn.Sequential(Layer(), Layer()), microbatches=0))
+    one = torch.optim.AdamW(Layer().parameters())
+    told["beside nothing"] = outcome(lambda: stalloc.page_optimizer(one, beside_backward=True))
     return told
 
 
