@@ -287,6 +287,9 @@ def test_a_step_is_put_on_the_clock_of_a_gpu(trace: Trace, tmp_path: Path, capsy
     live = trace.live_bytes(trace.aligned_size(512))[marks[-2] : marks[-1] + 1]
     assert max(phase["allocated_bytes"] for phase in phases.values()) == live.max()
     assert phases["update"]["headroom_bytes"] == device["total_bytes"] - phases["update"]["reserved_bytes"]
+    ready, busy = device["as_ready"], estimated.schedule.busy
+    assert max(busy.values()) <= ready["seconds"] * (1 + 1e-3), "no queue does two things at a time"
+    assert ready["copy_seconds"] <= busy[Queue.TO_DEVICE] + busy[Queue.TO_HOST]
     assert main(["report", str(path), "--gpu", "H100", "-o", str(page)]) == 0
     assert "Times are estimated, for one step on" in page.read_text(encoding="utf-8")
     bare = tmp_path / "bare.trace.npz"

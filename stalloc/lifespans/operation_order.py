@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Rows
-from stalloc.lifespans.operation_dependencies import operation_graph
+from stalloc.lifespans.operation_dependencies import operation_graph, random_draws
 from stalloc.lifespans.steady_step import SteadyStep
 from stalloc.trace import Trace
 from stalloc.trace.operations import Operations
 
-_RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "exponential_", "multinomial", "attention")
 _MOST_ROUNDS = 8
 
 
@@ -41,9 +40,9 @@ def reorder(trace: Trace, operations: Operations, step: SteadyStep) -> Reordered
     after: list[set[int]] = [set() for _ in place]
     for one, other in graph.edges:
         after[place[one]].add(place[other])
-    drawn = [place[row] for row in place if any(part in operations.name_of(row) for part in _RANDOM)]
+    drawn = random_draws(operations, step.operations)
     for one, other in itertools.pairwise(drawn):
-        after[one].add(other)
+        after[place[one]].add(place[other])
     before: list[set[int]] = [set() for _ in place]
     for one, others in enumerate(after):
         for other in others:

@@ -12,10 +12,10 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.files import whole
 from stalloc.trace import DeviceRecord, Trace
+from stalloc.writers.drawn_study import drawn_study
 from stalloc.writers.page.address_map import UNIT_BYTES, AddressMap, planned_map, recorded_map
 from stalloc.writers.page.detail import detail_levels
 from stalloc.writers.palettes import FRAME, HOLE, INK, OKABE_ITO
-from stalloc.writers.study_curves import drawn_study
 from stalloc.writers.study_picture import panels
 
 FORMATS = ("png", "svg", "pdf")
