@@ -91,7 +91,7 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     assert chunks["belady"]["to_device"] <= chunks["lru"]["to_device"]
     assert chunks["count"] * chunks["chunk_bytes"] >= sum(size for size in sizes if size <= chunks["chunk_bytes"])
     for packs in (told["harmony"]["forward"], told["harmony"]["backward"]):
-        assert sorted(layer for begin, end in packs for layer in range(begin, end)) == [0, 1, 2]
+        assert sorted(layer for begin, end in packs for layer in range(begin, end)) == [0, 1, 2, 3, 4], "ends included"
     assert told["stronghold"]["num_layers"] == 3
     assert told["angel"] is None  # a page is larger than this budget
     near = told["smart_infinity"]
@@ -104,7 +104,11 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     said = capsys.readouterr().out
     assert "PatrickStar: no size of chunks has room for what is needed at once" in said
     assert "Angel-PTM: the pages that are needed at once have no room" in said
-    assert "Harmony: not even packs of one layer fit" in said
+    (least,) = re.findall(r"Harmony, Mobius: the least budget is (\d+) MiB, which block \d of 3 needs in its", said)
+    assert main(["swap", str(path), "--budget", f"{least}MiB", "--json", "-"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    assert told["harmony"] is not None
+    assert not [note for note in told["notes"] if "least budget" in note]
 
 
 def test_ranks_on_one_link_swap_what_the_record_saves_for_backward(trace: Trace, tmp_path: Path, capsys) -> None:
