@@ -135,7 +135,7 @@ def _with_packs(made: Swapping, layers: list[LayerCost], machine: Machine, link:
     bare = sum(not one.parameter_bytes for one in layers[1:-1])
     if bare:
         notes.append(
-            f"{bare} of {len(layers) - 2} blocks have no parameters on the device when the step begins, as where layers "
+            f"{bare} of {len(layers) - 2} blocks have no parameters on the device as it begins, as where layers "
             "are streamed: what moves is too low, so record the program without that"
         )
     if machine.budget_bytes < least.num_bytes:

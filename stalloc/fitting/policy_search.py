@@ -11,7 +11,7 @@ from stalloc.fitting import activation_search, tier_search
 from stalloc.fitting.presets import try_attention, try_selective, try_whole
 from stalloc.fitting.recompute_search import try_cheapest, try_checkmate
 from stalloc.integer_program import find_solver
-from stalloc.techniques.policy_names import BLOCKS, num_blocks_of
+from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, num_blocks_of
 
 if TYPE_CHECKING:
     from stalloc.fitting.candidates import Fitting
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 _RECOMPUTED: dict[str, Callable[["Fitting"], None]] = {
     "recompute": try_cheapest,
     "checkmate": try_checkmate,
-    "keep-attention": lambda fitting: try_attention(fitting, "keep-attention"),
-    "remat-aware": lambda fitting: try_attention(fitting, "remat-aware"),
-    "selective": try_selective,
+    **dict.fromkeys(KEEP_ATTENTION, try_attention),
+    "selective": lambda fitting: try_selective(fitting, is_named=True),
 }
 _OTHERS = ("step-in-backward", "compile-budget")
 
@@ -47,3 +46,5 @@ def try_named(fitting: "Fitting", policy: str) -> None:
         _RECOMPUTED[policy](fitting)
     elif policy.partition(":")[0] == BLOCKS:
         try_whole(fitting, num_blocks_of(policy))
+    elif policy == "compile-budget" and not fitting.step.is_compiled:
+        fitting.note(["torch.compile has made nothing of this program, so compile-budget has nothing to share out"])
