@@ -1,5 +1,6 @@
 """`stalloc record --ops`: the program is not changed by it, and the trace knows who made and used what."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -26,6 +27,7 @@ from stalloc.lifespans import (
 )
 from stalloc.lifespans.operation_dependencies import crossing_bytes
 from stalloc.lifespans.operation_modules import calls_of
+from stalloc.lifespans.operation_order import Lifespans
 from stalloc.lifespans.roles import within
 from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import Trace, load_traces, save_traces
@@ -75,8 +77,40 @@ def test_another_order_keeps_every_dependency_and_needs_no_more(trace: Trace, op
         if begin < step.end_event and end > step.begin_event:
             events[max(begin, step.begin_event) - step.begin_event] += size
             events[min(end, step.end_event) - step.begin_event] -= size
-    assert found.peak_bytes <= found.program_peak_bytes
+    assert found.peak_bytes <= found.early_peak_bytes <= found.program_peak_bytes
     assert found.program_peak_bytes == pytest.approx(np.cumsum(events).max(), rel=0.001)
+    assert peak_of(found.lifespans) == found.peak_bytes
+    assert peak_of(found.program_lifespans) == found.early_peak_bytes
+
+
+def peak_of(lifespans: Lifespans) -> int:
+    """The most that lives at once, counted naively."""
+    changes = [*zip(lifespans.start, lifespans.size, strict=True), *zip(lifespans.end, -lifespans.size, strict=True)]
+    return max(itertools.accumulate(int(size) for _, size in sorted(changes)))
+
+
+BRANCHES = Path(__file__).parent / "programs" / "branches.py"
+
+
+@pytest.mark.parametrize("name", ["-infer", pytest.param("", marks=pytest.mark.slow)])
+def test_branches_need_less_one_by_one_and_a_program_in_that_order_does(
+    name: str, tmp_path: Path, cuda_torch: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the replay finds for branches that begin together is what a program that runs them one by one has."""
+    told = {}
+    for kind in ("inception", "by-branch"):
+        path = tmp_path / f"{kind}.trace.npz"
+        assert run_stalloc("record", "--ops", "--device", "virtual", "-o", path, BRANCHES, kind + name).returncode == 0
+        assert main(["stats", str(path), "--order", "--json", str(tmp_path / "told.json")]) == 0
+        told[kind] = json.loads((tmp_path / "told.json").read_text())["devices"][0]["operation_order"]
+    found, by_hand = told["inception"], told["by-branch"]
+    assert found["peak_bytes"] < 0.92 * found["early_peak_bytes"]
+    assert found["planned_bytes"] < 0.92 * found["program_planned_bytes"]
+    assert found["peak_bytes"] == pytest.approx(by_hand["program_peak_bytes"], rel=0.01), "as a run of that order says"
+    assert by_hand["peak_bytes"] == by_hand["early_peak_bytes"], "no better order is found"
+    shown = capsys.readouterr().out
+    assert "in another order that keeps every dependency" in shown
+    assert "no order was found that needs less" in shown
 
 
 def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path, capsys) -> None:
