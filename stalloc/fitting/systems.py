@@ -62,7 +62,9 @@ SYSTEMS: tuple[System, ...] = (
     System(
         "annealing", "Imanishi and Xu", "a plan by simulated annealing", "executes", "stalloc plan --method annealing"
     ),
-    System("roam", "ROAM", "another order of operations", "replays", "stalloc stats --order (after record --ops)"),
+    System(
+        "roam", "ROAM", "another order of operations, laid out", "replays", "stalloc stats --order (after record --ops)"
+    ),
     System("dtr", "DTR", "evicts when memory is short", "not yet"),
     System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
     System("coop", "Coop", "evicts what frees a contiguous window", "not yet"),
