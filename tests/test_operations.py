@@ -142,7 +142,10 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     assert main(["swap", str(path), "--budget", f"{least}MiB", "--json", "-"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["devices"]
     assert told["harmony"] is not None
-    assert not [note for note in told["notes"] if "least budget" in note]
+    assert not [note for note in told["notes"] if "least budget" in note or "in host memory itself" in note]
+    save_traces(path, [trace.replace(info=trace.info | {"host_bytes": 3 << 20})])
+    assert main(["swap", str(path), "--budget", "8MiB"]) == 0
+    assert "the program keeps 3.00 MiB in host memory itself" in capsys.readouterr().out
 
 
 def test_ranks_on_one_link_swap_what_the_record_saves_for_backward(trace: Trace, tmp_path: Path, capsys) -> None:

@@ -19,6 +19,7 @@ from stalloc.cost.shared_link import LinkSharing, share_link
 from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
 from stalloc.cost.swap_amount import SwapAmount, best_amount
 from stalloc.errors import BadInputError, SetupError
+from stalloc.figures import human_bytes
 from stalloc.trace import Trace
 
 _MIB = 1 << 20
@@ -94,6 +95,12 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
     replays = [one for size in sizes if (one := _in_chunks(data, size, machine.budget_bytes))]
     best = min(replays, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)
     notes = [] if best else ["PatrickStar: no size of chunks has room for what is needed at once"]
+    host_bytes = trace.info.get("host_bytes")
+    if isinstance(host_bytes, int) and host_bytes > 0:
+        notes.append(
+            f"the program keeps {human_bytes(host_bytes)} in host memory itself, which is not among its parameters and "
+            "state here: record it without that"
+        )
     pages, rates = replay_pages(data, machine.budget_bytes), rates_of(machine.gpu)
     if pages is None:
         notes.append("Angel-PTM: the pages that are needed at once have no room")
@@ -132,12 +139,6 @@ def _with_packs(made: Swapping, layers: list[LayerCost], machine: Machine, link:
     """With packs and stages of `layers`, of which the first and the last are what is outside of blocks."""
     notes, least = list(made.notes), least_budget(layers)
     made = replace(made, least_layers_bytes=least.num_bytes)
-    bare = sum(not one.parameter_bytes for one in layers[1:-1])
-    if bare:
-        notes.append(
-            f"{bare} of {len(layers) - 2} blocks have no parameters on the device as it begins, as where layers "
-            "are streamed: what moves is too low, so record the program without that"
-        )
     if machine.budget_bytes < least.num_bytes:
         named = {0: "what comes before the first block", len(layers) - 1: "what comes after the last block"}
         layer = named.get(least.layer, f"block {least.layer} of {len(layers) - 2}")
