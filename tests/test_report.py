@@ -276,7 +276,7 @@ def test_markdown_shows_the_figures_and_strangers_text_as_text(tmp_path: Path) -
 def test_pictures_are_drawn_by_matplotlib(tmp_path: Path, name: str, form: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra report)")
     out = tmp_path / f"out.{form}"
-    assert main(["report", str(path_of(name)), "-o", str(out)]) == 0
+    assert main(["report", str(path_of(name)), "--device", "0", "-o", str(out)]) == 0
     assert out.read_bytes().startswith(begins)
 
 

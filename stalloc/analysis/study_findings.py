@@ -90,8 +90,8 @@ def _overlap(found: Study) -> list[str]:
     missed = found.missed_across_seconds
     if missed < _MATTERS * found.seconds:
         return [f"{text}."]
-    more = f"{text}; at most {human_seconds(missed)} more could have, {_share(missed, found)} of all the time"
-    return [f"{more}{_where(found)}.", _allowed(found)]
+    more = f"{human_seconds(missed)} {'more ' if both else ''}could have, {_share(missed, found)} of all the time"
+    return [f"{text}; at most {more}{_where(found)}.", _allowed(found)]
 
 
 def _where(found: Study) -> str:
@@ -120,7 +120,7 @@ def _allowed(found: Study) -> str:
         )
     saved = sum(phase.copy_seconds for phase in found.phases) - ready.copy_seconds
     if saved < _NOTICED * found.seconds or ready.seconds >= found.seconds:
-        return "No order was found in which data that operations need of one another lets more of it overlap."
+        return "Starting each operation and copy as soon as its data is there would not let more of them overlap."
     left = [phase.headroom_bytes for phase in found.phases if phase.headroom_bytes is not None]
     room = ""
     if left and not found.headroom_is_bound:
@@ -193,8 +193,9 @@ def _headroom(found: Study) -> list[str]:
     room = least.headroom_bytes or 0
     told = [f"The device had {bound} {human_bytes(room)} left{where}."]
     on_host = max((phase.host_bytes or 0 for phase in found.phases), default=0)
-    if not on_host or not any(link.link in _HOST_LINKS for link in found.links) or room <= 0:
-        return told
+    copying = sum(link.busy_seconds for link in found.links if link.link in _HOST_LINKS)
+    if not on_host or room <= 0 or copying < _NOTICED * found.seconds:
+        return told  # it is not what costs time
     if on_host <= room:
         what = f"All of the {human_bytes(on_host)} that the program holds in host memory"
     else:
