@@ -52,6 +52,13 @@ def _find_key(state, key):
     return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
 
 
+@inner()
+def _is_on_tape(state, key):
+    """Whether a tape has such a request anywhere."""
+    places = _find_key(state, key)
+    return places.first != places.end
+
+
 @inner(forceinline=True)
 def asked(state, back):
     """The key of the request that was asked for `back` requests before this one."""
@@ -263,7 +270,7 @@ def _pass_gap(state, key, row):
     if is_known:
         state.last_miss = state.history_count
     else:
-        state.history_count -= 1  # so that requests in a row are those that a tape may have
+        state.history_count -= 1  # so that requests in a row are those that a tape may have, as in `follow`
     return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
 
 
@@ -293,6 +300,8 @@ def follow(state, key):
         if position < 0:
             position, begins = _search(state, key)
             if position < 0:
+                if state.gaps != 0 and not _is_on_tape(state, key):
+                    state.history_count -= 1
                 count_miss(state)
                 return -1, False
     state.miss_run = 0
