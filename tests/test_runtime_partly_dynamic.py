@@ -80,6 +80,59 @@ def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     assert hits > 0.8 * (hits + misses)
 
 
+class Sequence(Program):
+    """Static requests in a row, each freed after the next two; one whose size differs comes among them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._rng = np.random.default_rng(seed)
+
+    def any_size(self) -> int:
+        """That no other request has."""
+        return int(self._rng.integers(1000, 8000)) * 1024 + 512
+
+    def train(self, *, skipped: range = range(0), beside: range = range(2, 10)) -> None:
+        """A step that leaves some out, and has one of any size before each of those in `beside`."""
+        held: list[int] = []
+        for number in range(40):
+            if number in skipped:
+                continue
+            held += [self.allocate(self.any_size())] if number in beside else []
+            held.append(self.allocate(4 * MIB + number * MIB))
+            while len(held) > 2:
+                self.free(held.pop(0))
+        for address in held:
+            self.free(address)
+
+
+def test_the_place_is_found_again_although_other_sizes_come_between() -> None:
+    program = Sequence()
+    for _ in range(10):
+        program.step(program.train)
+    assert program.step(program.train) == (40, 0)
+    hits, missed = program.step(lambda: program.train(skipped=range(10, 16), beside=range(16, 30)))
+    assert hits + missed == 34 + 14
+    assert hits >= 25, "after a few of those that follow what is left out"
+
+
+@pytest.mark.parametrize(("more", "num_plans", "missed"), [(8, 2, 0), (7, 1, 7)])
+def test_what_later_steps_have_in_common_is_planned_too(more: int, num_plans: int, missed: int) -> None:
+    """From the eighth step on some more is asked for: after the sixteenth most have it. Few are not worth a plan."""
+    program = Sequence()
+
+    def ask_for_more() -> None:
+        program.train()
+        for number in range(more):
+            program.free(program.allocate(60 * MIB + number * MIB))
+
+    for _ in range(7):
+        program.step(program.train)
+    for _ in range(12):
+        program.step(ask_for_more)
+    assert program.step(ask_for_more)[1] == missed
+    assert program.controller.status.num_plans == num_plans
+
+
 @pytest.mark.parametrize(("more", "missed"), [(8, 0), (9, 1)])
 def test_a_step_may_ask_for_eight_more_of_any_size_at_a_place_than_those_before(more: int, missed: int) -> None:
     program, sizes = Program(), iter(range(100_000, 2_000_000, 1024))
