@@ -115,6 +115,20 @@ def test_the_place_is_found_again_although_other_sizes_come_between() -> None:
     assert hits >= 25, "after a few of those that follow what is left out"
 
 
+def test_a_plan_that_misses_much_of_a_step_is_soon_made_anew() -> None:
+    """Four steps were alike by chance; later ones ask for twenty requests more."""
+    program = Sequence()
+
+    def ask_for_more() -> None:
+        program.train()
+        for number in range(20):
+            program.free(program.allocate(60 * MIB + number * MIB))
+
+    for _ in range(5):
+        program.step(program.train)
+    assert [program.step(ask_for_more)[1] for _ in range(3)] == [20, 20, 0]
+
+
 @pytest.mark.parametrize(("more", "num_plans", "missed"), [(8, 2, 0), (7, 1, 7)])
 def test_what_later_steps_have_in_common_is_planned_too(more: int, num_plans: int, missed: int) -> None:
     """From the eighth step on some more is asked for: after the sixteenth most have it. Few are not worth a plan."""

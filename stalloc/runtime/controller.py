@@ -472,10 +472,10 @@ class Controller:
         self.state.triggers.at_any_request()
         return True
 
-    def _are_aligned_again(self, missed: int) -> bool:
+    def _are_aligned_again(self, missed: int, *, is_unknown: bool) -> bool:
         """Whether more steps, or later ones, show better what they have in common, of which so much was missed."""
-        again = decisions.may_be_aligned_again(self.steps.recorded.count, missed) and not self.status.effort.is_spent
-        if not again:
+        again = decisions.may_be_aligned_again(self.steps.recorded.count, missed, is_unknown=is_unknown)
+        if not again or self.status.effort.is_spent:
             return False
         with self.status.effort.counted():
             return self._follow_aligned()
@@ -646,7 +646,7 @@ class Controller:
             missed, is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
             if is_unknown and decisions.is_wasteful(state.record.step_allocated_peak, state.record.reserved_bytes):
                 self._release_unused()  # no pass over the plan ends, after which unused segments go back
-            if state.record.gaps and records and self._are_aligned_again(missed):
+            if state.record.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
                 return refusal
             steps.places.find()
             if steps.tapes is not None and state.triggers.boundary_is_asked:

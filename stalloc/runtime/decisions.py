@@ -90,9 +90,13 @@ def may_be_aligned(steps: int) -> bool:
     return _is_doubled(steps, t.LEAST_STEPS)
 
 
-def may_be_aligned_again(steps: int, missed: int) -> bool:
-    """Whether to see it again after so many steps, of the last of which the plan of what they had missed so many."""
-    return missed >= t.SOME_REQUESTS and (may_be_aligned(steps) or steps % t.ALIGNED_STEPS == 0)
+def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
+    """Whether to see it again after so many steps, of the last of which the plan of what they had missed so many.
+
+    While they are few at once, if that is much of it.
+    """
+    is_due = may_be_aligned(steps) or steps % t.ALIGNED_STEPS == 0 or (is_unknown and steps < t.ALIGNED_STEPS)
+    return is_due and missed >= t.SOME_REQUESTS
 
 
 def first_aligned(steps: int) -> int:
