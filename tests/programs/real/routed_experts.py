@@ -1,7 +1,7 @@
-"""A Hugging Face mixture of experts, expert by expert, routed by data: python routed_experts.py mixtral|deepseek [STEPS].
+"""Hugging Face's experts one by one, routed by data: python routed_experts.py mixtral|deepseek [STEPS].
 
-Where tokens go is drawn on the processor anew in each layer and step, since a virtual GPU computes nothing that could be
-read; an expert's operations are those of `transformers`, which a loop over the experts that have tokens runs there too.
+Where tokens go is drawn on the processor anew in each layer and step, since a virtual GPU computes nothing that could
+be read; an expert's operations are those of `transformers`, which runs a loop over the experts that have tokens too.
 The DeepSeek has shared experts, and its experts take no more tokens than 1.25 times their share.
 """
 
@@ -43,7 +43,13 @@ def forward(
     return result
 
 
-common = dict(hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, vocab_size=32000, use_cache=False)
+common: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+    "use_cache": False,
+}
 model: Any
 if name == "mixtral":
     config = MixtralConfig(intermediate_size=2816, num_key_value_heads=4, num_local_experts=8, **common)
