@@ -47,6 +47,16 @@ class Mixture(Program):
             for address in (attention, *gradients):
                 self.free(address)
 
+    def evaluate(self) -> None:
+        """The first half of a step, of which nothing is kept."""
+        for _ in range(LAYERS):
+            attention = self.allocate(6 * MIB)
+            for count in self.tokens():
+                for address in (self.allocate(count * 2048), self.allocate(count * 1024), self.allocate(count * 4096)):
+                    self.free(address)
+            self.free(self.allocate(3 * MIB))
+            self.free(attention)
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_steps_have_in_common_is_planned_from_the_sixth_on(seed: int) -> None:
@@ -60,6 +70,24 @@ def test_what_steps_have_in_common_is_planned_from_the_sixth_on(seed: int) -> No
     assert misses.sum() < 0.1 * hits.sum(), "a size that equals another by chance costs a step"
     counted = report(program.controller).dynamic_requests / 25
     assert 0.9 < counted / (LAYERS * EXPERTS * 3) <= 1, "which is counted apart"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_is_served_although_evaluation_comes_before_it(seed: int) -> None:
+    """Evaluation goes the way of a step, and leaves it."""
+    program = Mixture(seed)
+
+    def train_after_evaluation() -> None:
+        for _ in range(3):
+            program.evaluate()
+        program.train()
+
+    for _ in range(8):
+        program.step(program.train)
+    steps = (train_after_evaluation, program.train, program.train)
+    hits, misses = np.array([[program.step(step) for step in steps] for _ in range(6)]).sum(axis=0).T
+    assert hits[0] > misses[0], "the step is found where it begins, and most of the evaluation is served with it"
+    assert (hits[1:] > 20 * misses[1:]).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
