@@ -16,7 +16,7 @@ TRACE = "id,lower,upper,size\n0,0,3,1024\n1,1,2,2048\n"
     ("words", "meant"),
     [
         (("stats", "--aling", "64"), "--align"),
-        (("advise", "--capcity=4GiB"), "--capacity"),
+        (("simulate", "--capcity=4GiB"), "--capacity"),
         (("top", "--jsn", "-"), "--json"),
     ],
 )
@@ -28,7 +28,7 @@ def test_an_option_that_is_nearly_right_is_named(tmp_path, capsys, words, meant)
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["stats", "top", "advise", "explain", "simulate"])
+@pytest.mark.parametrize("verb", ["stats", "top", "explain", "simulate"])
 def test_json_says_which_version_it_is(tmp_path, capsys, verb):
     (tmp_path / "a.csv").write_text(TRACE)
     assert main([verb, str(tmp_path / "a.csv"), "--json", "-"]) == 0
@@ -71,7 +71,10 @@ def test_what_comes_after_the_last_step_is_no_step():
 
 @pytest.mark.parametrize(
     ("older", "newer"),
-    [(("tree", "a.csv", "--depth", "1"), ("top", "--tree", "--at", "peak", "a.csv", "--depth", "1"))],
+    [
+        (("tree", "a.csv", "--depth", "1"), ("top", "--tree", "--at", "peak", "a.csv", "--depth", "1")),
+        (("advise", "a.csv", "--torch", "2.8"), ("simulate", "--advise", "a.csv", "--torch", "2.8")),
+    ],
 )
 def test_an_older_verb_says_what_it_is_now_and_does_it(tmp_path, capsys, monkeypatch, older, newer):
     monkeypatch.chdir(tmp_path)

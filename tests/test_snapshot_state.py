@@ -92,7 +92,7 @@ def test_a_page_is_written(file, tmp_path, capsys):
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("verb", ["plan", "simulate", "advise", "timeline", "convert"])
+@pytest.mark.parametrize("verb", ["plan", "simulate", "timeline", "convert"])
 def test_what_needs_history_says_so(file, capsys, verb):
     words = [verb, file, *(["x.trace.npz"] if verb == "convert" else [])]
     assert main(words) == 2

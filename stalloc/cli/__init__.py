@@ -27,11 +27,11 @@ GROUPS = {
     "run": ("run", "record"),
     "fit into a budget": ("fit", "policies"),
     "guard": ("diff", "check"),
-    "more": ("validate", "convert", "advise", "info", "bench"),
+    "more": ("validate", "convert", "info", "bench"),
 }
 """The verbs by what they are for, as `stalloc --help` lists them."""
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
-OLDER_VERBS = {"tree": ("top", "--tree", "--at", "peak")}
+OLDER_VERBS = {"tree": ("top", "--tree", "--at", "peak"), "advise": ("simulate", "--advise")}
 """Verbs of former releases and what they are now: they work for one release, and say so."""
 
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2

@@ -45,6 +45,13 @@ def apply_shared(parser: argparse.ArgumentParser, names: tuple[str, ...], verbs:
             parser.set_defaults(**{dest: _value(file, name, options[dest], value)})
 
 
+def refuse_typed(args: argparse.Namespace, why: str, *names: str) -> None:
+    """Raise BadInputError if one of these options was typed, which its verb has for another of its uses."""
+    for name in names:
+        if getattr(args, name) != args.parser.get_default(name):
+            raise BadInputError(f"--{name.replace('_', '-')} {why}.")
+
+
 def _table() -> tuple[Path, dict[str, Any]] | None:
     """The nearest pyproject.toml with such a table, and the table."""
     here = Path.cwd()
