@@ -22,7 +22,6 @@ BELOW_ALL = ("device", "kernels")  #: the last rows
 MAX_FUNCTION_LINES = 60
 #: names that two modules may have, and why
 NAMED_TWICE = {
-    "check.py": "the verb `stalloc check` beside the check of a trace that was read",
     "record.py": "the verb `stalloc record` beside the Trace record; a verb's module is called what the verb is",
 }
 

@@ -74,14 +74,15 @@ def test_what_comes_after_the_last_step_is_no_step():
     [
         (("tree", "a.csv", "--depth", "1"), ("top", "--tree", "--at", "peak", "a.csv", "--depth", "1")),
         (("advise", "a.csv", "--torch", "2.8"), ("simulate", "--advise", "a.csv", "--torch", "2.8")),
+        (("check", "a.csv", "--max", "1KiB"), ("diff", "--check", "a.csv", "--max", "1KiB")),
     ],
 )
 def test_an_older_verb_says_what_it_is_now_and_does_it(tmp_path, capsys, monkeypatch, older, newer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text(TRACE)
-    (tmp_path / "pyproject.toml").write_text(f"[tool.stalloc.{older[0]}]\njunit = 1\n")
+    (tmp_path / "pyproject.toml").write_text(f"[tool.stalloc.{older[0]}]\njson = 1\n")
     assert main(older) == 2, "the table of an older verb is read"
-    assert f"[tool.stalloc.{older[0]}] has no option 'junit'" in capsys.readouterr().err
+    assert f"[tool.stalloc.{older[0]}] has no option 'json'" in capsys.readouterr().err
     assert main(["stats", "a.csv"]) == 0, "and is no mistake"
     (tmp_path / "pyproject.toml").unlink()
     capsys.readouterr()

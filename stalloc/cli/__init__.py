@@ -26,12 +26,16 @@ GROUPS = {
     "predict": ("dryrun", "simulate", "plan", "swap"),
     "run": ("run", "record"),
     "fit into a budget": ("fit", "policies"),
-    "guard": ("diff", "check"),
+    "guard": ("diff",),
     "more": ("validate", "convert", "info", "bench"),
 }
 """The verbs by what they are for, as `stalloc --help` lists them."""
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
-OLDER_VERBS = {"tree": ("top", "--tree", "--at", "peak"), "advise": ("simulate", "--advise")}
+OLDER_VERBS = {
+    "tree": ("top", "--tree", "--at", "peak"),
+    "advise": ("simulate", "--advise"),
+    "check": ("diff", "--check"),
+}
 """Verbs of former releases and what they are now: they work for one release, and say so."""
 
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
