@@ -24,8 +24,8 @@ from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.rounding import GRANULE
 from stalloc.replay.settings import as_flag, setting
+from stalloc.sizes import aligned
 
-_UNIT = 512  # bytes
 _BASE = 1 << 40  # address of the arena
 _NO_LIMIT = 1 << 46  # bytes
 
@@ -75,7 +75,7 @@ class Compacting:
         return Fed(reserved, allocated, failed)
 
     def _allocate(self, row: int, requested: int, stream: int) -> bool:
-        arena, need = self._arena, -(-requested // _UNIT) * _UNIT
+        arena, need = self._arena, aligned(requested)
         if not arena.place(row, need):
             if not self._moves or not self._free_range(need):
                 return False

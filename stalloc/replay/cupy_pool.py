@@ -27,8 +27,7 @@ from stalloc.replay.protocol import Counters, Events, Fed, Kind
 from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
-
-_UNIT = 512  # bytes
+from stalloc.sizes import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ def _within_limit(t, m, size):
 
 @inner()
 def _allocate(t, m, request, requested, stream):
-    size = round_up(requested, _UNIT)
+    size = round_up(requested, ALIGNMENT_BYTES)
     block, chosen = best_fit(t, stream, size), _chosen_at(m, request).value
     if block != 0 and chosen != 0 and at(t, block).address != chosen:
         other = find(t, stream, at(t, block).size, chosen)

@@ -23,8 +23,7 @@ from stalloc.replay.gmlake_chunks import (
 )
 from stalloc.replay.rounding import GRANULE, LARGE_SEGMENT, round_up, torch_segment_size
 from stalloc.replay.treap import after, best_fit, first, insert, last, remove
-
-_UNIT = 512  # bytes
+from stalloc.sizes import ALIGNMENT_BYTES
 
 
 @inner()
@@ -60,7 +59,7 @@ def _new_chunks(t, m, size, stream):
 
 @inner()
 def allocate_small(t, m, requested, stream):
-    size, tree = round_up(requested, _UNIT), stream * TREES + SMALL
+    size, tree = round_up(requested, ALIGNMENT_BYTES), stream * TREES + SMALL
     block = best_fit(t, tree, size)
     if block != 0:
         remove(t, block)

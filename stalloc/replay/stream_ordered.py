@@ -24,8 +24,8 @@ from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.rounding import GRANULE, round_up
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
 from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root
+from stalloc.sizes import ALIGNMENT_BYTES
 
-_UNIT = 512  # bytes
 _CHUNK = 32 << 20
 
 
@@ -116,7 +116,7 @@ def _take(t, m, size, stream):
 
 @inner()
 def _allocate(t, m, request, requested, stream):
-    size = round_up(requested, _UNIT)
+    size = round_up(requested, ALIGNMENT_BYTES)
     block = _find(t, m, size, stream)
     if block == 0:
         block = _take(t, m, size, stream)

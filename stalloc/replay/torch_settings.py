@@ -12,8 +12,8 @@ import numpy as np
 from stalloc.allocator_conf import split_conf
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.sizes import MIB
 
-MIB = 1 << 20
 NUM_INTERVALS = 16
 """Powers of two from 1 MiB to 64 GiB, each with its own number of divisions."""
 

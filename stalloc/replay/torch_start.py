@@ -21,7 +21,8 @@ from stalloc.replay.recorded_state import recorded_blocks
 from stalloc.replay.rounding import GRANULE
 from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
 from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
-from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
+from stalloc.replay.torch_settings import TorchSettings, parse_settings
+from stalloc.sizes import MIB
 from stalloc.trace.record import Action, Trace
 
 own_at = record_at(OWN)
