@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from stalloc.allocator_conf import VARIABLES
+from stalloc.allocator_conf import only_this
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.dryrun_report import Offer, allocator_name, last_lines
 from stalloc.cli.native import native_settings
@@ -97,7 +97,6 @@ def contenders(gpu: VirtualGPU, num_steps: int) -> list[Contender]:
     """The allocators that a dry run compares, each on a card with what is offered."""
     made = []
     for name, (_, conf, _) in zip(("native", "expandable"), native_settings(), strict=False):
-        variables = dict.fromkeys(VARIABLES, "") | {"PYTORCH_CUDA_ALLOC_CONF": conf}
         candidate = Candidate("torch", conf)
         exact = known_to_replay(candidate)
         made.append(
@@ -106,7 +105,7 @@ def contenders(gpu: VirtualGPU, num_steps: int) -> list[Contender]:
                 shown=allocator_name(name),
                 candidate=candidate if exact else None,
                 is_exact=exact,
-                work=RunWork(gpu=gpu, num_steps=num_steps, variables=variables),
+                work=RunWork(gpu=gpu, num_steps=num_steps, variables=only_this(conf)),
             )
         )
     work = RunWork(gpu=gpu, under="stalloc", num_steps=num_steps)

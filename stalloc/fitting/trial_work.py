@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from stalloc.allocator_conf import conf_in_force
+from stalloc.allocator_conf import conf_in_force, conf_text
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.techniques.technique_settings import Settings
@@ -227,8 +227,9 @@ def _native_bytes(runtime: Any) -> int:
     from stalloc.integrations.memory_figures import served_controllers
     from stalloc.replay.simulation import Candidate, simulate
 
-    _, conf = conf_in_force(os.environ)
-    allocator = Candidate("torch", ",".join(f"{key}:{value}" for key, value in conf.items() if key != "backend"))
+    conf = conf_in_force()[1]
+    conf.pop("backend", None)
+    allocator = Candidate("torch", conf_text(conf))
     try:
         devices = [simulate(one.recording.trace(), [allocator])[0] for one in served_controllers(runtime)]
     except BadInputError:
