@@ -12,7 +12,7 @@ from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
 from stalloc.fitting.fit_record import Program, load_fit, undominated
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -23,7 +23,7 @@ def sample() -> Fit:
         program=Program(name="a.py", content="0" * 64, arguments=("-x",), torch="2", stalloc="0", gpu="G"),
         budget_bytes=5, gpu_bytes=9, step_seconds=0.5, estimate="none", best=0, plan=b"plan", notes=("one",),
         candidates=(Candidate(what="as it is", technique="none", needed_bytes=4),),
-        settings=Settings(RecomputeSettings(blocks)),
+        settings=TechniqueSettings(RecomputeSettings(blocks)),
     )  # fmt: skip
 
 

@@ -180,7 +180,7 @@ def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes
     from stalloc.cost.host_rates import SOURCE
     from stalloc.cost.operator_seconds import ERROR
     from stalloc.fitting.fit_record import Fit
-    from stalloc.techniques.technique_settings import Settings
+    from stalloc.techniques.technique_settings import TechniqueSettings
 
     return Fit(
         program=program,
@@ -191,7 +191,7 @@ def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes
         + (f"; {SOURCE}" if any(one.host_bytes for one in fitting.candidates) else ""),
         candidates=tuple(fitting.candidates),
         best=best,
-        settings=fitting.settings[best] if best >= 0 else Settings(),
+        settings=fitting.settings[best] if best >= 0 else TechniqueSettings(),
         plan=fitting.plans[best] if best >= 0 else b"",
         notes=tuple(fitting.notes),
         asked=fitting.asked,

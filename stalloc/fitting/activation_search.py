@@ -23,7 +23,7 @@ from stalloc.fitting.tier_seconds import tier_seconds
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 from stalloc.techniques.activation_settings import ActivationSettings
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 class Expected:
     """What is foreseen of a way to run the program."""
 
-    settings: Settings
+    settings: TechniqueSettings
     peak_bytes: int
     host_bytes: int  #: of activations
     seconds: float  #: that copies of activations add to a step
@@ -101,9 +101,9 @@ def _tiers(fitting: "Fitting", seen: _Seen) -> Iterator[TierSettings]:
 
 def _look(fitting: "Fitting", proposed: Proposal) -> _Seen | None:
     """Record a run in which all that is saved leaves at once, and estimate when it is saved and needed."""
-    fitting.base = Settings(activations=ActivationSettings(ratio=1.0, host_bytes=_PLENTY))
+    fitting.base = TechniqueSettings(activations=ActivationSettings(ratio=1.0, host_bytes=_PLENTY))
     recorded = fitting.watch(fitting.settings_with(proposed))
-    fitting.base = Settings()
+    fitting.base = TechniqueSettings()
     timed = fitting.try_once(TrialWork("timed", fitting.settings_with(proposed)))
     failure = recorded.failure or timed.failure
     if not failure and not recorded.offloaded_bytes:
@@ -131,7 +131,7 @@ def _approach(fitting: "Fitting", seen: _Seen, tiers: TierSettings, target_bytes
 def _measure(fitting: "Fitting", seen: _Seen, found: Expected) -> Candidate:
     fitting.base, fitting.offload = found.settings, found
     candidate = fitting.measure(seen.proposed, _what(found.settings, len(seen.proposed.choices)), "offload-ratio")
-    fitting.base, fitting.offload = Settings(), None
+    fitting.base, fitting.offload = TechniqueSettings(), None
     return candidate
 
 
@@ -187,7 +187,7 @@ def _expected(fitting: "Fitting", seen: _Seen, tiers: TierSettings, ratio: float
         beside = tier_seconds(tiers, moved, fitting.step, fitting.link_bytes_per_second)
     rate = LINK_SHARE * fitting.link_bytes_per_second
     seconds = added_seconds(seen.timed, settings, seen.step_seconds, rate, LINK_START)
-    whole = Settings(tiers=tiers, activations=settings)
+    whole = TechniqueSettings(tiers=tiers, activations=settings)
     return Expected(whole, peak_bytes(lifespans), found.host_bytes, seconds, seen.proposed.seconds + beside)
 
 
@@ -197,7 +197,7 @@ def _is_worth_it(fitting: "Fitting", found: Expected) -> bool:
     return found.seconds + found.seconds_beside < min(seconds, default=float("inf"))
 
 
-def _what(settings: Settings, num_blocks: int) -> str:
+def _what(settings: TechniqueSettings, num_blocks: int) -> str:
     activations = settings.activations
     parts = [f"recompute {plural(num_blocks, 'whole block')}"] if num_blocks else []
     of = "" if activations.ratio == 1 else f"{activations.ratio:.0%} of "

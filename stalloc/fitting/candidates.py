@@ -25,7 +25,7 @@ from stalloc.fitting.step_search import try_step_in_backward
 from stalloc.fitting.tier_search import is_of_tiers, try_tiers, with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 _RUNS_SHORT = "memory runs short within the budget, though its plan needs no more"
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
@@ -51,18 +51,20 @@ class Fitting:
     link_bytes_per_second: float = 32e9  #: between host and device
     step: ProgramSeen = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
-    settings: list[Settings] = field(default_factory=list)
+    settings: list[TechniqueSettings] = field(default_factory=list)
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_steps: int = 0  #: of a trial; 0: as many as are worth it
     num_within: int = 0  #: the same within the budget, at the least
     num_trials: int = 0
-    base: Settings = field(default_factory=Settings)  #: of every proposal from here on, beside what it recomputes
+    base: TechniqueSettings = field(
+        default_factory=TechniqueSettings
+    )  #: of every proposal from here on, beside what it recomputes
     beside: int = 0  #: the candidate of the base alone
     foresight: Foresight | None = None  #: of the base
     offload: Expected | None = None  #: of the base, where it keeps activations in the host
     asked: str = ""  #: a digest of what the first steps of the program as it is ask for
-    _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
+    _recorded: dict[TechniqueSettings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
         """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
@@ -144,11 +146,11 @@ class Fitting:
         self.step = self.step.with_casts_once(counts)
         return ""
 
-    def settings_with(self, proposed: Proposal) -> Settings:
+    def settings_with(self, proposed: Proposal) -> TechniqueSettings:
         """The base with what is proposed beside it."""
         return dataclasses.replace(self.base, recompute=settings_of(self.step, proposed.choices))
 
-    def watch(self, settings: Settings) -> Measured:
+    def watch(self, settings: TechniqueSettings) -> Measured:
         """Run the program under stalloc, and note which request is made for what."""
         self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} recomputed")
         rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
@@ -203,7 +205,9 @@ class Fitting:
         self.plans.append(plan)
         return candidate
 
-    def _on_its_plan(self, candidate: Candidate, settings: Settings, recorded: Measured) -> tuple[Candidate, bytes]:
+    def _on_its_plan(
+        self, candidate: Candidate, settings: TechniqueSettings, recorded: Measured
+    ) -> tuple[Candidate, bytes]:
         work = TrialWork("planned", settings, plan=recorded.plan)
         within = self._within(work) if 0 < candidate.expected_bytes <= self.budget_bytes else None
         planned = within
@@ -257,7 +261,7 @@ class Fitting:
 
     def _is_of_base(self, failed: Measured) -> bool:
         """Whether a failure names no block, where more is done than to compute blocks again."""
-        return not failed.refused_block and self.base != Settings()
+        return not failed.refused_block and self.base != TechniqueSettings()
 
     def _leave_out(self, measured: Measured) -> None:
         """Blocks of the kind that could not be computed twice stay as they are; all of them if that is not known."""

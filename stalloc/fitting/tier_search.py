@@ -16,7 +16,7 @@ from stalloc.fitting.frontier import proposal, whole_blocks
 from stalloc.fitting.recompute_search import try_cheapest
 from stalloc.fitting.tier_seconds import tier_seconds
 from stalloc.techniques.parts import Shares
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
     processor = processor_share(policy or "page")
     for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
         fitting.beside = len(fitting.candidates)
-        fitting.base = Settings(tiers=_widest(fitting, windows, processor))
+        fitting.base = TechniqueSettings(tiers=_widest(fitting, windows, processor))
         first = fitting.measure(proposal(fitting.step, {}), what_of(fitting.base.tiers), name)
         if not first.refused or not fitting.base.tiers.streamed_window:
             break
@@ -87,12 +87,12 @@ def _keep_some(fitting: "Fitting", name: str, most: float) -> None:
     kept = 0.0
     for number in range(1, _FRACTIONS + (most < 1)):  # all of it is the program as it is
         share = most * number / _FRACTIONS
-        fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=share))
+        fitting.base = TechniqueSettings(tiers=dataclasses.replace(tiers, device_share=share))
         if not 0 < fitting.expected(nothing) <= fitting.budget_bytes:
             break
         kept = share
     if kept > 0:
-        fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=kept))
+        fitting.base = TechniqueSettings(tiers=dataclasses.replace(tiers, device_share=kept))
         fitting.measure(nothing, what_of(fitting.base.tiers), name)
 
 
@@ -112,7 +112,7 @@ def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], processor: fl
     ]
     needed = []
     for tiers in ways:
-        fitting.base = Settings(tiers=tiers)
+        fitting.base = TechniqueSettings(tiers=tiers)
         needed.append(fitting.expected(least))
         if 0 < needed[-1] <= fitting.budget_bytes:
             return tiers

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from stalloc.allocator_conf import conf_in_force, conf_text
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 COMPARED_STEPS = 3  #: whose requests say whether a program asks for what another did
 
@@ -29,7 +29,7 @@ class TrialWork:
     under: Literal["native", "observed", "timed", "recorded", "planned"]
     """Under torch's allocator; the same, looked at block by block, or at when activations are saved and needed; under
     stalloc, to make a plan; on that plan."""
-    settings: Settings = field(default_factory=Settings)
+    settings: TechniqueSettings = field(default_factory=TechniqueSettings)
     num_steps: int = 3
     most_requests: int = 0  #: it ends with the first step after so many, of all; 0: after num_steps
     most_processor_seconds: float = 0.0  #: the same of the process's own time, whatever else the machine does
@@ -81,7 +81,7 @@ class _Trial:
 
             self._observer = Observer(rates_of(work.gpu_name))
             self._imports = ImportWatch()
-        elif work.settings != Settings() or work.under == "timed":
+        elif work.settings != TechniqueSettings() or work.under == "timed":
             self._apply()
         if work.watched is not None and not work.settings.step_in_backward:
             from stalloc.fitting.update_watch import UpdateWatch

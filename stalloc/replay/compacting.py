@@ -31,7 +31,7 @@ _NO_LIMIT = 1 << 46  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CompactingSettings:
     """What the arena can be told."""
 
     move: int = setting(1, as_flag)
@@ -42,11 +42,11 @@ class Compacting:
     """An arena that moves its blocks."""
 
     name = "compacting"
-    settings_type = Settings
+    settings_type = CompactingSettings
 
-    def __init__(self, settings: Settings | None = None, capacity_bytes: int = 0) -> None:
+    def __init__(self, settings: CompactingSettings | None = None, capacity_bytes: int = 0) -> None:
         check_capacity(capacity_bytes)
-        self._moves = (settings or Settings()).move
+        self._moves = (settings or CompactingSettings()).move
         self._limit = capacity_bytes // GRANULE * GRANULE if capacity_bytes else _NO_LIMIT
         self._arena = Arena(self._limit)
         self._requested: dict[int, int] = {}  # live or waiting request -> bytes

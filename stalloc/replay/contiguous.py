@@ -39,14 +39,14 @@ _BUFFERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ContiguousSettings:
     """What decides which lifespans are long."""
 
     scoped_percent: int = setting(5, as_percent)
     """Percent of the program's events from which a lifespan is."""
 
 
-_OWN = own_type(Settings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
+_OWN = own_type(ContiguousSettings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
 _class_at = row_of("classes", Word)  # (n,) class of each request
 
 
@@ -142,7 +142,7 @@ class Contiguous(TableModel):
     """Buffers for what lives long, and a cache for the rest."""
 
     name = "contiguous"
-    settings_type = Settings
+    settings_type = ContiguousSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
     shows = ("persistent_buffer_bytes", "scoped_buffer_bytes", "spilled")

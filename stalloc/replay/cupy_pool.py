@@ -31,14 +31,14 @@ from stalloc.sizes import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CupyPoolSettings:
     """What the pool can be told."""
 
     limit: int = setting(0, as_bytes)
     """Bytes that cupy.cuda.MemoryPool.set_limit was given; 0 for none."""
 
 
-_OWN = own_type(Settings, "chosen")
+_OWN = own_type(CupyPoolSettings, "chosen")
 _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real pool took for each request, 0 for any
 
 
@@ -82,7 +82,7 @@ class CupyPool(TableModel):
     """CuPy's default pool."""
 
     name = "cupy"
-    settings_type = Settings
+    settings_type = CupyPoolSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
 

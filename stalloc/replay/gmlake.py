@@ -48,7 +48,7 @@ _MAX_CHUNKS = 1 << 20  # of one request: 2 TiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GMLakeSettings:
     """What GMLake can be told."""
 
     fragmentation_limit: int = setting(512 << 20, as_bytes)
@@ -72,7 +72,7 @@ _COUNTS = (
     "maps",
     "forgotten",
 )
-_OWN = own_type(Settings, *CHUNK_FIELDS, *_COUNTS, "need")
+_OWN = own_type(GMLakeSettings, *CHUNK_FIELDS, *_COUNTS, "need")
 
 
 @inner()
@@ -123,7 +123,7 @@ class GMLake(TableModel):
     """Virtual memory stitching."""
 
     name = "gmlake"
-    settings_type = Settings
+    settings_type = GMLakeSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room, empty=_empty, give_up=_give_up)
     shows = (*_COUNTS, "stitched_bytes")

@@ -30,7 +30,7 @@ _CHUNK = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StreamOrderedSettings:
     """What the pool can be told."""
 
     release_threshold: int = setting(1 << 50, as_bytes)
@@ -43,7 +43,7 @@ class Settings:
     """Events after which the program waits for the device; 0: never."""
 
 
-_OWN = own_type(Settings, "events", "reused_across_streams", "dependencies_inserted")
+_OWN = own_type(StreamOrderedSettings, "events", "reused_across_streams", "dependencies_inserted")
 
 
 @inner()
@@ -152,7 +152,7 @@ class StreamOrdered(TableModel):
     """CUDA's stream-ordered pool."""
 
     name = "stream_ordered"
-    settings_type = Settings
+    settings_type = StreamOrderedSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty, note=_wait_and_note)
     shows = ("reused_across_streams", "dependencies_inserted")

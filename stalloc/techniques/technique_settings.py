@@ -13,7 +13,7 @@ from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
 
 
 @dataclass(frozen=True)
-class Settings:
+class TechniqueSettings:
     """A field a technique."""
 
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
@@ -38,7 +38,7 @@ class Settings:
         }
 
     @classmethod
-    def from_json(cls, told: Any) -> "Settings":
+    def from_json(cls, told: Any) -> "TechniqueSettings":
         """What `as_json` gave. Raises ValueError for anything else."""
         if not isinstance(told, dict) or set(told) != set(cls().as_json()):
             raise ValueError("its settings are damaged")
