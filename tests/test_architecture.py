@@ -20,6 +20,7 @@ FOLDERS = re.findall(r"^\| `(?:stalloc/)?(\w+)/` \|", (ROOT / "docs" / "architec
 BELOW_ALL = ("device", "kernels")  #: the last rows
 
 MAX_FUNCTION_LINES = 60
+MAX_GLOBALS = 5  # statements; what changes in a process stands in objects, such as integrations/installation.py
 #: names that two modules may have, and why
 NAMED_TWICE = {
     "record.py": "the verb `stalloc record` beside the Trace record; a verb's module is called what the verb is",
@@ -124,6 +125,11 @@ def test_a_name_stands_for_one_module():
     names = Counter(path.name for path in sources().values())
     twice = {name for name, count in names.items() if count > 1} - {"__init__.py"}
     assert twice == set(NAMED_TWICE), "name each module so that its folder is not needed to tell which it is"
+
+
+def test_few_modules_assign_to_their_globals():
+    found = [name for name, path in sources().items() for node in statements(path) if isinstance(node, ast.Global)]
+    assert len(found) <= MAX_GLOBALS, found
 
 
 def test_functions_are_short():
