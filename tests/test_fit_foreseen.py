@@ -11,9 +11,9 @@ from properties import variants
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import Proposal
 from stalloc.fitting.observation import BlockSeen, OperationSeen, ProgramSeen
+from stalloc.fitting.proposals import Base, Known, Way
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
-from stalloc.fitting.ways import Base, Known, Way
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -40,7 +40,7 @@ from stalloc.cli.program import run_program
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import keeping, proposal
 from stalloc.fitting.trials import run_trial
-from stalloc.fitting.ways import Known, Way
+from stalloc.fitting.proposals import Known, Way
 from stalloc.sandbox import ProgramFiles
 files = ProgramFiles([], keep=False)
 def run():

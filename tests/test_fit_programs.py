@@ -24,7 +24,7 @@ from stalloc.cli.program import run_program
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import selective
 from stalloc.fitting.trials import run_trial
-from stalloc.fitting.ways import Known
+from stalloc.fitting.proposals import Known
 from stalloc.sandbox import ProgramFiles
 files = ProgramFiles([], keep=False)
 def run():

@@ -16,11 +16,11 @@ from stalloc.fitting.imports_ahead import import_ahead
 from stalloc.fitting.look_ahead import LATER, look_ahead, steps_within
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.policy_search import check_policy, propose
+from stalloc.fitting.proposals import Base, Foresee, Known, Proposals, Wanted, Way
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.tier_search import with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
-from stalloc.fitting.ways import Base, Foresee, Known, Proposals, Wanted, Way
 from stalloc.techniques.technique_settings import TechniqueSettings
 
 _RUNS_SHORT = "memory runs short within the budget, though its plan needs no more"

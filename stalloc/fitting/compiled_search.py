@@ -9,7 +9,7 @@ import dataclasses
 
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import Proposal
-from stalloc.fitting.ways import Base, Known, Proposals, Way
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
 
 _ROUNDS = 4
 _ENOUGH_LEFT = 0.02  # of the budget, below which no larger share is looked for

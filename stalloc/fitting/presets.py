@@ -5,7 +5,7 @@ Contract: what a program has nothing of is not tried.
 
 from stalloc.figures import plural
 from stalloc.fitting.frontier import keeping, proposal, selective, whole_blocks
-from stalloc.fitting.ways import Base, Known, Proposals, Way
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
 from stalloc.techniques.policy_names import ATTENTION
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from stalloc.fitting.block_graph import optimal_blocks
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import Proposal, between, describe, frontier, proposal, whole_blocks
-from stalloc.fitting.ways import Base, Known, Proposals, Way
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
 
 ROUNDS = 3
 _NONE_FOUND = "checkmate found no choice of whole blocks within the budget in its time: all are recomputed"

@@ -7,8 +7,8 @@ from a look at the program or from what is foreseen is not run.
 import dataclasses
 
 from stalloc.fitting.frontier import proposal, whole_blocks
+from stalloc.fitting.proposals import Base, Foresee, Known, Proposals, Way
 from stalloc.fitting.run_seen import Foresight
-from stalloc.fitting.ways import Base, Foresee, Known, Proposals, Way
 
 _WHAT = "optimizer's step in the backward pass"
 

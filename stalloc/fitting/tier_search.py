@@ -12,10 +12,10 @@ from stalloc.cost.stream_window import smallest_window
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import proposal, whole_blocks
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
 from stalloc.fitting.recompute_search import cheapest
 from stalloc.fitting.tier_seconds import tier_seconds
 from stalloc.fitting.trials import Measured
-from stalloc.fitting.ways import Base, Known, Proposals, Way
 from stalloc.techniques.parts import Shares
 from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings

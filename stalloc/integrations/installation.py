@@ -9,10 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from stalloc.integrations.cupy_default_pool import Pool
-    from stalloc.integrations.flight_record import FlightRecorder
-    from stalloc.integrations.showing import Showing
-
 
 class Installation:
     """The state of a process; a new one is that of a process without stalloc."""
@@ -35,13 +31,13 @@ class Installation:
     # cupy_allocator, cupy_default_pool
     cupy_before: "Any" = None  #: the allocator that CuPy had
     cupy_allocator: "Any" = None  #: ours, while CuPy has it
-    cupy_pool: "Pool | None" = None  #: what answers as CuPy's default pool
+    cupy_pool: "Any" = None  #: the Pool that answers as CuPy's default pool
     cupy_pool_before: "Callable[[], Any] | None" = None  #: what CuPy's own is asked for by, while ours answers
 
     # sleep_and_wake, showing, flight_record
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken
-    showing: "Showing | None" = None  #: for `stalloc live`
-    flight_recorder: "FlightRecorder | None" = None
+    showing: "Any" = None  #: the Showing of `stalloc live`
+    flight_recorder: "Any" = None  #: the FlightRecorder
 
 
 installation = Installation()
