@@ -288,7 +288,7 @@ def test_verbs_show_roles_modules_and_blocks(trace: Trace, tmp_path: Path, capsy
     for names in ("by_role", "by_module"):
         assert sum(entry["held_bytes"] for entry in top[names]) == top["allocated_bytes"]
     assert "layers.*.up" in {entry["name"] for entry in top["by_module"]}
-    assert main(["tree", str(path), "--json", "-"]) == 0
+    assert main(["top", "--tree", str(path), "--json", "-"]) == 0
     (branched,) = json.loads(capsys.readouterr().out)["devices"]
     of_modules = {(one["name"], one["held_bytes"]) for one in branched["tree"]["children"]}
     assert of_modules == {(entry["name"], entry["held_bytes"]) for entry in top["by_module"]}

@@ -27,8 +27,6 @@ from stalloc.errors import BadInputError
 from stalloc.trace import DeviceRecord, Trace
 from stalloc.trace.activity import Activity, Link, MemoryKind, activity_of
 
-_ALIGNMENT = 512
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Level:
@@ -106,7 +104,7 @@ def memory_levels(record: DeviceRecord) -> dict[MemoryKind, Level]:
 
 def _of_trace(trace: Trace) -> dict[MemoryKind, Level]:
     time = np.maximum.accumulate(trace.time_us) * 1000
-    allocated = trace.live_bytes(trace.aligned_size(_ALIGNMENT))[1:]
+    allocated = trace.live_bytes(trace.aligned_size())[1:]
     found = {MemoryKind.ALLOCATED: Level(time=time, num_bytes=allocated)}
     reserved = trace.reserved_bytes()
     if reserved.max(initial=0):

@@ -13,10 +13,10 @@ from stalloc.analysis.study_record import PartUse
 from stalloc.analysis.study_series import Series
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
+from stalloc.sizes import GIB, MIB
 from stalloc.writers.drawn_study import Drawn
 from stalloc.writers.palettes import HOLE, INK, OKABE_ITO
 
-_GIB = 1 << 30
 _SPLIT = (
     ("computes", "compute_seconds", OKABE_ITO[0]),
     ("copies", "copy_seconds", OKABE_ITO[1]),
@@ -111,7 +111,7 @@ def _memory(axes: Any, drawn: Drawn, series: Series) -> None:
         kind: values for kind, values in series.memory_bytes.items() if kind != "host" or _most(values) >= _DRAWN_BYTES
     }
     most = max(map(_most, known.values()))
-    unit, name = (_GIB, "GiB") if most >= 0.1 * _GIB else (1 << 20, "MiB")
+    unit, name = (GIB, "GiB") if most >= 0.1 * GIB else (MIB, "MiB")
     looks = {"allocated": _ALLOCATED, "reserved": INK, "host": _HOST}
     moments = _over_time(axes, drawn, series, len(next(iter(known.values()))))
     for kind, counted in known.items():
@@ -143,11 +143,11 @@ def _traffic(axes: Any, drawn: Drawn, series: Series) -> None:
     moments = _over_time(axes, drawn, series, len(series.link_bytes_per_second[shown[0].link]))
     for link in shown:
         color = _LINKS[link.link]
-        rate = np.array(series.link_bytes_per_second[link.link]) / _GIB
+        rate = np.array(series.link_bytes_per_second[link.link]) / GIB
         used = "" if link.used is None else f", used to {link.used:.1%}"
         axes.fill_between(moments, rate, step="post", color=color, alpha=0.8, linewidth=0, label=f"{link.link}{used}")
         if link.peak_rate is not None:
-            axes.axhline(link.peak_rate / _GIB, color=color, linestyle="--", linewidth=1)
+            axes.axhline(link.peak_rate / GIB, color=color, linestyle="--", linewidth=1)
     axes.set(ylim=(0, None), ylabel="GiB/s")
     kind = "estimated" if drawn.found.is_estimated else "measured"
     axes.set_title(f"traffic; dashed: the {kind} peak", fontsize=10, pad=14)
