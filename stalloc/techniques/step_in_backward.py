@@ -30,7 +30,7 @@ _ADVICE = "Let the optimizer's step stay after the backward pass."
 _READ = f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}"
 _READ_LATER = f"a gradient is read after the optimizer's step. {_ADVICE}"
 _early: Any = WeakIdKeyDictionary()  # the parameters that are updated before their step
-_guards = False
+_guards: list[Any] = []  # the hook, once it is there
 
 
 class StepInBackward:
@@ -177,10 +177,8 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 def _guard() -> None:
     """Let nobody use parameters that backward has changed before the program's step."""
-    global _guards
     if not _guards:
-        _guards = True
-        register_module_forward_pre_hook(_about_to_call)
+        _guards.append(register_module_forward_pre_hook(_about_to_call))
 
 
 def _about_to_call(module: Any, _: Any) -> None:
