@@ -9,8 +9,6 @@ from decoders import FeedForward
 from shapes import Shape
 from torch import Tensor, nn
 
-EXPERT_RANKS = 4  #: that the experts of a layer are spread over; each gets the tokens of all four
-
 
 class RoutedExperts(nn.Module):
     """(sequences, length, width) to the same. Without skew experts get as many tokens as others, in the mean."""
@@ -19,7 +17,8 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.shape, self.number, self.skew = shape, number, skew
         self.router = nn.Linear(shape.width, shape.experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(shape, shape.hidden) for _ in range(shape.experts // EXPERT_RANKS))
+        local = shape.experts // shape.expert_ranks
+        self.experts = nn.ModuleList(FeedForward(shape, shape.hidden) for _ in range(local))
         self.shared = FeedForward(shape, shape.shared) if shape.shared else None
 
     def forward(self, x: Tensor, microbatch: int) -> Tensor:
@@ -40,6 +39,6 @@ class RoutedExperts(nn.Module):
         """How many tokens each expert of this rank gets, and the (m,) rows of them all."""
         drawn = torch.Generator().manual_seed((self.number << 32) + microbatch)
         share = torch.softmax(self.skew * torch.randn(self.shape.experts, generator=drawn, dtype=torch.float64), 0)
-        expected = EXPERT_RANKS * num_tokens * self.shape.chosen * share[: len(self.experts)]
+        expected = self.shape.expert_ranks * num_tokens * self.shape.chosen * share[: len(self.experts)]
         counts = [int(count) for count in torch.poisson(expected, generator=drawn)]
         return counts, torch.randint(num_tokens, (sum(counts),), generator=drawn)
