@@ -40,12 +40,12 @@ class Case:
 
     device_bytes: int
     faster: Need
-    other: Need | None  #: the fastest that runs under one of torch's settings; None: not one does
+    other: Need  #: the fastest that runs under one of torch's settings
 
     @property
     def gain(self) -> float:
         """How many more steps in the same time."""
-        return self.other.seconds / self.faster.seconds - 1 if self.other else float("inf")
+        return self.other.seconds / self.faster.seconds - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Verdict:
     def is_confirmed(self) -> bool:
         """Stalloc alone runs the faster one, and torch the other."""
         alone = {setting for setting, why in self.ended.items() if not why} == {Setting.STALLOC}
-        return alone and (self.case.other is None or bool(self.other_runs))
+        return alone and bool(self.other_runs)
 
 
 def needs(rows: Mapping[Cell, Row], model: str) -> list[Need]:
@@ -87,7 +87,7 @@ def needs(rows: Mapping[Cell, Row], model: str) -> list[Need]:
 
 
 def cases(of_model: list[Need]) -> Iterator[Case]:
-    """Sizes of devices between what stalloc and what torch needs, where torch's best is slower."""
+    """Sizes of devices between what stalloc and what torch needs, where torch runs slower configurations alone."""
     for faster in of_model:
         size = -(-faster.stalloc_bytes // _EVEN_BYTES) * _EVEN_BYTES
         if size >= faster.torch_bytes:
@@ -95,8 +95,7 @@ def cases(of_model: list[Need]) -> Iterator[Case]:
         if size >= faster.torch_bytes:
             continue
         fitting = [need for need in of_model if need.torch_bytes <= size]
-        other = min(fitting, key=lambda need: need.seconds, default=None)
-        if other is None or other.seconds > faster.seconds:
+        if fitting and (other := min(fitting, key=lambda need: need.seconds)).seconds > faster.seconds:
             yield Case(device_bytes=size, faster=faster, other=other)
 
 
@@ -114,8 +113,6 @@ def confirm(case: Case, steps: int, options: tuple[str, ...] = ()) -> Verdict:
         return ""
 
     ended = {setting: why_not(case.faster, setting) for setting in ALLOCATORS}
-    runs = ""
-    if case.other is not None:
-        settings = [one for one in ALLOCATORS if one is not Setting.STALLOC]
-        runs = next((one.value for one in settings if not why_not(case.other, one)), "")
+    settings = [one for one in ALLOCATORS if one is not Setting.STALLOC]
+    runs = next((one.value for one in settings if not why_not(case.other, one)), "")
     return Verdict(case=case, ended=ended, other_runs=runs)

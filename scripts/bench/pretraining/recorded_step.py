@@ -1,6 +1,6 @@
 """A recording of one rank: what torch and GMLake make of it, what its step takes, and plans of that step.
 
-Contract: all figures are of one recording by `stalloc record --ops`, which runs torch's default allocator on the virtual
+Contract: all figures are of one recording by `stalloc record --ops`, which runs torch's default allocator on a virtual
 GPU: what that reserved was seen, what others would have is by their models. Seconds of steps are estimates.
 """
 
@@ -149,5 +149,5 @@ def _case(name: str, trace: Trace, step: SteadyStep, edges: Column) -> Case:
     size = trace.aligned_size(_ALIGNMENT)[rows]
     start, end = trace.start[rows], np.minimum(trace.end[rows], step.end_event)
     kept = (size > 0) & (end > start)
-    columns = (np.array(column[kept], np.int64) for column in (start, end, size))
-    return Case("recorded step", name, *columns, _ALIGNMENT, edges)
+    start, end, size = (np.array(column[kept], np.int64) for column in (start, end, size))
+    return Case("recorded step", name, start, end, size, _ALIGNMENT, edges)

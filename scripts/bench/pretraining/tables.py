@@ -13,22 +13,40 @@ ALLOWED_BYTES = 4 * MIB  #: that a dense row may reserve more than under expanda
 
 
 def waste(rows: Mapping[Cell, Row]) -> str:
-    """Reserved less allocated, MiB."""
+    """Reserved less allocated, MiB, of the ranks that were measured."""
     lines = [
-        "| model | configuration | rank | allocated | native | expandable | GMLake | GMLake, all sizes | stalloc | "
+        "| model | configuration | allocated | native | expandable | GMLake | GMLake, all sizes | stalloc | "
         "less than native | hits |",
-        "|---|---|---:|" + "---:|" * 8,
+        "|---|---|" + "---:|" * 8,
     ]
-    for cell, row in rows.items():
-        of = row.recorded
-        allocated = of.allocated_bytes
-        reserved = (of.native_bytes, of.expandable_bytes, of.gmlake_bytes, of.eager_gmlake_bytes)
-        cells = [f"{(one - allocated) / MIB:,.0f}" for one in (*reserved, row.stalloc_bytes)]
-        lines.append(
-            f"| {cell.model} | {cell.configuration} | {cell.rank} | {allocated / MIB:,.0f} | {' | '.join(cells)} | "
-            f"{100 * saved(row):.1f} % | {_rate(row.hit_rate)} |"
-        )
+    for name, ranks in _by_configuration(rows):
+        allocated = [row.recorded.allocated_bytes for row in ranks]
+        reserved = [
+            [row.recorded.native_bytes for row in ranks],
+            [row.recorded.expandable_bytes for row in ranks],
+            [row.recorded.gmlake_bytes for row in ranks],
+            [row.recorded.eager_gmlake_bytes for row in ranks],
+            [row.stalloc_bytes for row in ranks],
+        ]
+        over = [[one - least for one, least in zip(of_ranks, allocated, strict=True)] for of_ranks in reserved]
+        cells = [_each(f"{one / MIB:,.0f}" for one in of_ranks) for of_ranks in (allocated, *over)]
+        cells += [_each(f"{100 * saved(row):.1f} %" for row in ranks), _each(_rate(row.hit_rate) for row in ranks)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _by_configuration(rows: Mapping[Cell, Row]) -> Iterable[tuple[str, list[Row]]]:
+    """What stands in the first two columns, and the rows of the ranks."""
+    found: dict[str, list[Row]] = {}
+    for cell, row in rows.items():
+        found.setdefault(f"{cell.model} | {cell.configuration}", []).append(row)
+    return found.items()
+
+
+def _each(of_ranks: Iterable[str]) -> str:
+    """One figure a rank; one for all where they are the same."""
+    texts = list(of_ranks)
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def _rate(share: float) -> str:
@@ -42,18 +60,23 @@ def saved(row: Row) -> float:
 
 
 def plans(rows: Mapping[Cell, Row]) -> str:
-    """The last recorded step, planned two ways, by its load."""
+    """The last recorded step, planned two ways: peaks by the load."""
     lines = [
-        "| model | configuration | rank | requests | phases | load, MiB | published method | s | stalloc | s |",
-        "|---|---|---:|" + "---:|" * 7,
+        "| model | configuration | requests | phases | load, MiB | published method | s | stalloc | s |",
+        "|---|---|" + "---:|" * 7,
     ]
-    for cell, row in rows.items():
-        of = row.recorded
-        lines.append(
-            f"| {cell.model} | {cell.configuration} | {cell.rank} | {of.requests:,} | {of.phases} | "
-            f"{of.load_bytes / MIB:,.0f} | {of.paper_bytes / of.load_bytes:.5f} | {of.paper_seconds:.3f} | "
-            f"{of.plan_bytes / of.load_bytes:.5f} | {of.plan_seconds:.3f} |"
-        )
+    for name, ranks in _by_configuration(rows):
+        steps = [row.recorded for row in ranks]
+        cells = [
+            _each(f"{of.requests:,}" for of in steps),
+            _each(f"{of.phases}" for of in steps),
+            _each(f"{of.load_bytes / MIB:,.0f}" for of in steps),
+            _each(f"{of.paper_bytes / of.load_bytes:.4f}" for of in steps),
+            _each(f"{of.paper_seconds:.2f}" for of in steps),
+            _each(f"{of.plan_bytes / of.load_bytes:.4f}" for of in steps),
+            _each(f"{of.plan_seconds:.2f}" for of in steps),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -83,16 +106,11 @@ def verdicts(found: Iterable[Verdict]) -> str:
     ]
     for one in found:
         faster, other = one.case.faster, one.case.other
-        theirs = (
-            f"{other.configuration} ({one.other_runs or 'not seen'}) | {1e3 * other.seconds:,.0f}"
-            if other
-            else "none | -"
-        )
-        gain = f"{100 * one.case.gain:.0f} %" if other else "-"
+        theirs = f"{other.configuration} ({one.other_runs or 'not seen'}) | {1e3 * other.seconds:,.0f}"
         ended = [one.ended[setting] or "completes" for setting in Setting if setting in one.ended]
         lines.append(
             f"| {one.case.device_bytes / MIB:,.0f} | {faster.model} | {faster.configuration} | "
-            f"{1e3 * faster.seconds:,.0f} | {theirs} | {gain} | {' | '.join(ended)} |"
+            f"{1e3 * faster.seconds:,.0f} | {theirs} | {100 * one.case.gain:.0f} % | {' | '.join(ended)} |"
         )
     return "\n".join(lines)
 
