@@ -77,6 +77,9 @@ for _ in range(args.steps):
     batch = torch.randint(shape.vocabulary, (sequences * args.microbatches, length)).to(device)
     given = (batch,) if 0 in numbers else ()
     labels = {"target": batch} if num_stages - 1 in numbers else {}
-    schedule.step(*given, **labels, return_outputs=False)
+    try:
+        schedule.step(*given, **labels, return_outputs=False)
+    except RuntimeError as error:  # what a stage raises is wrapped
+        raise error.__cause__ or error from None
     state.step()
 dist.destroy_process_group()

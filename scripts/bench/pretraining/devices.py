@@ -108,8 +108,8 @@ def confirm(case: Case, steps: int, options: tuple[str, ...] = ()) -> Verdict:
                 Cell(need.model, need.configuration, rank).program(steps, options), setting, case.device_bytes
             )
             if not outcome.is_complete:
-                at = len(outcome.seen.get("steps", ())) + 1
-                return f"rank {rank} ends in step {at}: {outcome.last_line.split('. ')[0]}"
+                why = "runs out of memory" if "OutOfMemoryError" in outcome.last_line else outcome.last_line
+                return f"rank {rank} {why} in step {len(outcome.seen.get('steps', ())) + 1}"
         return ""
 
     ended = {setting: why_not(case.faster, setting) for setting in ALLOCATORS}
