@@ -103,7 +103,7 @@ def confirm(case: Case, steps: int, options: tuple[str, ...] = ()) -> Verdict:
     """Run all ranks of both configurations on devices of that size."""
 
     def why_not(need: Need, setting: Setting) -> str:
-        for rank in range(PIPELINE_RANKS - 1, -1, -1):
+        for rank in sorted(range(PIPELINE_RANKS), key=RANKS.__contains__, reverse=True):  # what needs most comes first
             outcome = run(
                 Cell(need.model, need.configuration, rank).program(steps, options), setting, case.device_bytes
             )

@@ -3,6 +3,7 @@
 Contract: bytes are those that the virtual driver handed out over the whole run, watched steps included.
 """
 
+import time
 from dataclasses import dataclass
 
 from harm.running import Outcome, Setting, run
@@ -21,6 +22,7 @@ class MeasuringError(Exception):
 class Row:
     """One rank of one configuration."""
 
+    date: str  #: on which it was measured
     steps: int
     stalloc_bytes: int  #: reserved at the peak
     hit_rate: float  #: of requests that are the same in each step, in the later half of the steps
@@ -33,7 +35,13 @@ def measure(cell: Cell, steps: int, options: tuple[str, ...] = ()) -> Row:
     outcome = run(program, Setting.STALLOC, AMPLE_BYTES)
     if not outcome.is_complete:
         raise MeasuringError(f"{cell.name} under stalloc: {outcome.last_line}")
-    return Row(steps=steps, stalloc_bytes=outcome.peak_bytes, hit_rate=_hit_rate(outcome), recorded=look_at(program))
+    return Row(
+        date=time.strftime("%Y-%m-%d"),
+        steps=steps,
+        stalloc_bytes=outcome.peak_bytes,
+        hit_rate=_hit_rate(outcome),
+        recorded=look_at(program),
+    )
 
 
 def _hit_rate(outcome: Outcome) -> float:
