@@ -7,9 +7,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from stalloc.sizes import aligned
+
 PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
 DISK_THREADS, DISK_CHUNK_BYTES = 4, 16 << 20
-ALIGNED_BYTES = 512  #: at which tensors begin in a block of the host; torch counts so on the device too
 _PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # of parameters at once, at the most; and in so many parts at least
 
 
@@ -35,11 +36,6 @@ class Part:
 
     members: tuple[int, ...]
     place: Place
-
-
-def aligned(size_bytes: int) -> int:
-    """The room that so many bytes take."""
-    return -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def part_bytes(window_bytes: int) -> int:

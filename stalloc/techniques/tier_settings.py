@@ -39,9 +39,9 @@ class TierSettings:
 
 
 def tiers_from_json(told: Any) -> TierSettings:
-    """What `as_json` gave. Raises ValueError for anything else."""
+    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
     names = {one.name: one.type for one in fields(TierSettings)}
-    if not isinstance(told, dict) or set(told) != set(names):
+    if not isinstance(told, dict) or not set(told) <= set(names):
         raise ValueError("what it keeps in host memory is damaged")
     for name, value in told.items():
         if names[name] is int and not (type(value) is int and 0 <= value < _MOST):

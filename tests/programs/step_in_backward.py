@@ -6,7 +6,7 @@ import json
 import torch
 
 from stalloc.techniques.applying import apply_settings
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.01},
@@ -209,7 +209,7 @@ def main() -> None:
     loops = {name: trained("AdamW", loop)[0] for name, loop in LOOPS.items()}
     lbfgs = torch.optim.LBFGS
     said = []
-    apply_settings(Settings(step_in_backward=True), said.append)
+    apply_settings(TechniqueSettings(step_in_backward=True), said.append)
     found = {name: compared(as_is[name], name, plain) for name in OPTIMIZERS}
     found |= {name: compared(loops[name], "AdamW", loop) for name, loop in LOOPS.items()}
     assert said == []
