@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.sizes import GIB
 
 from .configs import FILE, Config, known, write
 from .launch import batched_copy
 
 TILES, WARPS, PROGRAMS, GROUPS = (8192, 16384, 32768), (4, 8), (2, 4, 8), (4, 8, 16)
 REPEATS = 5
-GIB = 1 << 30
 
 
 def candidates() -> list[Config]:

@@ -7,7 +7,7 @@ allocated peak counts sizes rounded up to 512 bytes, as torch counts them, from 
 import html
 from collections.abc import Iterable
 
-MIB, GIB = 1 << 20, 1 << 30
+from stalloc.sizes import GIB, MIB
 
 
 def human_bytes(num_bytes: int) -> str:

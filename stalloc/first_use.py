@@ -8,24 +8,22 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # a start of Python under STALLOC=1 loads this
     from collections.abc import Callable
 
-_start: "Callable[[], object] | None" = None
+_awaited: "list[Callable[[], object]]" = []  # one, or none
 
 
 def await_use(start: "Callable[[], object]") -> None:
     """Have `start` be called when stalloc is needed."""
-    global _start
-    _start = start
+    _awaited[:] = [start]
 
 
 def is_awaited() -> bool:
     """Whether stalloc is to be started and was not needed so far."""
-    return _start is not None
+    return bool(_awaited)
 
 
 def begin() -> bool:
     """It is needed now: start it, if it is awaited; whether it was."""
-    global _start
-    start, _start = _start, None
+    start = _awaited.pop() if _awaited else None
     if start is not None:
         start()
     return start is not None

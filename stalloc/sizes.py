@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from stalloc.columns import Column
 
 ALIGNMENT_BYTES = 512  #: requests are rounded up to it, and blocks begin at multiples of it
+MIB, GIB = 1 << 20, 1 << 30
 PAGE_BYTES = 2 << 20  #: what the driver maps on every GPU so far; segments are multiples of it
 LITTLE_BYTES = PAGE_BYTES >> 5  #: requests below it lie together: one that lived on alone would keep a page from others
 

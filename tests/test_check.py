@@ -1,4 +1,4 @@
-"""`stalloc check`: a limit and a baseline for a trace, JUnit reports and annotations for GitHub."""
+"""`stalloc diff --check`: a limit and a baseline for a trace, JUnit reports and annotations for GitHub."""
 
 import json
 import pickle
@@ -37,9 +37,9 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_limit_is_kept_to_the_byte(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "step.pickle", "--max", "30MiB"]) == 0
+    assert main(["diff", "--check", "step.pickle", "--max", "30MiB"]) == 0
     assert "fine" in capsys.readouterr().out
-    assert main(["check", "step.pickle", "--max", f"{30 * MIB - 1}"]) == 1
+    assert main(["diff", "--check", "step.pickle", "--max", f"{30 * MIB - 1}"]) == 1
     shown = capsys.readouterr().out
     assert "stalloc: 30.00 MiB allocated at the peak, 1 B more than --max 31457279" in shown
     assert "30.00 MiB  model.py:5 forward" in shown
@@ -50,7 +50,7 @@ def test_a_limit_is_kept_to_the_byte(trace: Path, capsys: pytest.CaptureFixture[
 def test_a_baseline_fails_with_what_grew_and_the_update_accepts_it(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["check", "step.pickle", "--baseline", "memory.json"]
+    options = ["diff", "--check", "step.pickle", "--baseline", "memory.json"]
     assert main(options) == 2
     assert main([*options, "--update"]) == 0
     assert main(options) == 0
@@ -78,7 +78,7 @@ def test_an_annotation_is_at_the_line_that_holds_most_and_breaks_out_of_nothing(
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     trace.write_bytes(snapshot(10, file=f"{trace.parent}/sub/a,b.py", line=7))
-    assert main(["check", "step.pickle", "--max", "1MiB"]) == 1
+    assert main(["diff", "--check", "step.pickle", "--max", "1MiB"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::error")]
     head, _, message = line.removeprefix("::error ").partition("::")
     assert head == "file=sub/a%2Cb.py,line=7,title=GPU memory of step.pickle"
@@ -93,13 +93,23 @@ def test_an_annotation_is_at_the_line_that_holds_most_and_breaks_out_of_nothing(
         (["--max", "20"], "--max is 20 without a unit"),
         (["--baseline", "step.pickle"], "step.pickle is not JSON"),
         (["--baseline", "absent.json"], "absent.json does not exist"),
+        (["--max", "1GiB", "--fail-over", "5%"], "--fail-over does not go with --check"),
         (["step.pickle", "--max", "1GiB"], "two of the files are called step.pickle"),
     ],
 )
 def test_mistakes_are_one_sentence(
     trace: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
 ) -> None:
-    assert main(["check", "step.pickle", *options]) == 2
+    assert main(["diff", "--check", "step.pickle", *options]) == 2
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+def test_options_of_the_check_alone_and_a_trace_alone_are_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", "step.pickle", "step.pickle", "--max", "1GiB"]) == 2
+    assert "--max is of --check" in capsys.readouterr().err
+    assert main(["diff", "step.pickle"]) == 2
+    assert "two traces are compared, and 1 given" in capsys.readouterr().err

@@ -16,7 +16,7 @@ TRACE = "id,lower,upper,size\n0,0,3,1024\n1,1,2,2048\n"
     ("words", "meant"),
     [
         (("stats", "--aling", "64"), "--align"),
-        (("advise", "--capcity=4GiB"), "--capacity"),
+        (("simulate", "--capcity=4GiB"), "--capacity"),
         (("top", "--jsn", "-"), "--json"),
     ],
 )
@@ -28,7 +28,7 @@ def test_an_option_that_is_nearly_right_is_named(tmp_path, capsys, words, meant)
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["stats", "top", "advise", "explain", "tree", "simulate"])
+@pytest.mark.parametrize("verb", ["stats", "top", "explain", "simulate"])
 def test_json_says_which_version_it_is(tmp_path, capsys, verb):
     (tmp_path / "a.csv").write_text(TRACE)
     assert main([verb, str(tmp_path / "a.csv"), "--json", "-"]) == 0
@@ -67,3 +67,26 @@ def test_what_comes_after_the_last_step_is_no_step():
     ahead = steps_to_try([*alike, (2, 50)], 3, is_whole=True, has_rest=True)
     assert "all 4 steps and what follows were looked at" in ahead.note
     assert "all 4 steps were looked at" in steps_to_try(alike, 3, is_whole=True).note
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        (("tree", "a.csv", "--depth", "1"), ("top", "--tree", "--at", "peak", "a.csv", "--depth", "1")),
+        (("advise", "a.csv", "--torch", "2.8"), ("simulate", "--advise", "a.csv", "--torch", "2.8")),
+        (("check", "a.csv", "--max", "1KiB"), ("diff", "--check", "a.csv", "--max", "1KiB")),
+    ],
+)
+def test_an_older_verb_says_what_it_is_now_and_does_it(tmp_path, capsys, monkeypatch, older, newer):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text(TRACE)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.stalloc.{older[0]}]\njson = 1\n")
+    assert main(older) == 2, "the table of an older verb is read"
+    assert f"[tool.stalloc.{older[0]}] has no option 'json'" in capsys.readouterr().err
+    assert main(["stats", "a.csv"]) == 0, "and is no mistake"
+    (tmp_path / "pyproject.toml").unlink()
+    capsys.readouterr()
+    code = main(older)
+    shown, said = capsys.readouterr()
+    assert f"`stalloc {older[0]}` is now `stalloc {newer[0]} --" in said
+    assert (main(newer), *capsys.readouterr()) == (code, shown, "")

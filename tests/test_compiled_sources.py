@@ -176,7 +176,7 @@ print(model.counters().reserved_bytes)
 @pytest.mark.slow
 def test_a_model_is_compiled_anew_when_its_rules_change() -> None:
     """The loop that its rules are compiled into stands in another file, which does not import them."""
-    twice = Change(name="unit", file="stalloc/replay/cupy_pool.py", old="_UNIT = 512", new="_UNIT = 1024")
+    twice = Change(name="unit", file="stalloc/replay/cupy_pool.py", old="requested, ALIGN", new="requested, 2 * ALIGN")
     with Checkout.copied() as base:
         assert base.run("-c", _ONE_REQUEST, capture_output=True, check=True).stdout == "512\n"
         with base.changed(twice) as copy:

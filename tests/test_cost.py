@@ -1,6 +1,8 @@
 """What operations and steps are estimated to take: by class, with an error, on queues."""
 
+import itertools
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +30,7 @@ from stalloc.cost.operation_classes import (
     Shape,
     class_of,
 )
-from stalloc.cost.queues import Queue, Task, schedule
+from stalloc.cost.queues import Queue, Task, schedule, schedule_as_ready
 from stalloc.cost.thread_blocks import Blocks, blocks_of
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench" / "cost"
@@ -140,6 +142,45 @@ def test_tasks_wait_for_their_queue_and_for_what_they_need() -> None:
     assert made.busy[Queue.COMPUTE] == 4.0
     assert made.busy[Queue.PROCESSOR] == 0.0
     assert schedule([]).seconds == 0.0
+
+
+def test_a_queue_may_take_what_has_its_data_before_what_was_asked_for_first() -> None:
+    tasks = [
+        Task("backward of the last layer", Queue.COMPUTE, 4.0),
+        Task("backward of the first", Queue.COMPUTE, 4.0, after=(0,)),
+        Task("state comes", Queue.TO_DEVICE, 3.0),
+        Task("update of the last layer", Queue.COMPUTE, 1.0, after=(0, 2)),
+        Task("state leaves", Queue.TO_HOST, 3.0, after=(3,)),
+        Task("norm of all gradients", Queue.COMPUTE, 1.0, after=(0, 1)),
+        Task("told to the host", Queue.TO_HOST, 1.0, after=(5,)),
+    ]
+    made = schedule_as_ready(tasks)
+    assert made.begin == (0.0, 4.0, 0.0, 8.0, 9.0, 9.0, 12.0)
+    assert (made.seconds, made.busy) == (13.0, schedule(tasks).busy)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_work_as_soon_as_it_can_keeps_what_it_waits_for(seed: int) -> None:
+    rng = random.Random(seed)
+    queues = (Queue.COMPUTE, Queue.TO_DEVICE, Queue.TO_HOST)
+    tasks = [
+        Task(
+            "", rng.choice(queues), float(rng.randint(0, 4)), tuple(rng.sample(range(row), rng.randint(0, min(row, 3))))
+        )
+        for row in range(40)
+    ]
+    made = schedule_as_ready(tasks)
+    for row, task in enumerate(tasks):
+        assert made.end[row] == made.begin[row] + task.seconds
+        assert all(made.end[one] <= made.begin[row] for one in task.after)
+    for queue in queues:
+        runs = sorted((made.begin[row], made.end[row]) for row, task in enumerate(tasks) if task.queue == queue)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(runs))
+        for row, task in enumerate(tasks):  # nothing waits for a queue that has nothing to do
+            if task.queue == queue:
+                could = max((made.end[one] for one in task.after), default=0.0)
+                worked = sum(max(0.0, min(end, made.begin[row]) - max(begin, could)) for begin, end in runs)
+                assert worked == made.begin[row] - could
 
 
 def test_timing_operations_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What the runtime decides from figures, on both sides of each of its numbers."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.may_recur_in_any_order, ((4,), True), ((3,), False)),
     (d.may_be_aligned, ((4,), True), ((2,), False)),
     (d.may_be_aligned, ((16,), True), ((12,), False)),
-    (d.is_mostly_static, ((0.501,), True), ((0.5,), False)),
+    (d.is_static_enough, ((0.251,), True), ((0.25,), False)),
     (d.is_doubted, ((6,), True), ((3,), False)),
     (d.is_doubted, ((12,), True), ((8,), False)),
     (d.is_doubted, ((48,), True), ((18,), False)),
@@ -106,6 +107,13 @@ def test_a_decision_turns_where_its_number_says(boundary: Any) -> None:
 def test_an_unmarked_ring_has_to_fill_most_of_a_record_after_a_part_was_taken_for_a_step() -> None:
     assert d.first_scan_at() == 24
     assert [d.needed_coverage(is_part=part) for part in (False, True)] == [0.6, 0.9]
+
+
+def test_steps_are_aligned_again_where_much_was_missed() -> None:
+    again = partial(d.may_be_aligned_again, is_unknown=False)
+    assert [(again(8, missed), again(48, missed)) for missed in (7, 8)] == [(False, False), (True, True)]
+    assert not again(24, 8)
+    assert [d.may_be_aligned_again(steps, 8, is_unknown=True) for steps in (15, 17)] == [True, False]
 
 
 def test_a_step_that_no_plan_knows_shortens_a_pause() -> None:

@@ -140,7 +140,7 @@ def test_what_rmm_logs_before_it_raises_is_one_error(tmp_path, capsys, raised, t
     assert (found["times"], found["wanted_bytes"]) == (times, 2 * GIB)
 
 
-@pytest.mark.parametrize("verb", ["stats", "top", "tree", "timeline", "advise", "plan", "simulate", "report", "diff"])
+@pytest.mark.parametrize("verb", ["stats", "top", "timeline", "plan", "simulate", "report", "diff"])
 @pytest.mark.parametrize("text", [CUPY, json.dumps({"log": SINCE_2_1, "stream": "stderr"})], ids=["plain", "json"])
 def test_a_verb_of_traces_says_who_reads_the_text_of_an_error(tmp_path, capsys, monkeypatch, verb, text):
     monkeypatch.chdir(tmp_path)

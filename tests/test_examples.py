@@ -130,3 +130,8 @@ def test_layers_and_state_in_host_memory_are_recorded_with_their_copies(tmp_path
     assert study["phases"][0]["overlap_seconds"] > 10 * study["phases"][0]["copy_seconds"], (
         "layers come while others compute"
     )
+    backward, update = study["phases"][1:]
+    assert update["copy_seconds"] > 0.2 * study["seconds"] < backward["compute_seconds"]
+    assert study["missed_across_seconds"] >= update["copy_seconds"], "backward computes meanwhile for longer"
+    assert study["as_ready"]["seconds"] < 0.85 * study["seconds"], "most of it needs gradients of single layers alone"
+    assert any("that the program holds in host memory would fit" in sentence for sentence in study["findings"])

@@ -13,6 +13,9 @@ import pytest
 from stalloc.core.device_record import State, Total
 from stalloc.core.record_types import LineStart, Record, Words, offset_of, table, view_at
 from stalloc.errors import BadInputError
+from stalloc.fitting import Candidate
+from stalloc.fitting.observation import BlockSeen, CallSeen, OperationSeen, ProgramSeen
+from stalloc.fitting.proposals import Base, Known
 from stalloc.planner import plan, validate
 from stalloc.replay import Events, Kind
 from stalloc.replay.settings import read_settings
@@ -79,6 +82,18 @@ def test_the_verb_parses_calls_and_prints(example, tmp_path, capsys):
     assert capsys.readouterr().out == "device 0: 3000 B\n"
     assert verb.run(parser.parse_args([str(tmp_path / "p.csv"), "--json", "-"])) == 0
     assert json.loads(capsys.readouterr().out) == {"json_version": 1, "largest_bytes": {"0": 3000}}
+
+
+def test_the_technique_proposes_until_something_fits(example):
+    block = BlockSeen(0, "block", "Block", "", [OperationSeen("aten.mm.default", 1.0, 512)])
+    known = Known(100, step=ProgramSeen([block] * 5, [CallSeen(row, 512) for row in range(5)], 1.0, 3))
+    proposals = example("by_halves").by_halves(known, Base())
+    half = next(proposals)
+    assert list(half.proposed.choices) == [0, 2, 4]
+    whole = proposals.send(Candidate(what=half.what, technique=half.technique, needed_bytes=101))
+    assert list(whole.proposed.choices) == [0, 1, 2, 3, 4]
+    with pytest.raises(StopIteration):
+        proposals.send(Candidate(what=whole.what, technique=whole.technique, needed_bytes=100))
 
 
 def test_a_field_may_be_added_to_a_record_of_the_core_anywhere():

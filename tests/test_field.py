@@ -59,7 +59,7 @@ def test_one_optimizer_step_does_not_grow(shared_field, capsys):
 
 
 def test_one_event_ranks_nothing(shared_field, capsys):
-    said = result(capsys, "advise", str(shared_field / "one_event_advise.pickle"))
+    said = result(capsys, "simulate", "--advise", str(shared_field / "one_event_advise.pickle"))
     assert (said["export"], said["ranking"], said["recorded_reserved_peak_bytes"]) == (None, [], 28 * MIB)
 
 
@@ -75,7 +75,8 @@ def test_our_snapshots_without_history_are_read(capsys):
     (device,) = result(capsys, "explain", str(path_of("no_history.pickle.gz")))["devices"]
     assert (device["reserved_bytes"], device["allocated_bytes"]) == ((600 + 24 + 2048 + 20 + 28) * MIB, 660 * MIB)
     assert device["causes"]["cache_never_returned"] == 2 * GIB
-    said = result(capsys, "advise", str(path_of("one_event.pickle.gz")))  # the last one is freed, which is recorded
+    # the last one is freed, which is recorded
+    said = result(capsys, "simulate", "--advise", str(path_of("one_event.pickle.gz")))
     assert (said["export"], said["ranking"]) == (None, [])
 
 

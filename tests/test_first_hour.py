@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_verb_that_is_misspelt_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean explain?" in said(capsys, "explian", "x.pickle")
     assert "did you mean simulate?" in said(capsys, "simulat")
-    assert "choose from run, record" in said(capsys, "xyzzy")
+    assert "choose from stats, top" in said(capsys, "xyzzy")
 
 
 def test_help_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:

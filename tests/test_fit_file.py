@@ -12,7 +12,8 @@ from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
 from stalloc.fitting.fit_record import Program, load_fit, undominated
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
+from stalloc.techniques.tier_settings import TierSettings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -23,7 +24,7 @@ def sample() -> Fit:
         program=Program(name="a.py", content="0" * 64, arguments=("-x",), torch="2", stalloc="0", gpu="G"),
         budget_bytes=5, gpu_bytes=9, step_seconds=0.5, estimate="none", best=0, plan=b"plan", notes=("one",),
         candidates=(Candidate(what="as it is", technique="none", needed_bytes=4),),
-        settings=Settings(RecomputeSettings(blocks)),
+        settings=TechniqueSettings(RecomputeSettings(blocks)),
     )  # fmt: skip
 
 
@@ -81,6 +82,17 @@ def test_a_fit_file_with_anything_else_in_it_is_one_sentence(tmp_path: Path, nam
         np.savez(out, header=np.frombuffer(json.dumps(header).encode(), np.uint8), plan=plan)
     with pytest.raises(BadInputError, match="is not a fit"):
         load_fit(file)
+
+
+def test_settings_that_older_fits_lack_have_their_defaults() -> None:
+    told = {"recompute": sample().settings.recompute.as_json(), "tiers": {"host_bytes": 7, "paged_window_bytes": 1}}
+    settings = TechniqueSettings.from_json(told)
+    tiers = TierSettings(host_bytes=7, paged_window_bytes=1)
+    assert settings == TechniqueSettings(sample().settings.recompute, tiers=tiers)
+    assert TechniqueSettings.from_json(settings.as_json()) == settings
+    for newer in ({**told, "of_tomorrow": 1}, {**told, "tiers": {"of_tomorrow": 1}}):
+        with pytest.raises(ValueError, match=r"does not know, of_tomorrow|is damaged"):
+            TechniqueSettings.from_json(newer)
 
 
 def test_damaged_bytes_are_one_sentence(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from properties import variants
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import Proposal
 from stalloc.fitting.observation import BlockSeen, OperationSeen, ProgramSeen
+from stalloc.fitting.proposals import Base, Known, Way
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 
@@ -39,15 +40,16 @@ from stalloc.cli.program import run_program
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import keeping, proposal
 from stalloc.fitting.trials import run_trial
+from stalloc.fitting.proposals import Known, Way
 from stalloc.sandbox import ProgramFiles
 files = ProgramFiles([], keep=False)
 def run():
     return run_program([sys.argv[1], "4"])
-fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60, files), lambda text: None)
+fitting = Fitting(Known(1 << 40), lambda work: run_trial(run, work, 60, files), lambda text: None)
 fitting.run("blocks:3")
-told = {}
+told, step = {}, fitting.known.step
 for name in sys.argv[2:]:
-    tried = fitting.measure(proposal(fitting.step, keeping(fitting.step, (name,))), name, name)
+    tried = fitting.measure(Way(fitting.as_it_is, proposal(step, keeping(step, (name,))), name, name))
     told[name] = [tried.expected_bytes, tried.allocated_bytes]
 print(json.dumps(told))
 """
@@ -121,9 +123,8 @@ def test_a_way_fits_within_the_limit_only_where_nothing_was_short_and_for_longer
             plan=b"plan" if work.under == "recorded" else b"",
         )
 
-    fitting = Fitting(budget, trial, lambda text: None)
-    fitting.num_steps, fitting.step = 3, ProgramSeen([], [], 1.0, 3)
-    candidate = fitting.measure(Proposal({}, 0.0), "as it is", "none")
+    fitting = Fitting(Known(budget, step=ProgramSeen([], [], 1.0, 3)), trial, lambda text: None, num_steps=3)
+    candidate = fitting.measure(Way(Base(), Proposal({}, 0.0), "as it is", "none"))
     assert candidate.fits(budget) is fits
     assert candidate.needed_bytes == (budget if fits else budget + 100)
 

@@ -24,16 +24,17 @@ from stalloc.cli.program import run_program
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import selective
 from stalloc.fitting.trials import run_trial
+from stalloc.fitting.proposals import Known
 from stalloc.sandbox import ProgramFiles
 files = ProgramFiles([], keep=False)
 def run():
     return run_program([sys.argv[1], "4"])
-fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60, files), lambda text: None)
+fitting = Fitting(Known(1 << 40), lambda work: run_trial(run, work, 60, files), lambda text: None)
 fitting.run("selective")
-tried = fitting.candidates[-1]
+tried, step = fitting.known.candidates[-1], fitting.known.step
 print(json.dumps({
-    "saved": [call.saved_bytes for call in fitting.step.calls],
-    "kept": [one.kept_bytes for one in selective(fitting.step).values()],
+    "saved": [call.saved_bytes for call in step.calls],
+    "kept": [one.kept_bytes for one in selective(step).values()],
     "expected": tried.expected_bytes, "allocated": tried.allocated_bytes, "what": tried.technique,
 }))
 """

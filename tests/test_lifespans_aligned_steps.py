@@ -99,3 +99,16 @@ def test_the_share_that_is_static_is_that_of_the_step_with_least() -> None:
     assert many.static_share < 0.1
     with pytest.raises(ValueError, match="two at least"):
         AlignedSteps(steps_of([[1, 2]]))
+
+
+def test_the_ring_with_dynamic_requests_has_those_of_the_last_step_where_they_came() -> None:
+    aligned = AlignedSteps(steps_of([[50, 70], [300, 20], [90, 110], [60, 0]]))
+    ring, wider = aligned.tape(), aligned.with_dynamic()
+    own = wider.row >= 0
+    assert wider.row[own].tolist() == list(range(ring.num_requests))
+    unit = wider.ring_end // ring.ring_end
+    assert (wider.start[own] == ring.start * unit).all()
+    assert (wider.end[own] == ring.end * unit).all()
+    assert (np.diff(wider.start) > 0).all()
+    assert (wider.end > wider.start).all()
+    assert wider.size[~own].tolist() == [60 * 64 * KIB], "little ones are the heap's"

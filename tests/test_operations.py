@@ -1,5 +1,6 @@
 """`stalloc record --ops`: the program is not changed by it, and the trace knows who made and used what."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -26,6 +27,7 @@ from stalloc.lifespans import (
 )
 from stalloc.lifespans.operation_dependencies import crossing_bytes
 from stalloc.lifespans.operation_modules import calls_of
+from stalloc.lifespans.operation_order import Lifespans
 from stalloc.lifespans.roles import within
 from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import Trace, load_traces, save_traces
@@ -75,8 +77,40 @@ def test_another_order_keeps_every_dependency_and_needs_no_more(trace: Trace, op
         if begin < step.end_event and end > step.begin_event:
             events[max(begin, step.begin_event) - step.begin_event] += size
             events[min(end, step.end_event) - step.begin_event] -= size
-    assert found.peak_bytes <= found.program_peak_bytes
+    assert found.peak_bytes <= found.early_peak_bytes <= found.program_peak_bytes
     assert found.program_peak_bytes == pytest.approx(np.cumsum(events).max(), rel=0.001)
+    assert peak_of(found.lifespans) == found.peak_bytes
+    assert peak_of(found.program_lifespans) == found.early_peak_bytes
+
+
+def peak_of(lifespans: Lifespans) -> int:
+    """The most that lives at once, counted naively."""
+    changes = [*zip(lifespans.start, lifespans.size, strict=True), *zip(lifespans.end, -lifespans.size, strict=True)]
+    return max(itertools.accumulate(int(size) for _, size in sorted(changes)))
+
+
+BRANCHES = Path(__file__).parent / "programs" / "branches.py"
+
+
+@pytest.mark.parametrize("name", ["-infer", pytest.param("", marks=pytest.mark.slow)])
+def test_branches_need_less_one_by_one_and_a_program_in_that_order_does(
+    name: str, tmp_path: Path, cuda_torch: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the replay finds for branches that begin together is what a program that runs them one by one has."""
+    told = {}
+    for kind in ("inception", "by-branch"):
+        path = tmp_path / f"{kind}.trace.npz"
+        assert run_stalloc("record", "--ops", "--device", "virtual", "-o", path, BRANCHES, kind + name).returncode == 0
+        assert main(["stats", str(path), "--order", "--json", str(tmp_path / "told.json")]) == 0
+        told[kind] = json.loads((tmp_path / "told.json").read_text())["devices"][0]["operation_order"]
+    found, by_hand = told["inception"], told["by-branch"]
+    assert found["peak_bytes"] < 0.92 * found["early_peak_bytes"]
+    assert found["planned_bytes"] < 0.92 * found["program_planned_bytes"]
+    assert found["peak_bytes"] == pytest.approx(by_hand["program_peak_bytes"], rel=0.01), "as a run of that order says"
+    assert by_hand["peak_bytes"] == by_hand["early_peak_bytes"], "no better order is found"
+    shown = capsys.readouterr().out
+    assert "in another order that keeps every dependency" in shown
+    assert "no order was found that needs less" in shown
 
 
 def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path, capsys) -> None:
@@ -91,7 +125,7 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     assert chunks["belady"]["to_device"] <= chunks["lru"]["to_device"]
     assert chunks["count"] * chunks["chunk_bytes"] >= sum(size for size in sizes if size <= chunks["chunk_bytes"])
     for packs in (told["harmony"]["forward"], told["harmony"]["backward"]):
-        assert sorted(layer for begin, end in packs for layer in range(begin, end)) == [0, 1, 2]
+        assert sorted(layer for begin, end in packs for layer in range(begin, end)) == [0, 1, 2, 3, 4], "ends included"
     assert told["stronghold"]["num_layers"] == 3
     assert told["angel"] is None  # a page is larger than this budget
     near = told["smart_infinity"]
@@ -104,7 +138,14 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     said = capsys.readouterr().out
     assert "PatrickStar: no size of chunks has room for what is needed at once" in said
     assert "Angel-PTM: the pages that are needed at once have no room" in said
-    assert "Harmony: not even packs of one layer fit" in said
+    (least,) = re.findall(r"Harmony, Mobius: the least budget is (\d+) MiB, which block \d of 3 needs in its", said)
+    assert main(["swap", str(path), "--budget", f"{least}MiB", "--json", "-"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    assert told["harmony"] is not None
+    assert not [note for note in told["notes"] if "least budget" in note or "in host memory itself" in note]
+    save_traces(path, [trace.replace(info=trace.info | {"host_bytes": 3 << 20})])
+    assert main(["swap", str(path), "--budget", "8MiB"]) == 0
+    assert "the program keeps 3.00 MiB in host memory itself" in capsys.readouterr().out
 
 
 def test_ranks_on_one_link_swap_what_the_record_saves_for_backward(trace: Trace, tmp_path: Path, capsys) -> None:
@@ -247,7 +288,7 @@ def test_verbs_show_roles_modules_and_blocks(trace: Trace, tmp_path: Path, capsy
     for names in ("by_role", "by_module"):
         assert sum(entry["held_bytes"] for entry in top[names]) == top["allocated_bytes"]
     assert "layers.*.up" in {entry["name"] for entry in top["by_module"]}
-    assert main(["tree", str(path), "--json", "-"]) == 0
+    assert main(["top", "--tree", str(path), "--json", "-"]) == 0
     (branched,) = json.loads(capsys.readouterr().out)["devices"]
     of_modules = {(one["name"], one["held_bytes"]) for one in branched["tree"]["children"]}
     assert of_modules == {(entry["name"], entry["held_bytes"]) for entry in top["by_module"]}
@@ -287,6 +328,9 @@ def test_a_step_is_put_on_the_clock_of_a_gpu(trace: Trace, tmp_path: Path, capsy
     live = trace.live_bytes(trace.aligned_size(512))[marks[-2] : marks[-1] + 1]
     assert max(phase["allocated_bytes"] for phase in phases.values()) == live.max()
     assert phases["update"]["headroom_bytes"] == device["total_bytes"] - phases["update"]["reserved_bytes"]
+    ready, busy = device["as_ready"], estimated.schedule.busy
+    assert max(busy.values()) <= ready["seconds"] * (1 + 1e-3), "no queue does two things at a time"
+    assert ready["copy_seconds"] <= busy[Queue.TO_DEVICE] + busy[Queue.TO_HOST]
     assert main(["report", str(path), "--gpu", "H100", "-o", str(page)]) == 0
     assert "Times are estimated, for one step on" in page.read_text(encoding="utf-8")
     bare = tmp_path / "bare.trace.npz"

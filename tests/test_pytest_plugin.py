@@ -283,7 +283,7 @@ def test_it():
 def test_modules_of_stalloc_are_loaded_as_ever():
     import stalloc.cli
     assert "rewrite" not in type(stalloc.cli.__spec__.loader).__module__
-    assert "check" in stalloc.cli.build_parser(None).format_help()
+    assert "diff" in stalloc.cli.build_parser(None).format_help()
 """)
     command = [
         sys.executable,

@@ -37,7 +37,7 @@ def test_what_checkpoint_cannot_do_is_one_sentence(run_checks: Callable[..., dic
     assert told["many"] == "4 blocks are not possible: the model has 3."
     assert "no repeated block '7'" in told["name"]
     assert "give a list" in told["keep"]
-    assert told["policy"].startswith("there is no policy 'most' for one model: give keep-attention, ")
+    assert told["policy"].startswith("there is no policy 'most' for one model: give keep-attention or ")
     assert told["number of policy"] == "'blocks:x' has no number of blocks: give blocks:4, for example."
     assert told["both"].endswith("with keep or blocks beside it: give one or the other.")
     assert "use stalloc fit --policy checkmate" in told["fit"]

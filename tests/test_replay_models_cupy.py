@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stalloc.replay import Events, Kind
-from stalloc.replay.cupy_pool import CupyPool, Settings
+from stalloc.replay.cupy_pool import CupyPool, CupyPoolSettings
 
 MIB = 1 << 20
 ORACLE = Path(__file__).parent / "programs" / "cupy_pool_oracle.py"
@@ -32,7 +32,7 @@ def real_programs(directory: Path, seed: int, num_programs: int, num_events: int
 def check_program(real: dict[str, np.ndarray]) -> tuple[int, int]:
     """Feed the model what the pool was fed; how many requests were refused, and how many emptied the cache first."""
     print(f"seed {real['seed']}, limit {real['limit']}, capacity {real['capacity']}")
-    model = CupyPool(Settings(limit=int(real["limit"])), int(real["capacity"]))
+    model = CupyPool(CupyPoolSettings(limit=int(real["limit"])), int(real["capacity"]))
     count = len(real["kind"])
     # the request of an event is its position
     events = Events(real["kind"].astype(np.int8), real["request"], np.arange(count), real["size"], real["stream"])
@@ -56,7 +56,7 @@ def check_program(real: dict[str, np.ndarray]) -> tuple[int, int]:
 
 def check_every_event(real: dict[str, np.ndarray]) -> None:
     """As check_program, and used bytes, cached bytes and the number of cached chunks after each event."""
-    model = CupyPool(Settings(limit=int(real["limit"])), int(real["capacity"]))
+    model = CupyPool(CupyPoolSettings(limit=int(real["limit"])), int(real["capacity"]))
     for i in range(len(real["kind"])):
         one = slice(i, i + 1)
         events = Events(

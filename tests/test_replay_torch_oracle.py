@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from properties import variants
 
+from stalloc.allocator_conf import parse_settings
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_caching import TorchCaching
 from stalloc.replay.torch_record import check_record
-from stalloc.replay.torch_settings import parse_settings
 from stalloc.trace import load_traces
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")

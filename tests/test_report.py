@@ -96,11 +96,12 @@ def test_the_charts_of_a_profile_have_the_figures_of_timeline(
     _, (device,) = page_of(tmp_path, file)
     (study,) = told(capsys, "timeline", file)
     assert device["study"]["findings"] == study["findings"]
-    assert {"file": file, **device["study"]["found"], "findings": study["findings"]} == study
+    drawn = device["study"]
+    assert {"file": file, **drawn["found"], "findings": study["findings"], "series": drawn["series"]} == study
     assert device["has_memory"] == ("qwen05b" in name or "bert" in name)
     for link in study["links"]:
-        curve = device["study"]["curves"]["traffic"][link["link"]]
-        assert sum(curve) * device["study"]["curves"]["seconds"] == pytest.approx(link["num_bytes"])
+        rates = study["series"]["link_bytes_per_second"][link["link"]]
+        assert sum(rates) * study["series"]["stretch_seconds"] == pytest.approx(link["num_bytes"])
     summary = tmp_path / "summary.md"
     assert main(["report", file, "-o", str(summary)]) == 0
     assert "| phase | time | computes | copies | both | idle |" in summary.read_text(encoding="utf-8")
@@ -275,7 +276,7 @@ def test_markdown_shows_the_figures_and_strangers_text_as_text(tmp_path: Path) -
 def test_pictures_are_drawn_by_matplotlib(tmp_path: Path, name: str, form: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra report)")
     out = tmp_path / f"out.{form}"
-    assert main(["report", str(path_of(name)), "-o", str(out)]) == 0
+    assert main(["report", str(path_of(name)), "--device", "0", "-o", str(out)]) == 0
     assert out.read_bytes().startswith(begins)
 
 

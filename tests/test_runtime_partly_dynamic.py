@@ -47,6 +47,16 @@ class Mixture(Program):
             for address in (attention, *gradients):
                 self.free(address)
 
+    def evaluate(self) -> None:
+        """The first half of a step, of which nothing is kept."""
+        for _ in range(LAYERS):
+            attention = self.allocate(6 * MIB)
+            for count in self.tokens():
+                for address in (self.allocate(count * 2048), self.allocate(count * 1024), self.allocate(count * 4096)):
+                    self.free(address)
+            self.free(self.allocate(3 * MIB))
+            self.free(attention)
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_steps_have_in_common_is_planned_from_the_sixth_on(seed: int) -> None:
@@ -60,6 +70,24 @@ def test_what_steps_have_in_common_is_planned_from_the_sixth_on(seed: int) -> No
     assert misses.sum() < 0.1 * hits.sum(), "a size that equals another by chance costs a step"
     counted = report(program.controller).dynamic_requests / 25
     assert 0.9 < counted / (LAYERS * EXPERTS * 3) <= 1, "which is counted apart"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_is_served_although_evaluation_comes_before_it(seed: int) -> None:
+    """Evaluation goes the way of a step, and leaves it."""
+    program = Mixture(seed)
+
+    def train_after_evaluation() -> None:
+        for _ in range(3):
+            program.evaluate()
+        program.train()
+
+    for _ in range(8):
+        program.step(program.train)
+    steps = (train_after_evaluation, program.train, program.train)
+    hits, misses = np.array([[program.step(step) for step in steps] for _ in range(6)]).sum(axis=0).T
+    assert hits[0] > misses[0], "the step is found where it begins, and most of the evaluation is served with it"
+    assert (hits[1:] > 10 * misses[1:]).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -78,6 +106,73 @@ def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     served = [program.step(program.train) for _ in range(40)]
     hits, misses = np.array(served[10:]).sum(axis=0)
     assert hits > 0.8 * (hits + misses)
+
+
+class Sequence(Program):
+    """Static requests in a row, each freed after the next two; one whose size differs comes among them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._rng = np.random.default_rng(seed)
+
+    def any_size(self) -> int:
+        """That no other request has."""
+        return int(self._rng.integers(1000, 8000)) * 1024 + 512
+
+    def train(self, *, skipped: range = range(0), beside: range = range(2, 10)) -> None:
+        """A step that leaves some out, and has one of any size before each of those in `beside`."""
+        held: list[int] = []
+        for number in range(40):
+            if number in skipped:
+                continue
+            held += [self.allocate(self.any_size())] if number in beside else []
+            held.append(self.allocate(4 * MIB + number * MIB))
+            while len(held) > 2:
+                self.free(held.pop(0))
+        for address in held:
+            self.free(address)
+
+
+def test_the_place_is_found_again_although_other_sizes_come_between() -> None:
+    program = Sequence()
+    for _ in range(10):
+        program.step(program.train)
+    assert program.step(program.train) == (40, 0)
+    hits, missed = program.step(lambda: program.train(skipped=range(10, 16), beside=range(16, 30)))
+    assert hits + missed == 34 + 14
+    assert hits >= 25, "after a few of those that follow what is left out"
+
+
+def test_a_plan_that_misses_much_of_a_step_is_soon_made_anew() -> None:
+    """Four steps were alike by chance; later ones ask for twenty requests more."""
+    program = Sequence()
+
+    def ask_for_more() -> None:
+        program.train()
+        for number in range(20):
+            program.free(program.allocate(60 * MIB + number * MIB))
+
+    for _ in range(5):
+        program.step(program.train)
+    assert [program.step(ask_for_more)[1] for _ in range(3)] == [20, 20, 0]
+
+
+@pytest.mark.parametrize(("more", "num_plans", "missed"), [(8, 2, 0), (7, 1, 7)])
+def test_what_later_steps_have_in_common_is_planned_too(more: int, num_plans: int, missed: int) -> None:
+    """From the eighth step on some more is asked for: after the sixteenth most have it. Few are not worth a plan."""
+    program = Sequence()
+
+    def ask_for_more() -> None:
+        program.train()
+        for number in range(more):
+            program.free(program.allocate(60 * MIB + number * MIB))
+
+    for _ in range(7):
+        program.step(program.train)
+    for _ in range(12):
+        program.step(ask_for_more)
+    assert program.step(ask_for_more)[1] == missed
+    assert program.controller.status.num_plans == num_plans
 
 
 @pytest.mark.parametrize(("more", "missed"), [(8, 0), (9, 1)])

@@ -1,4 +1,4 @@
-"""Settings of torch's allocator: `stalloc.alloc_conf` merges and puts back, `stalloc advise` ranks."""
+"""Settings of torch's allocator: `stalloc.alloc_conf` merges and puts back, `stalloc simulate --advise` ranks."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_torch_itself_has_them_and_has_the_old_ones_back(run_checks: Callable[..
 
 def test_advice_is_the_line_to_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = path_of("out_of_memory.pickle.gz")
-    assert main(["advise", str(file), "--torch", "2.8", "--json", str(tmp_path / "advice.json")]) == 0
+    assert main(["simulate", "--advise", str(file), "--torch", "2.8", "--json", str(tmp_path / "advice.json")]) == 0
     shown = capsys.readouterr().out
     advice = json.loads((tmp_path / "advice.json").read_text())
     ranking = advice["ranking"]
@@ -103,7 +103,7 @@ def test_advice_is_the_line_to_export(capsys: pytest.CaptureFixture[str], tmp_pa
 
 def test_where_nothing_is_better_nothing_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.csv").write_text("id,lower,upper,size\n0,0,9,2097152\n1,1,8,2097152\n")
-    assert main(["advise", str(tmp_path / "p.csv")]) == 0
+    assert main(["simulate", "--advise", str(tmp_path / "p.csv")]) == 0
     shown = capsys.readouterr().out
     assert "export" not in shown
     assert "nothing that was tried is better than what was recorded" in shown
@@ -121,10 +121,10 @@ def test_what_a_program_returns_by_itself_is_no_gain_of_a_setting(
     timed = [event | {"time_us": number} for number, event in enumerate(events, start=1)]
     file = tmp_path / "returns.pickle"
     file.write_bytes(pickle.dumps({"segments": [], "device_traces": [timed]}))
-    assert main(["advise", str(file), "--json", "-"]) == 0
+    assert main(["simulate", "--advise", str(file), "--json", "-"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["export"], said["recorded_reserved_peak_bytes"]) == (None, 40 << 20)
-    assert main(["advise", str(file)]) == 0
+    assert main(["simulate", "--advise", str(file)]) == 0
     assert "without what the program returned by itself" in " ".join(capsys.readouterr().out.split())
 
 
@@ -135,11 +135,11 @@ def test_a_history_too_short_to_tell_gives_no_order(tmp_path: Path, capsys: pyte
     events = [{"action": "free_completed", "addr": (1 << 30) + (22 << 20), "size": 1 << 20, "stream": 0, "time_us": 1}]
     file = tmp_path / "short.pickle"
     file.write_bytes(pickle.dumps({"segments": segments, "device_traces": [events]}))
-    assert main(["advise", str(file), "--json", "-"]) == 0
+    assert main(["simulate", "--advise", str(file), "--json", "-"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["ranking"], said["export"], said["recorded_reserved_peak_bytes"]) == ([], None, 30 << 20)
     assert said["variable"] == "PYTORCH_CUDA_ALLOC_CONF", "which all releases read"
-    assert main(["advise", str(file)]) == 0
+    assert main(["simulate", "--advise", str(file)]) == 0
     shown = capsys.readouterr().out
     assert "too short to rank settings" in shown
     assert "export" not in shown
@@ -148,6 +148,29 @@ def test_a_history_too_short_to_tell_gives_no_order(tmp_path: Path, capsys: pyte
 def test_a_release_is_advised_what_it_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.csv").write_text("id,lower,upper,size\n0,0,3,30000000\n1,1,2,50000000\n2,3,4,90000000\n")
     for release, is_known in (("2.0", False), ("2.1", True)):
-        assert main(["advise", str(tmp_path / "a.csv"), "--torch", release, "--json", "-"]) == 0
+        assert main(["simulate", "--advise", str(tmp_path / "a.csv"), "--torch", release, "--json", "-"]) == 0
         tried = [one["settings"] for one in json.loads(capsys.readouterr().out)["ranking"]]
         assert any("expandable_segments" in settings for settings in tried) == is_known
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--advise", "p.csv", "p.csv"], "--advise is of one file: 2 were given"),
+        (["--advise", "p.csv", "--sweep"], "--sweep does not go with --advise"),
+        (["p.csv", "--torch", "2.8"], "--torch is of --advise"),
+    ],
+)
+def test_options_of_one_use_are_refused_in_the_other(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.csv").write_text("id,lower,upper,size\n0,0,9,2097152\n")
+    assert main(["simulate", *options]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1

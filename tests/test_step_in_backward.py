@@ -20,6 +20,8 @@ REFUSED = {
     "clipped_later": "a gradient is read",
     "scaled": "a gradient is read",
     "logged": "a gradient is read",
+    "logged_later": "a gradient is read after the optimizer's step",
+    "never_zeroed": "accumulated over several steps of the optimizer",
     "replaced": "a gradient is read or set",
     "skipped": "a gradient is read",
     "accumulated_by_hand": "accumulated over several backward passes",

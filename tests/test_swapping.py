@@ -1,5 +1,6 @@
 """Parameters that come and go: what published ways choose is the best of all there is, tried one by one."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -12,7 +13,7 @@ from stalloc.cost import swap_amount
 from stalloc.cost.chunk_cache import least_capacity, replay_chunks
 from stalloc.cost.chunk_search import replayed, search_chunks, usual_sizes
 from stalloc.cost.chunk_uses import ModelData, Moment, in_chunks
-from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.layer_costs import LayerCost, LinkCost, least_budget
 from stalloc.cost.layer_packs import pack_layers, pass_cost
 from stalloc.cost.near_storage import update_near_storage
 from stalloc.cost.parameter_pages import lay_out, replay_pages
@@ -198,6 +199,40 @@ def stretches(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
             yield tuple(itertools.pairwise(bounds))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_packs_and_stages_answer_from_where_each_layer_fits_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    layers = [
+        dataclasses.replace(
+            one, forward_work_bytes=rng.randint(0, 20) * MIB, backward_work_bytes=rng.randint(0, 20) * MIB
+        )
+        for one in random_layers(seed, 5)
+    ]
+    least = least_budget(layers).num_bytes
+    alone = tuple((row, row + 1) for row in range(5))
+    pipeline = Pipeline(num_gpus=2, num_microbatches=2, budget_bytes=least, link=LINK)
+    assert pack_layers(layers, least, LINK) is not None
+    assert pack_layers(layers, least - 1, LINK) is None
+    assert step_seconds(layers, alone, pipeline) is not None
+    assert step_seconds(layers, alone, dataclasses.replace(pipeline, budget_bytes=least - 1)) is None
+    times = [pack_layers(layers, least + more * MIB, LINK).seconds for more in (0, 10, 20, 1000)]
+    assert times == sorted(times, reverse=True), "more room costs no time"
+
+
+def test_what_has_no_room_beside_a_layer_comes_after_it() -> None:
+    layers = [LayerCost(16 * MIB, 0, 0, 1.0, 0.0)] * 2
+    whole, half = (
+        pass_cost(layers, ((0, 1), (1, 2)), budget, LINK, is_backward=False) for budget in (32 * MIB, 24 * MIB)
+    )
+    assert whole == (pytest.approx(LINK.seconds(16 * MIB) + 2.0), 32 * MIB)
+    assert half == (pytest.approx(LINK.seconds(16 * MIB) + 2.0 + LINK.seconds(8 * MIB)), 32 * MIB)
+    times = [
+        step_seconds(layers, ((0, 1), (1, 2)), Pipeline(num_gpus=1, num_microbatches=1, budget_bytes=budget, link=LINK))
+        for budget in (64 * MIB, 48 * MIB - 8 * MIB)
+    ]
+    assert times[1] - times[0] == pytest.approx(8 * MIB / LINK.rate), "half of the first stage has no room in backward"
+
+
 @pytest.mark.parametrize(("seed", "count"), [*((seed, 2 + seed) for seed in range(8)), (8, 12)])
 def test_packs_are_the_best_of_all_ways_to_pack(seed: int, count: int) -> None:
     layers = random_layers(seed, count)
@@ -232,7 +267,7 @@ def test_packs_are_the_best_of_all_ways_to_pack(seed: int, count: int) -> None:
 def test_stages_are_the_best_of_all_partitions(seed: int, count: int, gpus: int) -> None:
     pytest.importorskip("scipy.optimize")
     layers = random_layers(seed, count)
-    for budget in (30 * MIB, 60 * MIB)[: 1 if count == 12 else 2]:
+    for budget in (26 * MIB, 30 * MIB, 60 * MIB)[: 1 if count == 12 else 3]:
         pipeline = Pipeline(num_gpus=gpus, num_microbatches=1 + seed, budget_bytes=budget, link=LINK)
         found = partition_stages(layers, pipeline)
         times = (step_seconds(layers, stages, pipeline) for stages in stretches(count))

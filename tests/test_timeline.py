@@ -79,6 +79,8 @@ def test_an_iteration_of_offloading_is_divided_by_phase(tmp_path: Path, capsys: 
         "stood_seconds": 50e-6,
     }
     assert device["missed_overlap_seconds"] == pytest.approx(40e-6 + 20e-6)
+    assert device["missed_across_seconds"] == pytest.approx(40e-6 + 80e-6), "all that copied alone"
+    assert device["as_ready"] is None, "nothing says what needs what"
     assert [(part["phase"], part["name"], round(part["seconds"] * 1e6)) for part in device["parts"]] == [
         ("update", "0", 100),
         ("update", "1", 100),
@@ -99,6 +101,71 @@ def test_people_read_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixt
     assert backward[:10] == ["backward", "1", "200", "us", "140", "us", "40", "us", "10", "us"]
     assert any(line.split()[:4] == ["update/0", "1", "300", "us"] for line in lines)
     assert lines[-1] == f"Next: stalloc report {file}"
+
+
+def series_of(device: dict[str, Any]) -> dict[str, Any]:
+    """The series of a device, after a check that they are whole."""
+    series = device["series"]
+    parts = (series[name] for name in ("memory_bytes", "link_bytes_per_second", "computing_share"))
+    (width,) = {len(values) for part in parts for values in part.values()}
+    assert width * series["stretch_seconds"] == pytest.approx(device["seconds"])
+    return series
+
+
+def test_the_series_add_up_to_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (device,) = timeline(capsys, written(tmp_path, ITERATION))
+    series, phases = series_of(device), device["phases"]
+    stretch = series["stretch_seconds"]
+    moved = {link: stretch * sum(rates) for link, rates in series["link_bytes_per_second"].items()}
+    assert moved == {one["link"]: pytest.approx(one["num_bytes"]) for one in device["links"]}
+    computed = sum(phase["compute_seconds"] + phase["overlap_seconds"] for phase in phases)
+    assert stretch * sum(series["computing_share"]["device"]) == pytest.approx(computed, rel=1e-3)
+    assert stretch * sum(series["computing_share"]["host"]) == pytest.approx(40e-6, rel=1e-3)
+    allocated, host = series["memory_bytes"]["allocated"], series["memory_bytes"]["host"]
+    assert (allocated[0], max(allocated), allocated[-1]) == (1000, 5000, 700)
+    assert (host[0], host[-1]) == (None, 512), "not known before the file says so"
+
+
+def test_copies_of_one_phase_beside_the_computing_of_another_are_at_most_what_could_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        "start_us,end_us,link,bytes,phase",
+        "0,100,compute,0,backward",
+        "100,105,compute,0,update",
+        "105,165,to_device,4194304,update",
+    ]
+    file = tmp_path / "iteration.csv"
+    file.write_text("\n".join(lines))
+    (device,) = timeline(capsys, str(file))
+    assert device["missed_overlap_seconds"] == pytest.approx(5e-6)
+    assert device["missed_across_seconds"] == pytest.approx(60e-6)
+    told = " ".join(device["findings"])
+    assert "Nothing of 60 us of copying ran beside computing; at most 60 us could have" in told
+    assert "update only copies for 60 us, backward only computes for 100 us" in told
+    assert "does not say which work needs the results of which" in told
+    file.write_text("\n".join([*lines[:1], "0,30,compute,0,backward", *lines[2:]]))
+    (device,) = timeline(capsys, str(file))
+    assert device["missed_across_seconds"] == pytest.approx(35e-6), "not more than there is of computing"
+
+
+@pytest.mark.parametrize(("total", "said"), [
+    (8, "All of the 4.00 GiB that the program holds in host memory would fit into that"),
+    (5, "2.00 GiB of the 4.00 GiB that the program holds in host memory would fit into that"),
+])  # fmt: skip
+def test_what_would_fit_into_the_headroom_is_said(
+    total: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trace,) = load_traces(path_of("training.pickle.gz"))
+    begin = int(trace.time_us.min()) * 1000
+    held = [Held(begin, MemoryKind.HOST, 4 << 30), Held(begin, MemoryKind.RESERVED, 3 << 30)]
+    work = [Work(begin, begin + 2000, Link.TO_DEVICE, 3 * MIB, "forward"), Work(begin, begin + 900, Link.COMPUTE)]
+    made = activity_of(work, held=held)
+    file = tmp_path / "with.trace.npz"
+    bare = trace.replace(time_us=np.zeros_like(trace.time_us), info=trace.info | {"total_bytes": total << 30})
+    save_traces(file, [bare.replace(extra=made.columns())])
+    (device,) = timeline(capsys, str(file))
+    assert any(sentence.startswith(said) for sentence in device["findings"]), device["findings"]
 
 
 PEAKS = [("training.pickle.gz", 262352384), ("tiny_transformer.pickle.gz", 18099712)]

@@ -116,7 +116,7 @@ def test_a_failure_in_a_log_of_rmm_has_no_cause_where_nothing_tells_it(tmp_path,
     assert main(["explain", str(path), "--json", "-"]) == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert (device["verdict"], device["device_free_bytes"], device["avoided_by"]) == ("unknown", None, [])
-    assert main(["advise", str(path), "--json", "-"]) == 0
+    assert main(["simulate", "--advise", str(path), "--json", "-"]) == 0
     assert all(one["fits"] for one in json.loads(capsys.readouterr().out)["ranking"])
 
 

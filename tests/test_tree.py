@@ -1,4 +1,4 @@
-"""`stalloc tree`: the peak by call site as a tree whose figures are those of `stalloc top`."""
+"""`stalloc top --tree`: the peak by call site as a tree whose figures are those of `stalloc top`."""
 
 import json
 import re
@@ -14,25 +14,25 @@ from stalloc.cli import main
 
 def tree(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
     """What the verb says of each device, as JSON."""
-    assert main(["tree", *words, "--json", "-"]) == 0
+    assert main(["top", "--tree", *words, "--json", "-"]) == 0
     return json.loads(capsys.readouterr().out)["devices"]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """The lines of the tree, from its root."""
-    assert main(["tree", *words]) == 0
+    assert main(["top", "--tree", *words]) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text
     lines = text.splitlines()
-    assert lines[-1].startswith("Next: stalloc top ")
+    assert lines[-1].startswith("Next: stalloc explain ")
     return [line for line in lines[1:-1] if line]
 
 
-@pytest.mark.parametrize(("at", "meant"), [(None, "peak"), ("oom", "oom"), ("7", "event")])
+@pytest.mark.parametrize(("at", "meant"), [("peak", "peak"), (None, "oom"), ("7", "event")])
 def test_the_figures_are_those_of_top(tmp_path: Path, capsys: pytest.CaptureFixture[str], at: str, meant: str) -> None:
     file = write_leak(tmp_path / "leak.pickle", oom=True)
     (device,) = tree(capsys, file, *(["--at", at] if at else []))
-    (other,) = top(capsys, file, "--at", at or "peak")
+    (other,) = top(capsys, file, *(["--at", at] if at else []))
     assert device["at"] == meant
     assert {name: other[name] for name in device} == device
     assert device["tree"]["held_bytes"] == device["allocated_bytes"]
@@ -93,7 +93,7 @@ def test_lines_of_every_level_add_up(capsys: pytest.CaptureFixture[str]) -> None
 def test_what_cannot_be_shown_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
-    assert main(["tree", write_leak(tmp_path / "leak.pickle"), *words]) == 2
+    assert main(["top", "--tree", write_leak(tmp_path / "leak.pickle"), *words]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

@@ -23,7 +23,6 @@ from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import Frame, is_python, read_sites
 
 MOMENTS = ("peak", "oom", "end")
-_ALIGNMENT = 512
 _MIN_STEPS = 3  # over which something has to grow every time, or nearly, before it is said to
 _MIN_SHARE = 0.75
 _OPTIMIZER_STEP = "Optimizer.step#"  # how torch names the annotation of one step of an optimizer
@@ -87,7 +86,7 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
 
     Without `at` it is the last out-of-memory error, or the peak. Raises BadInputError for a moment that is not there.
     """
-    size = trace.aligned_size(_ALIGNMENT)
+    size = trace.aligned_size()
     name, event = _moment(trace, size, at)
     rows = np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
     if event < 0:
@@ -167,7 +166,7 @@ def find_growth(trace: Trace) -> list[Growth]:
     bounds = bounds[len(bounds) // 3 :]  # the first steps make what lasts
     if len(bounds) <= _MIN_STEPS:
         return []
-    size = trace.aligned_size(_ALIGNMENT)
+    size = trace.aligned_size()
     born = np.searchsorted(bounds, trace.start)  # the first boundary that sees it
     lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
     died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end))

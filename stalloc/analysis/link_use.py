@@ -5,10 +5,10 @@ The measured peak of a link is the highest rate of one of its copies of 1 MiB or
 
 import numpy as np
 
-from stalloc.analysis.busy_time import Busy
+from stalloc.analysis.busy_time import Busy, bytes_within
 from stalloc.analysis.phase_windows import Windows, top_phase
 from stalloc.analysis.study_record import Blocking, LinkUse, PartUse, SizeUse
-from stalloc.columns import Column, Times
+from stalloc.columns import Column, Sizes, Times
 from stalloc.trace.activity import Activity, Link
 
 LINKS = tuple(link for link in Link if link.moves)
@@ -25,6 +25,12 @@ _RATED_BYTES = 1 << 20  # of a copy whose rate says something about its link
 def busy(activity: Activity, rows: Column) -> Busy:
     """When at least one of some rows ran."""
     return Busy(activity.start[rows], activity.end[rows])
+
+
+def moved_within(activity: Activity, link: Link, bounds: Times) -> Sizes:
+    """(k,) bytes that a link moved in each of the stretches between (k + 1,) ascending bounds."""
+    rows = activity.link == link
+    return bytes_within(activity.start[rows], activity.end[rows], activity.num_bytes[rows], bounds)
 
 
 def peak_rate(activity: Activity, link: Link) -> float | None:

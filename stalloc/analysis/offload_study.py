@@ -9,16 +9,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.analysis.busy_time import bytes_within, highest_within
-from stalloc.analysis.link_use import LINKS, blocking_copies, busy, link_uses, part_uses, peak_rate, size_uses
+from stalloc.analysis.busy_time import highest_within
+from stalloc.analysis.link_use import (
+    LINKS,
+    blocking_copies,
+    busy,
+    link_uses,
+    moved_within,
+    part_uses,
+    peak_rate,
+    size_uses,
+)
 from stalloc.analysis.phase_windows import EVERYTHING, NO_PHASE, Windows, phase_windows
-from stalloc.analysis.study_record import PhaseUse, Study
+from stalloc.analysis.study_record import AsReady, PhaseUse, Study
 from stalloc.columns import Column, Times
 from stalloc.errors import BadInputError
 from stalloc.trace import DeviceRecord, Trace
 from stalloc.trace.activity import Activity, Link, MemoryKind, activity_of
-
-_ALIGNMENT = 512
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,6 +63,10 @@ def study(record: DeviceRecord) -> Study:
         parts=part_uses(activity, windows),
         blocking=blocking_copies(activity),
         missed_overlap_seconds=sum(min(phase.copy_seconds, phase.compute_seconds) for phase in phases),
+        missed_across_seconds=min(
+            sum(phase.copy_seconds for phase in phases), sum(phase.compute_seconds for phase in phases)
+        ),
+        as_ready=_as_ready(activity, record.as_ready),
         missing=_missing(activity, levels, total, windows, has_times=has_times),
     )
 
@@ -93,7 +104,7 @@ def memory_levels(record: DeviceRecord) -> dict[MemoryKind, Level]:
 
 def _of_trace(trace: Trace) -> dict[MemoryKind, Level]:
     time = np.maximum.accumulate(trace.time_us) * 1000
-    allocated = trace.live_bytes(trace.aligned_size(_ALIGNMENT))[1:]
+    allocated = trace.live_bytes(trace.aligned_size())[1:]
     found = {MemoryKind.ALLOCATED: Level(time=time, num_bytes=allocated)}
     reserved = trace.reserved_bytes()
     if reserved.max(initial=0):
@@ -110,7 +121,7 @@ def _phases(
     copying = busy(activity, copies).within(begin, end)
     either = busy(activity, computes | copies).within(begin, end)
     on_host = busy(activity, activity.link == Link.HOST_COMPUTE).within(begin, end)
-    moved = {link: _moved(activity, link, windows.bounds) for link in LINKS}
+    moved = {link: moved_within(activity, link, windows.bounds) for link in LINKS}
     highest = {kind: highest_within(level.time, level.num_bytes, begin, end) for kind, level in levels.items()}
     peaks = {link: peak_rate(activity, link) for link in LINKS}
     found = []
@@ -145,9 +156,22 @@ def _phases(
     return found
 
 
-def _moved(activity: Activity, link: Link, bounds: Times) -> Column:
-    rows = activity.link == link
-    return bytes_within(activity.start[rows], activity.end[rows], activity.num_bytes[rows], bounds)
+def _as_ready(activity: Activity, other: Activity | None) -> AsReady | None:
+    """What it comes to if all work runs as soon as what it needs is there."""
+    if other is None or not len(other):
+        return None
+    begin, end = other.start.min(), other.end.max()
+    copies, computes = np.isin(other.link, LINKS), other.link == Link.COMPUTE
+    either, computing = (busy(other, rows).within(begin[None], end[None]) for rows in (computes | copies, computes))
+    arrived = [(one.end - one.start.min(), one.num_bytes, one.link == Link.TO_DEVICE) for one in (other, activity)]
+    moments = np.concatenate([moment[rows] for moment, _, rows in arrived])
+    ahead = np.concatenate([sign * size[rows] for sign, (_, size, rows) in zip((1, -1), arrived, strict=True)])
+    order = np.lexsort((-ahead, moments))
+    return AsReady(
+        seconds=float(end - begin) / 1e9,
+        copy_seconds=float((either - computing)[0]) / 1e9,
+        more_bytes=max(0, int(np.cumsum(ahead[order]).max(initial=0))),
+    )
 
 
 def _stretches(windows: Windows, begin: int) -> list[tuple[str, float, float]]:

@@ -20,7 +20,6 @@ from stalloc.trace import Trace
 from stalloc.trace.sites import Frame
 
 SiteText = Callable[[Hashable], str]  #: of a key of `site_keys`
-_ALIGNMENT = 512
 _SITE = re.compile(r"([^:\n]+):(\d{1,9}) (.+)")
 
 
@@ -38,7 +37,7 @@ class PeakUse:
 
 def peak_use(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> PeakUse:
     """What a trace needed; `counted`: (n,) which of its requests count, all without it; `site`: how sites are told."""
-    size = trace.aligned_size(_ALIGNMENT)
+    size = trace.aligned_size()
     if counted is not None:
         size = np.where(counted, size, 0)
     peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
@@ -58,7 +57,7 @@ def lasting(trace: Trace, counted: Column | None = None, site: SiteText = site_t
     if counted is not None:
         alive &= counted
     rows = np.flatnonzero(alive)
-    return grouped(site_keys(trace, rows), trace.aligned_size(_ALIGNMENT)[rows], site)
+    return grouped(site_keys(trace, rows), trace.aligned_size()[rows], site)
 
 
 def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:

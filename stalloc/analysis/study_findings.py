@@ -8,6 +8,7 @@ from stalloc.analysis.link_use import SIZE_CLASSES
 from stalloc.analysis.study_record import Study
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
+from stalloc.trace.activity import Link
 
 _MATTERS, _NOTICED = 0.01, 0.001  # of all the time, from which seconds are worth half a sentence, and one
 _HOW = "no GPU ran, and a model says what each operation and copy costs"
@@ -15,6 +16,7 @@ _NO_TIMES = (
     "Times are not shown: a virtual GPU computes nothing, so that its own are not those of a GPU. stalloc record --ops "
     "has them estimated."
 )
+_HOST_LINKS = (Link.TO_DEVICE.text, Link.TO_HOST.text)
 _SMALL, _MANY = SIZE_CLASSES[0][0], 32
 
 
@@ -85,12 +87,51 @@ def _overlap(found: Study) -> list[str]:
         return []
     share = f"{human_seconds(both)} ({both / (alone + both):.0%})" if both else "Nothing"
     text = f"{share} of {human_seconds(alone + both)} of copying ran beside computing"
-    if found.missed_overlap_seconds < _MATTERS * found.seconds:
+    missed = found.missed_across_seconds
+    if missed < _MATTERS * found.seconds:
         return [f"{text}."]
-    worst = max(found.phases, key=lambda phase: min(phase.copy_seconds, phase.compute_seconds))
-    most = f", most of it in {printable(worst.name)}" if len(found.phases) > 1 else ""
-    missed = found.missed_overlap_seconds
-    return [f"{text}; {human_seconds(missed)} could have, {_share(missed, found)} of all the time{most}."]
+    more = f"{human_seconds(missed)} {'more ' if both else ''}could have, {_share(missed, found)} of all the time"
+    return [f"{text}; at most {more}{_where(found)}.", _allowed(found)]
+
+
+def _where(found: Study) -> str:
+    """In which phases copies and computing run alone."""
+    if len(found.phases) < 2:
+        return ""
+    within = found.missed_overlap_seconds
+    copies = max(found.phases, key=lambda phase: phase.copy_seconds)
+    computes = max(found.phases, key=lambda phase: phase.compute_seconds)
+    if copies is computes or found.missed_across_seconds - within < _NOTICED * found.seconds:
+        worst = max(found.phases, key=lambda phase: min(phase.copy_seconds, phase.compute_seconds))
+        return f", most of it in {printable(worst.name)}"
+    return (
+        f": {human_seconds(within)} beside what its own phase computes, the rest beside other phases ("
+        f"{printable(copies.name)} only copies for {human_seconds(copies.copy_seconds)}, {printable(computes.name)} "
+        f"only computes for {human_seconds(computes.compute_seconds)})"
+    )
+
+
+def _allowed(found: Study) -> str:
+    """How much of what could overlap the program's data permits, as far as it is known."""
+    ready = found.as_ready
+    if ready is None:
+        return (
+            "The file does not say which work needs the results of which, so how much of that is possible is unknown."
+        )
+    saved = sum(phase.copy_seconds for phase in found.phases) - ready.copy_seconds
+    if saved < _NOTICED * found.seconds or ready.seconds >= found.seconds:
+        return "Starting each operation and copy as soon as its data is there would not let more of them overlap."
+    left = [phase.headroom_bytes for phase in found.phases if phase.headroom_bytes is not None]
+    room = ""
+    if left and not found.headroom_is_bound:
+        room = ", which it has" if ready.more_bytes <= min(left) else ", which it does not have"
+    return (
+        f"The data that operations need of one another permits {human_seconds(saved)} of it: if each operation and "
+        f"copy ran as soon as its data is there, the step would take {human_seconds(ready.seconds)} in place of "
+        f"{human_seconds(found.seconds)}, and what comes to the device earlier up to {human_bytes(ready.more_bytes)} "
+        f"more of its memory{room}. What copies leave in host memory, for other copies or for the program to decide "
+        "by, is not recorded, so it may be less."
+    )
 
 
 def _idle(found: Study) -> list[str]:
@@ -149,4 +190,15 @@ def _headroom(found: Study) -> list[str]:
     least = min(known, key=lambda phase: phase.headroom_bytes or 0)
     where = f" in {printable(least.name)}" if len(found.phases) > 1 else ""
     bound = "at most" if found.headroom_is_bound else "at least"
-    return [f"The device had {bound} {human_bytes(least.headroom_bytes or 0)} left{where}."]
+    room = least.headroom_bytes or 0
+    told = [f"The device had {bound} {human_bytes(room)} left{where}."]
+    on_host = max((phase.host_bytes or 0 for phase in found.phases), default=0)
+    copying = sum(link.busy_seconds for link in found.links if link.link in _HOST_LINKS)
+    if not on_host or room <= 0 or copying < _NOTICED * found.seconds:
+        return told  # it is not what costs time
+    if on_host <= room:
+        what = f"All of the {human_bytes(on_host)} that the program holds in host memory"
+    else:
+        what = f"{human_bytes(room)} of the {human_bytes(on_host)} that the program holds in host memory"
+    would = "would at best fit" if found.headroom_is_bound else "would fit"
+    return [*told, f"{what} {would} into that: what stays on the device need not be copied."]

@@ -77,6 +77,18 @@ class Blocking:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AsReady:
+    """The same work, each piece as soon as what it needs on the device is there and its queue is free.
+
+    What one copy leaves in host memory for another is not known, so what needs that may have to wait longer.
+    """
+
+    seconds: float
+    copy_seconds: float  #: of copies alone
+    more_bytes: int  #: at most so much more of the device is held, by what comes to it earlier
+
+
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """One device."""
 
@@ -94,7 +106,9 @@ class Study:
     sizes: list[SizeUse]
     parts: list[PartUse]
     blocking: Blocking | None
-    missed_overlap_seconds: float  #: of copies that ran alone, and could have run while their phase computed alone
+    missed_overlap_seconds: float  #: of copies alone: what could have run while their phase computed alone, at most
+    missed_across_seconds: float  #: and while any phase did
+    as_ready: AsReady | None  #: how much of that the operations permit; None where nothing says what needs what
     missing: list[str]
 
     @property

@@ -9,7 +9,9 @@ import argparse
 import difflib
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
@@ -19,30 +21,22 @@ from stalloc.garbage import fewer_collections
 from stalloc.notices import say
 from stalloc.printable import MAX_SENTENCE, printable
 
-VERBS = (
-    "run",
-    "record",
-    "dryrun",
-    "fit",
-    "policies",
-    "stats",
-    "top",
-    "tree",
-    "plan",
-    "validate",
-    "convert",
-    "diff",
-    "check",
-    "simulate",
-    "advise",
-    "explain",
-    "report",
-    "timeline",
-    "swap",
-    "live",
-    "info",
-    "bench",
-)
+GROUPS = {
+    "look at a recording": ("stats", "top", "explain", "report", "timeline", "live"),
+    "predict": ("dryrun", "simulate", "plan", "swap"),
+    "run": ("run", "record"),
+    "fit into a budget": ("fit", "policies"),
+    "guard": ("diff",),
+    "more": ("validate", "convert", "info", "bench"),
+}
+"""The verbs by what they are for, as `stalloc --help` lists them."""
+VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
+OLDER_VERBS = {
+    "tree": ("top", "--tree", "--at", "peak"),
+    "advise": ("simulate", "--advise"),
+    "check": ("diff", "--check"),
+}
+"""Verbs of former releases and what they are now: they work for one release, and say so."""
 
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_OWN_FAILURE = 125  #: of `run` and `record`, whose other codes are the program's; as docker and env have it
@@ -76,17 +70,28 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
 
     parser = _Parser(
         prog="stalloc",
+        usage="stalloc [-h] [--version] VERB ...",
         description="Plan GPU memory from one step of a program; run, explain and predict with the plan.",
-        epilog=f"{_CODES} `stalloc VERB --help` tells more. {_WORDS}",
+        epilog=f"{_CODES}\n`stalloc VERB --help` tells more. {_WORDS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"stalloc {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(prog="stalloc", dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)
     for name in VERBS if verb is None else (verb,):
         if verb is not None or "_ARGCOMPLETE" in os.environ:
             _add_verb(verbs, name)
         else:
-            verbs.add_parser(name, help=_summary(name))
+            verbs.add_parser(name)
+    if verb is None:
+        for title, group in GROUPS.items():
+            parser.add_argument_group(title, "\n".join(map(_help_line, group)))
     return parser
+
+
+def _help_line(verb: str) -> str:
+    """A verb and its summary, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns - 4  # argparse indents by two, and leaves two
+    return textwrap.fill(_summary(verb), width, initial_indent=f"{verb:<10}", subsequent_indent=" " * 10)
 
 
 def _add_verb(verbs: Any, name: str) -> None:
@@ -159,6 +164,10 @@ def _main(argv: Sequence[str] | None) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
+    if argv and argv[0] in OLDER_VERBS:
+        newer = OLDER_VERBS[argv[0]]
+        say(f"`stalloc {argv[0]}` is now `stalloc {' '.join(newer)}`: the next release drops the old name.")
+        argv = [*newer, *argv[1:]]
     if argv and argv[0] not in VERBS and not argv[0].startswith("-"):
         raise BadInputError(_no_verb(argv[0]))
     verb = next((word for word in argv if not word.startswith("-")), None)
@@ -172,7 +181,8 @@ def _run(argv: list[str]) -> int:
     if verb is not None:
         from stalloc.cli.shared_options import apply_shared
 
-        apply_shared(_verb_parser(parser, verb), verb, VERBS)
+        older = [name for name, (newer, flag, *_) in OLDER_VERBS.items() if newer == verb and flag in argv]
+        apply_shared(_verb_parser(parser, verb), (*older, verb), (*VERBS, *OLDER_VERBS))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(args.parser, unknown)}")

@@ -1,4 +1,4 @@
-"""What CI systems read of `stalloc check`: a JUnit report, and annotations of GitHub.
+"""What CI systems read of `stalloc diff --check`: a JUnit report, and annotations of GitHub.
 
 Contract: names and texts come from files of strangers; they are escaped as each format wants it.
 """

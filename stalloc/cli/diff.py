@@ -1,7 +1,10 @@
-"""Say what grew from one trace to another: peaks, and who holds them, by class, by call site and by size.
+"""Say what grew from one trace to another, by class, call site and size; or fail if one outgrows a limit or baseline.
 
-A and B are traces of any kind that stalloc reads; `stalloc stats --help` names them. Devices are compared by number;
-two files of one device each are compared whatever their numbers.
+  stalloc diff before.trace.npz after.trace.npz
+  stalloc diff --check step.trace.npz --max 20GiB --baseline memory.json
+
+A TRACE is of any kind that stalloc reads; `stalloc stats --help` names them. Devices are compared by number; two files
+of one device each are compared whatever their numbers.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to 512 bytes, as `stalloc stats`
 does. Each file is looked at when its allocated peak begins; the changes of every list add up to the change of that
@@ -11,11 +14,18 @@ others. A call site is the innermost line outside PyTorch; a function with one c
 --fail-over makes it a guard for CI: the exit code is 1 if the allocated peak of any device grew by more. Reserved is
 shown and never judged, since it depends on what the pool did before.
 
+--check is a guard for CI without a second trace: the allocated peak of each device is judged, and what fails is told
+with the call sites and classes that grew. The baseline is a JSON file to commit, the same kind as of the pytest plugin
+(docs/guard.md); --update writes what was measured to it. An entry is called as its file, with the device after it where
+the file has several; --name gives another name. --junit writes a report that CI systems show; on GitHub, failures are
+annotations at the lines that grew. The exit code is 1 if a check failed.
+
 JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of `devices`: `first` and `second`
 (`device`, `source`, `allocated_peak_bytes`, `allocated_peak_event`, `allocated_peak_requests`, `reserved_peak_bytes`),
 `allocated_change_bytes`, `reserved_change_bytes`, `allowed_change_bytes`, `grew_too_much`, and the lists `by_class`,
 `by_site` and `by_size`, whole and what grew most first, of `name`, `first_bytes`, `second_bytes`, `first_requests`,
-`second_requests`, `change_bytes`. What is not known is null.
+`second_requests`, `change_bytes`. With --check, for each of `entries` the `name`, `device`, `allocated_peak_bytes`,
+`reserved_peak_bytes`, `limit_bytes`, `baseline_bytes`, and `failure`. What is not known, or not there, is null.
 """
 
 import argparse
@@ -27,6 +37,7 @@ from rich.text import Text
 
 from stalloc.analysis import Change, Comparison, compare
 from stalloc.cli.convert import of_device
+from stalloc.cli.limit_check import OPTIONS, add_check_arguments, check
 from stalloc.cli.output import (
     add_json_argument,
     add_top_argument,
@@ -38,6 +49,7 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.cli.progress import working
+from stalloc.cli.shared_options import refuse_typed
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -49,16 +61,25 @@ from stalloc.trace import Trace, load_traces
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc diff`."""
-    parser.add_argument("first", metavar="A", help="trace to compare with")
-    parser.add_argument("second", metavar="B", help="trace that may have grown")
+    parser.add_argument(
+        "files", nargs="+", metavar="TRACE", help="the trace to compare with, and the one that may have grown"
+    )
     parser.add_argument("--device", type=int, metavar="N", help="compare this device only (default: all)")
     add_top_argument(parser, 10)
     parser.add_argument("--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%% or 200MiB")
+    add_check_arguments(parser)
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare two files; 1 if `--fail-over` says that too much grew."""
+    """Compare two files, or judge each; 1 if too much was allocated."""
+    if args.check:
+        refuse_typed(args, "does not go with --check", "device", "top", "fail_over")
+        return check(args)
+    refuse_typed(args, "is of --check: give that too", *OPTIONS)
+    if len(args.files) != 2:
+        raise BadInputError(f"two traces are compared, and {len(args.files)} given: with --check each is judged alone.")
+    args.first, args.second = args.files
     limit = None if args.fail_over is None else growth_limit("--fail-over", args.fail_over)
     with working(f"comparing {file_label(args.first)} and {file_label(args.second)}"):
         pairs, notes = _pairs(args)

@@ -31,25 +31,27 @@ The exit code is 0 if the program fits with stalloc, 1 if it does not or if it f
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.dryrun_assume import add_assume_argument, assuming
-from stalloc.cli.dryrun_offer import add_headroom_argument, offer_of
-from stalloc.cli.dryrun_report import FIGURES, allocator_name, print_needs
+from stalloc.cli.dryrun_report import FIGURES, Need, allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
 from stalloc.device.completion import VARIABLE, Completion
+from stalloc.device.context import ASSUMED_BYTES
+from stalloc.device.deciding_lines import VARIABLE as ASSUMED
+from stalloc.device.deciding_lines import as_variable, parse_assumption
 from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
@@ -59,26 +61,22 @@ Measure = Callable[..., dict[str, Any]]
 """Of a size, and of when work is done: what came of the program on a device of that size."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """One allocator and the program, on the device that takes most."""
-
-    fits: bool
-    needed_bytes: int
-    """The least memory in which the program completes."""
-    needed_by: str
-    """How that is known: "replay", "run" with no more than that, or "reserved": nothing less was tried."""
-    taken_bytes: int
-    """Reserved where there is plenty."""
-    allocated_peak_bytes: int
-    uses_torch: bool = field(default=True, repr=False)
-    devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    add_headroom_argument(parser)
-    add_assume_argument(parser)
+    parser.add_argument(
+        "--headroom",
+        default=f"{ASSUMED_BYTES >> 20}MiB",
+        metavar="SIZE",
+        help="memory set aside for the CUDA context and NCCL, which no allocator counts (default: 512MiB)",
+    )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="FILE:LINE=N",
+        help="what a line of the program reads where the virtual GPU does not compute it, such as the end of a loop; "
+        "may be repeated",
+    )
     parser.add_argument(
         "--find",
         metavar="NAME=A..B|gpu",
@@ -108,13 +106,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
+    from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
+
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     if args.find or args.ranks is not None:
-        with assuming(args):
+        with _assuming(args):
             return _in_forks(args)
     command, offer = program_command(args), offer_of(args)
     files = program_files(args, command)
-    with working("running the program under its own allocators", in_pipes=True) as tell, assuming(args):
+    with working("running the program under its own allocators", in_pipes=True) as tell, _assuming(args):
         options = [*(["--gpu", args.gpu] if args.gpu else []), *(["--keep-files"] if args.keep_files else [])]
         results, uncertain = _results(options, offer.program_bytes, command, tell, files)
     result = {
@@ -130,14 +130,27 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
 
+@contextlib.contextmanager
+def _assuming(args: argparse.Namespace) -> Iterator[None]:
+    """A block in which programs read what the option says. Raises BadInputError where it says nothing."""
+    before = os.environ.get(ASSUMED)
+    if args.assume:
+        os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[ASSUMED] = before
+        else:
+            os.environ.pop(ASSUMED, None)
+
+
 def _in_forks(args: argparse.Namespace) -> int:
     """What runs the program many times."""
-    if args.find == "gpu":
-        from stalloc.cli.dryrun_cards import find_card as answer
-    elif args.find:
+    if args.find:
         from stalloc.cli.dryrun_find import find as answer
     else:
-        from stalloc.cli.dryrun_ranks import try_ranks as answer
+        from stalloc.cli.dryrun_runs import try_ranks as answer
     return answer(args)
 
 

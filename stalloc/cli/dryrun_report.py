@@ -1,16 +1,16 @@
-"""What `stalloc dryrun` prints: what each allocator needs and takes, and what a dry run cannot know."""
+"""What `stalloc dryrun` prints: what is offered, what each allocator needs and takes, and what is not known."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from stalloc.cli.dryrun_offer import Offer
 from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
+from stalloc.device import VirtualGPU
+from stalloc.device.context import ASSUMED_BYTES, SOURCE
+from stalloc.device.known_gpus import shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sandbox import files_from_json
-
-if TYPE_CHECKING:
-    from stalloc.cli.dryrun import Need
 
 _SEEN_ABOVE = "8 %"  # SEW-ResNet18 on an RTX 4090: 14.21 GiB reserved, 13.17 with the largest workspaces
 _SEEN_OFF = "up to 16 %"  # what other releases reserved, such as 15 % less for Qwen's image encoder (torch 2.7)
@@ -19,12 +19,62 @@ _ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:
 FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")  #: of a Need, in the order of the table
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A card and what of its memory is for the program."""
+
+    gpu: VirtualGPU
+    headroom_bytes: int
+
+    @property
+    def program_bytes(self) -> int:
+        """What the program may have."""
+        return self.gpu.total_bytes - self.headroom_bytes
+
+    @property
+    def headroom_source(self) -> str:
+        """Where the headroom is from."""
+        return SOURCE if self.headroom_bytes == ASSUMED_BYTES else "--headroom"
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that every dry run's JSON has."""
+        return {
+            "gpu": self.gpu.name,
+            "memory_bytes": self.gpu.total_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "headroom_source": self.headroom_source,
+        }
+
+    def title(self) -> str:
+        """The first line of a report."""
+        name = shown_with_memory("virtual", printable(self.gpu.name), self.gpu.total_bytes)
+        headroom = human_bytes(self.headroom_bytes)
+        kept = f", {headroom} for the CUDA context and NCCL" if self.headroom_bytes else ""
+        return f"{name}: {human_bytes(self.program_bytes)} for the program{kept}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One allocator and the program, on the device that takes most."""
+
+    fits: bool
+    needed_bytes: int
+    """The least memory in which the program completes."""
+    needed_by: str
+    """How that is known: "replay", "run" with no more than that, or "reserved": nothing less was tried."""
+    taken_bytes: int
+    """Reserved where there is plenty."""
+    allocated_peak_bytes: int
+    uses_torch: bool = field(default=True, repr=False)
+    devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
+
+
 def allocator_name(name: str, *, uses_torch: bool = True) -> str:
     """What people call an allocator of the dry run."""
     return _ALLOCATORS[name] if name != "native" or uses_torch else "CuPy's pool"
 
 
-def print_needs(result: dict[str, Any], results: dict[str, "Need"], offer: Offer, command: list[str]) -> None:
+def print_needs(result: dict[str, Any], results: dict[str, Need], offer: Offer, command: list[str]) -> None:
     """Print the table of a dry run, what its words mean, and its doubts."""
     console, headroom = table_console(), human_bytes(offer.headroom_bytes)
     console.print(offer.title())
@@ -58,7 +108,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], offer: Offer
         console.print("  or: the same with a larger --gpu, or a smaller batch")
 
 
-def _shown(size_bytes: int, key: str, figure: str, need: "Need") -> str:
+def _shown(size_bytes: int, key: str, figure: str, need: Need) -> str:
     is_unknown = key == "native" and figure == "allocated_peak_bytes" and not need.uses_torch
     return "not kept" if is_unknown and size_bytes == 0 else human_bytes(size_bytes)  # CuPy's pool notes no peak
 

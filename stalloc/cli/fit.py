@@ -136,6 +136,7 @@ def _fitted(
     from stalloc import device
     from stalloc.fitting.candidates import Fitting
     from stalloc.fitting.known_fits import known_fit, program_of
+    from stalloc.fitting.proposals import Known
     from stalloc.fitting.trial_work import TrialWork
     from stalloc.fitting.trials import Measured, check_can_fork, run_trial
 
@@ -162,15 +163,13 @@ def _fitted(
         left = max(1, _USUAL_RUNS - done) * seconds / max(1, done)
         tell(f"run {done + 1}, about {left:.0f} s left: {text}" if done else text)
 
-    fitting = Fitting(
+    known = Known(
         budget_bytes,
-        trial,
-        told,
-        num_steps=args.trial_steps or 0,
         host_bytes=memory_option("--host", args.host) if args.host else 0,
         disk_bytes=parse_disk(args.disk)[1] if args.disk else 0,
         link_bytes_per_second=rates_of(gpu.name).link_bytes_per_second,
     )
+    fitting = Fitting(known, trial, told, num_steps=args.trial_steps or 0)
     return _fit_of(fitting, fitting.run(args.policy), program_of(source, of_gpu), gpu, budget_bytes), fitting.num_trials
 
 
@@ -180,18 +179,19 @@ def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes
     from stalloc.cost.host_rates import SOURCE
     from stalloc.cost.operator_seconds import ERROR
     from stalloc.fitting.fit_record import Fit
-    from stalloc.techniques.technique_settings import Settings
+    from stalloc.techniques.technique_settings import TechniqueSettings
 
+    known = fitting.known
     return Fit(
         program=program,
         budget_bytes=budget_bytes,
         gpu_bytes=gpu.total_bytes,
-        step_seconds=fitting.step.step_seconds,
+        step_seconds=known.step.step_seconds,
         estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}"
-        + (f"; {SOURCE}" if any(one.host_bytes for one in fitting.candidates) else ""),
-        candidates=tuple(fitting.candidates),
+        + (f"; {SOURCE}" if any(one.host_bytes for one in known.candidates) else ""),
+        candidates=tuple(known.candidates),
         best=best,
-        settings=fitting.settings[best] if best >= 0 else Settings(),
+        settings=fitting.settings[best] if best >= 0 else TechniqueSettings(),
         plan=fitting.plans[best] if best >= 0 else b"",
         notes=tuple(fitting.notes),
         asked=fitting.asked,

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stalloc.allocator_conf import VARIABLES, conf_in_force, split_conf
+from stalloc.allocator_conf import conf_in_force, conf_text, only_this
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.cli.program_writes import sandboxed_run
 from stalloc.device.completion import COMPLETIONS
@@ -39,16 +39,14 @@ def native_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[s
     The defaults and expandable segments, each with what else the user has set; only the user's own where they choose
     another backend.
     """
-    variable, found = conf_in_force(environment)
-    text = environment.get(variable, "") if variable else ""
+    found = conf_in_force(environment)[1]
     if found.get("backend", "native") != "native":
-        return [("native", text, "")]
-    kept = [part for part in split_conf(text) if part.strip() and part.partition(":")[0].strip() != _EXPANDABLE]
-    dropped = f"{_EXPANDABLE}:{found[_EXPANDABLE]}" if _EXPANDABLE in found else ""
-    is_on = found.get(_EXPANDABLE) == "True"
+        return [("native", conf_text(found), "")]
+    is_on = found.pop(_EXPANDABLE, None)
+    dropped = conf_text({_EXPANDABLE: is_on}) if is_on is not None else ""
     return [
-        ("native", ",".join(kept), dropped if is_on else ""),
-        ("native_expandable", ",".join([*kept, f"{_EXPANDABLE}:True"]), "" if is_on else dropped),
+        ("native", conf_text(found), dropped if is_on == "True" else ""),
+        ("native_expandable", conf_text(found | {_EXPANDABLE: "True"}), "" if is_on == "True" else dropped),
     ]
 
 
@@ -58,7 +56,7 @@ def compare(options: list[str], command: list[str], *, quiet: bool = False, conf
     `quiet`: show what the program printed only if it fails for another reason than memory. `conf`: the settings of
     PyTorch, in place of the user's. Raises SetupError if nothing was written.
     """
-    more = {} if conf is None else dict.fromkeys(VARIABLES, "") | {"PYTORCH_CUDA_ALLOC_CONF": conf}
+    more = {} if conf is None else only_this(conf)
     result = run_apart(["-m", "stalloc.cli.native", "--result"], [*options, *command], quiet=quiet, more=more)
     if quiet and result["exit_code"] != 0 and not result["out_of_memory"]:
         sys.stderr.write(result["output"])

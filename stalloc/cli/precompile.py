@@ -14,11 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-_MIB = 1 << 20
+from stalloc.sizes import MIB, aligned
+
 _SEGMENT = 1 << 40  # address of the one segment of the small program
-_SEGMENT_BYTES = 512 * _MIB
+_SEGMENT_BYTES = 512 * MIB
 _NUM_STEPS = 12
-_SIZES = (1024, 300_000, 3 * _MIB, 7 * _MIB, 700, 24 * _MIB)  # of what a step allocates, and frees in reverse
+_SIZES = (1024, 300_000, 3 * MIB, 7 * MIB, 700, 24 * MIB)  # of what a step allocates, and frees in reverse
 
 
 def small_snapshot() -> dict[str, Any]:
@@ -29,10 +30,10 @@ def small_snapshot() -> dict[str, Any]:
     def take(size: int, stream: int) -> tuple[int, int, int]:
         nonlocal address
         events.append(_event("alloc", address, size, stream))
-        address += (size + 511) // 512 * 512
-        return address - (size + 511) // 512 * 512, size, stream
+        address += aligned(size)
+        return address - aligned(size), size, stream
 
-    take(_MIB, 0)
+    take(MIB, 0)
     bottom = address
     for _ in range(_NUM_STEPS):
         address = bottom
@@ -40,7 +41,7 @@ def small_snapshot() -> dict[str, Any]:
         for block in reversed(taken):
             events.append(_event("free_requested", *block))
             events.append(_event("free_completed", *block))
-    events.append(_event("oom", 4 * _MIB, _SEGMENT_BYTES - 2 * _MIB, 0) | {"device_free": 4 * _MIB})
+    events.append(_event("oom", 4 * MIB, _SEGMENT_BYTES - 2 * MIB, 0) | {"device_free": 4 * MIB})
     segment = {
         "device": 0,
         "address": _SEGMENT,
@@ -48,8 +49,8 @@ def small_snapshot() -> dict[str, Any]:
         "stream": 0,
         "segment_type": "large",
         "blocks": [
-            {"address": _SEGMENT, "size": _MIB, "requested_size": _MIB, "state": "active_allocated"},
-            {"address": bottom, "size": _SEGMENT_BYTES - _MIB, "requested_size": 0, "state": "inactive"},
+            {"address": _SEGMENT, "size": MIB, "requested_size": MIB, "state": "active_allocated"},
+            {"address": bottom, "size": _SEGMENT_BYTES - MIB, "requested_size": 0, "state": "inactive"},
         ],
     }
     return {"segments": [segment], "device_traces": [events], "allocator_settings": {}}

@@ -21,8 +21,8 @@ from stalloc.inputs import read_input
 _WRITES = {"json", "output", "save_plan", "csv", "graph", "force", "help"}
 
 
-def apply_shared(parser: argparse.ArgumentParser, verb: str, verbs: tuple[str, ...]) -> None:
-    """Make what pyproject.toml says the defaults of a verb's parser."""
+def apply_shared(parser: argparse.ArgumentParser, names: tuple[str, ...], verbs: tuple[str, ...]) -> None:
+    """Make what pyproject.toml says the defaults of a verb's parser; `names`: of the tables, the last of them wins."""
     found = _table()
     if found is None:
         return
@@ -35,13 +35,21 @@ def apply_shared(parser: argparse.ArgumentParser, verb: str, verbs: tuple[str, .
             continue
         if (dest := _dest(name)) in options:
             parser.set_defaults(**{dest: _value(file, name, options[dest], value)})
-    for name, value in table.get(verb, {}).items():
-        dest = _dest(name)
-        if dest not in options or dest in _WRITES:
-            raise BadInputError(
-                f"{file}: [tool.stalloc.{verb}] has no option {name[:40]!r} to share: see stalloc {verb} --help."
-            )
-        parser.set_defaults(**{dest: _value(file, name, options[dest], value)})
+    for verb in names:
+        for name, value in table.get(verb, {}).items():
+            dest = _dest(name)
+            if dest not in options or dest in _WRITES:
+                raise BadInputError(
+                    f"{file}: [tool.stalloc.{verb}] has no option {name[:40]!r} to share: see stalloc {verb} --help."
+                )
+            parser.set_defaults(**{dest: _value(file, name, options[dest], value)})
+
+
+def refuse_typed(args: argparse.Namespace, why: str, *names: str) -> None:
+    """Raise BadInputError if one of these options was typed, which its verb has for another of its uses."""
+    for name in names:
+        if getattr(args, name) != args.parser.get_default(name):
+            raise BadInputError(f"--{name.replace('_', '-')} {why}.")
 
 
 def _table() -> tuple[Path, dict[str, Any]] | None:

@@ -14,8 +14,20 @@ replayed up to its last error, including the request that was refused. For a sna
 settings of the file is checked against the segments that the file records: it is exact, or the first event that
 differs is named.
 
+--advise ranks the common settings of PyTorch's allocator for one file, and prints the line to export. They are replayed
+by an exact model of that allocator; where the file ends with an out-of-memory error, on a device of that size. What
+runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where nothing
+is better by a per cent. The line names the variable that the recorded release of PyTorch reads, or that --torch names:
+PYTORCH_ALLOC_CONF from 2.9 on, PYTORCH_CUDA_ALLOC_CONF before and where the release is unknown. expandable_segments is
+there from 2.1 on. A history that allocates less than is held at its peak, where most of that was there before, is too
+short to rank settings: then no order and no line are given.
+
 Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
 1 - allocated peak / reserved peak.
+
+JSON of --advise: `variable`, `recorded_settings`, `recorded_reserved_peak_bytes` (what the file says was reserved),
+`too_short`, `best_settings`, `export` (the line, null where nothing is better), and `ranking` (empty where the history
+is too short): `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
 """
 
 import argparse
@@ -33,6 +45,7 @@ from stalloc.analysis import Recorded, count_events, recorded
 from stalloc.cli.allocator_options import add_candidate_arguments, named_candidates
 from stalloc.cli.output import (
     add_json_argument,
+    add_top_argument,
     command_text,
     file_label,
     note_texts,
@@ -41,8 +54,11 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.cli.progress import working
+from stalloc.cli.settings_advice import advise
+from stalloc.cli.shared_options import refuse_typed
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import memory_option
+from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.replay.model_events import recorded_conf
@@ -67,11 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB (default: no limit)")
     parser.add_argument("--all", action="store_true", help="every model with its usual settings")
     parser.add_argument("--sweep", action="store_true", help="the common settings of torch's allocator")
+    parser.add_argument("--advise", action="store_true", help="rank these settings, and print the line to export")
+    parser.add_argument("--torch", metavar="RELEASE", help="with --advise, the release that will run it, such as 2.8")
+    add_top_argument(parser, 5, "settings shown with --advise")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay each device of each file; 0 also when something does not fit, which is a finding."""
+    if args.advise:
+        if len(args.files) > 1:
+            raise BadInputError(f"--advise is of one file: {len(args.files)} were given.")
+        refuse_typed(args, "does not go with --advise", "allocator", "conf", "all", "sweep")
+        return advise(args)
+    refuse_typed(args, "is of --advise: give that too", "torch", "top")
     capacity = memory_option("--capacity", args.capacity) if args.capacity else 0
     candidates = _candidates(args, capacity)
     with working(f"reading {plural(len(args.files), 'file')}"):

@@ -11,7 +11,8 @@ profiler trace gives only as a total. The period is that of the sequence of all 
 repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
 record and after which memory is back at its level. Of a recording by `stalloc record --ops` operations, modules,
 repeated blocks and the roles of requests are told too, and with --gpu what its last step takes on that GPU, estimated;
-with --order how much less the step would need if its operations came in another order (replayed, not executed).
+with --order how much less the step (or one repetition, where no optimizer steps) would need if its operations came in
+another order, with the layout of both orders (replayed, not executed).
 
 --graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
 one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
@@ -19,7 +20,7 @@ before which next to nothing but persistent requests is live, where the record c
 """
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from stalloc.cost.step_seconds import StepEstimate
 from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
-from stalloc.lifespans import Reordered, find_steady_step, reorder
+from stalloc.lifespans import Reordered, find_steady_step, last_repetition, reorder
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 from stalloc.trace.operations import read_operations
@@ -128,32 +129,57 @@ def _step_line(args: argparse.Namespace, step: StepEstimate | None) -> tuple[str
     return ("est. step", f"{1e3 * step.seconds:.1f} ms ± {step.error:.0%} on {gpu}{measured}: {shares}")
 
 
-def _order(args: argparse.Namespace, trace: Trace) -> Reordered | None:
+@dataclass(frozen=True)
+class _Order:
+    """Another order, and what a plan of each takes."""
+
+    found: Reordered
+    planned_bytes: int
+    program_planned_bytes: int
+
+
+def _order(args: argparse.Namespace, trace: Trace) -> _Order | None:
     """Another order of the last step's operations, where that is asked for and the record knows them."""
     operations = read_operations(trace) if args.order else None
-    step = find_steady_step(trace, operations) if operations is not None else None
-    return None if operations is None or step is None else reorder(trace, operations, step)
+    if operations is None:
+        return None
+    step = find_steady_step(trace, operations) or last_repetition(trace, operations)
+    if step is None:
+        return None
+    from stalloc.planner import plan
+
+    found = reorder(trace, operations, step)
+    planned = [plan((one.start, one.end, one.size)) for one in (found.lifespans, found.program_lifespans)]
+    return _Order(found, *(one.peak_bytes for one in planned))
 
 
-def _order_entry(order: Reordered | None) -> dict[str, int] | None:
+def _order_entry(order: _Order | None) -> dict[str, int] | None:
     if order is None:
         return None
     return {
-        "peak_bytes": order.peak_bytes,
-        "program_peak_bytes": order.program_peak_bytes,
-        "num_moved": order.num_moved,
-        "num_operations": len(order.order),
+        "peak_bytes": order.found.peak_bytes,
+        "early_peak_bytes": order.found.early_peak_bytes,
+        "program_peak_bytes": order.found.program_peak_bytes,
+        "planned_bytes": order.planned_bytes,
+        "program_planned_bytes": order.program_planned_bytes,
+        "num_moved": order.found.num_moved,
+        "num_operations": len(order.found.order),
     }
 
 
-def _order_line(order: Reordered | None) -> tuple[str, str]:
+def _order_line(order: _Order | None) -> tuple[str, str]:
     if order is None:
         return ("order", "not known: the file has no whole step with operations (stalloc record --ops)")
-    allocated = f"{human_bytes(order.program_peak_bytes)} allocated in the last step"
-    if order.peak_bytes == order.program_peak_bytes:
-        return ("order", f"{allocated}, and no order was found that needs less")
-    less = f"{human_bytes(order.peak_bytes)} in another order that keeps every dependency"
-    return ("order", f"{allocated}, {less}: {order.num_moved:,} of {len(order.order):,} operations follow another one")
+    found = order.found
+    told, early, least = map(human_bytes, (found.program_peak_bytes, found.early_peak_bytes, found.peak_bytes))
+    line = f"{told} allocated in the last step"
+    if early != told:
+        line += f", {early} if all were freed after their last use"
+    if least == early or order.planned_bytes >= order.program_planned_bytes:
+        return ("order", f"{line}; no order was found that needs less")
+    moved = f"{found.num_moved:,} of {len(found.order):,} operations follow another one"
+    laid_out = f"a plan of {human_bytes(order.planned_bytes)} in place of {human_bytes(order.program_planned_bytes)}"
+    return ("order", f"{line}; {least} in another order that keeps every dependency ({moved}), {laid_out}")
 
 
 def _print(devices: list[tuple[str, Summary]], more: list[list[tuple[str, str]]]) -> None:

@@ -14,7 +14,8 @@ the same at the same moment. Smart-Infinity: the optimizer's update alone, in dr
 such as the GPU's. Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's.
 
 JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `angel`, `harmony`, `stronghold`, `lohan`, `mobius`,
-`tmo`, `smart_infinity` and `notes`, in bytes and seconds; what is not known is null.
+`least_layers_bytes` (from where on Harmony and Mobius have an answer), `tmo`, `smart_infinity` and `notes`, in bytes
+and seconds; what is not known is null.
 """
 
 import argparse

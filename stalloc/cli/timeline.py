@@ -8,15 +8,18 @@ virtual GPU is put on the GPU that it stands for. Times of the virtual GPU itsel
 
 A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
 computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a
-link is the highest rate of one of its copies of 1 MiB or more, and what it is used is a share of that. What the file
-does not have is said.
+link is the highest rate of one of its copies of 1 MiB or more, and what it is used is a share of that. Copies that ran
+alone could at most run while some phase computed alone; where operations are recorded, it is said how much of that the
+data which they need of one another permits. What the file does not have is said.
 
 JSON: for each of `devices` `phases`, `stretches` (phase, begin, end), `links`, `sizes`, `parts` (subgroups of an
-update), `blocking`, `missed_overlap_seconds`, `findings` in words and `missing`, in bytes and seconds. What is not
-known is null.
+update), `blocking`, `missed_overlap_seconds` (within phases), `missed_across_seconds`, `as_ready` (what data permits),
+`findings` in words, `missing`, and `series` over time with a value for each `stretch_seconds`: `memory_bytes`,
+`link_bytes_per_second` and `computing_share` (0 to 1). All in bytes and seconds. What is not known is null.
 """
 
 import argparse
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -24,6 +27,7 @@ from rich.text import Text
 from stalloc.analysis.offload_study import study
 from stalloc.analysis.study_findings import bytes_text, findings
 from stalloc.analysis.study_record import Study, as_json
+from stalloc.analysis.study_series import Series, study_series
 from stalloc.cli.convert import of_device
 from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import (
@@ -52,16 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Study each device of each file."""
-    found: list[tuple[str, Study]] = []
+    found: list[tuple[str, Study, Series | None]] = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
             records = of_device(file, load_devices(file), args.device)
-            found += [(file, study(as_on_gpu(args, record))) for record in records]
-    devices = [{"file": file, **as_json(made), "findings": findings(made)} for file, made in found]
+            for record in (as_on_gpu(args, one) for one in records):
+                made = study(record)
+                found.append((file, made, study_series(record) if made.has_times and args.json else None))
+    devices = [
+        {"file": file, **as_json(made), "findings": findings(made), "series": series and asdict(series)}
+        for file, made, series in found
+    ]
     write_json(args, {"devices": devices})
     if wants_text(args):
         console = table_console()
-        for file, made in found:
+        for file, made, _ in found:
             _print(console, file, made)
         console.print(f"Next: stalloc report {command_text(*args.files)}")
     return 0

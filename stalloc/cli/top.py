@@ -11,6 +11,10 @@ gradient, saved activation …) and modules are known of recordings by `stalloc 
 that repeat, as in layers.*.attention, and has what the backward pass of its operations makes. A call site grows if it
 holds more at the end of each later step; steps are marked by the program, or found where its requests repeat.
 
+--tree shows only the tree, whole: callers above, what they called below, or modules and roles where nothing has stacks.
+Stacks that begin with the same frames are one branch until they part; a line has what was allocated through its frame,
+and its share. Branches below --min of what is held, and those deeper than --depth, are counted in a line `N more`.
+
 JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the complete lists
 `by_site`, `by_role`, `by_module`, `by_class` and `by_size` of `name`, `held_bytes`, `requests`, largest first, `tree`
 (the same with `children`), and `growth`.
@@ -51,10 +55,10 @@ _MOMENT = {
     "event": "",
     "snapshot": "",
 }
-NO_SITES = (
+_NO_SITES = (
     "the file has no call sites: `stalloc record` records them, and so does torch.cuda.memory._record_memory_history()"
 )
-_TREE_SHARE = 0.02  # of what is held, below which a branch is not shown; `stalloc tree` shows more
+_LEAST_BRANCH = {True: 1.0, False: 2.0}  # percent of what is held, with --tree and without
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,26 +66,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to look at")
     add_moment_arguments(parser)
     add_top_argument(parser, 10)
-    parser.add_argument("--no-tree", action="store_true", help="the lists only")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--no-tree", action="store_true", help="the lists only")
+    shown.add_argument("--tree", action="store_true", help="the tree only, with all children of each frame")
+    parser.add_argument("--depth", type=int, metavar="N", help="levels of the tree (default: all)")
+    parser.add_argument(
+        "--min", type=float, metavar="PERCENT", help="least share of a branch of the tree (default: 2, with --tree 1)"
+    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look at each device of each file."""
+    cut = _cut(args)
     found = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            found += [(file, trace, holders(trace, args.at)) for trace in traces_at(args, file)]
+            found += [(file, trace, holders(trace, args.at)) for trace in _traces_at(args, file)]
     write_json(args, {"devices": [{"file": file, **dataclasses.asdict(made)} for file, _, made in found]})
     if wants_text(args):
         console = table_console()
         for file, trace, made in found:
-            _print(console, args, file, trace, made)
+            print_prose(console, Text.assemble((file_label(file), "bold"), _moment_sentence(made)))
+            if not args.tree:
+                _print_lists(console, args, trace, made)
+            elif not made.has_sites and not made.by_role:
+                print_prose(console, _NO_SITES, indent="  ")
+            if made.tree.children and (args.tree or (made.has_sites and not args.no_tree and args.top)):
+                if not args.tree:
+                    console.print(Text("by stack", "bold"))
+                print_branches(console, made.tree, cut)
+            console.print()
         console.print(f"Next: stalloc explain {command_text(args.files[0])}")
     return 0
 
 
-def traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
+def _cut(args: argparse.Namespace) -> Cut:
+    """What is shown of the tree."""
+    if args.depth is not None and args.depth < 1:
+        raise BadInputError(f"--depth is {args.depth}: give a number from 1.")
+    least = _LEAST_BRANCH[args.tree] if args.min is None else args.min
+    if not 0 <= least <= 100:
+        raise BadInputError(f"--min is {args.min}: give a share from 0 to 100 percent.")
+    return Cut(min_share=least / 100, depth=args.depth, children=None if args.tree else args.top)
+
+
+def _traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
     """The traces of a file that --device and --at choose: with `--at oom` those of devices that ran out of memory."""
     traces = of_device(file, load_traces(file, history=False), args.device)
     if args.at != "oom":
@@ -92,7 +122,7 @@ def traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
     return failed
 
 
-def moment_sentence(made: Holders) -> str:
+def _moment_sentence(made: Holders) -> str:
     """Which device and moment it is, and what is held then; to stand behind the name of the file."""
     moment = "when the snapshot was taken" if made.at == "snapshot" else moment_text(made.event)
     reserved = f", reserved {human_bytes(made.reserved_bytes)}" if made.reserved_bytes else ""
@@ -101,8 +131,7 @@ def moment_sentence(made: Holders) -> str:
     return f", device {made.device}, {when}: {held}{reserved}"
 
 
-def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, made: Holders) -> None:
-    print_prose(console, Text.assemble((file_label(file), "bold"), moment_sentence(made)))
+def _print_lists(console: Console, args: argparse.Namespace, trace: Trace, made: Holders) -> None:
     if made.wanted_bytes is not None:
         print_prose(console, f"{human_bytes(made.wanted_bytes)} more was requested by {printable(made.wanted_by)}")
     for growth in made.growth[: args.top]:
@@ -112,7 +141,7 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
     for note in note_texts(trace.info.get("notes", [])):
         print_prose(console, f"note: {note}", indent="  ")
     if not made.has_sites and not made.by_role:
-        print_prose(console, NO_SITES, indent="  ")
+        print_prose(console, _NO_SITES, indent="  ")
     for name, found in (
         ("call site", made.by_site),
         ("role", made.by_role),
@@ -122,10 +151,6 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
     ):
         if name != "call site" or made.has_sites:
             _print_list(console, name, found, made.allocated_bytes, args.top)
-    if made.has_sites and not args.no_tree and args.top:
-        console.print(Text("by stack", "bold"))
-        print_branches(console, made.tree, Cut(min_share=_TREE_SHARE, children=args.top))
-    console.print()
 
 
 def _print_list(console: Console, name: str, found: list[Holder], total: int, top: int) -> None:

@@ -16,9 +16,8 @@ from stalloc.compaction.sliding import plan_slide, slide, whole_segments
 from stalloc.compaction.torch_storages import Candidate
 from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
-from stalloc.sizes import PAGE_BYTES, whole_pages
+from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, whole_pages
 
-ALIGNMENT = 512
 _OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
 _MAX_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
 _MAX_BOUNCE_BYTES = 32 << 20
@@ -53,7 +52,7 @@ def move(
     on_gpu = group[0].storage.device.type == "cuda"
     least = _OWN_SEGMENT if on_gpu and _buffer_bytes(group) == _OWN_SEGMENT else 0
     move_together(
-        group, alignment=ALIGNMENT, copy=copy, through_host=through_host, least_bytes=least, unwanted=unwanted
+        group, alignment=ALIGNMENT_BYTES, copy=copy, through_host=through_host, least_bytes=least, unwanted=unwanted
     )
     count = _live_bytes(group)
     result.num_moved += len(group)
@@ -72,7 +71,7 @@ def _buffer_bytes(group: list[Candidate]) -> int:
     One of a middling size would be given a segment for several such, so it is made as large as those that get their
     own.
     """
-    total = packed([member.size_bytes for member in group], ALIGNMENT)[1]
+    total = packed([member.size_bytes for member in group], ALIGNMENT_BYTES)[1]
     return whole_pages(total) if total <= SMALL_LIMIT else whole_pages(max(total, _OWN_SEGMENT))
 
 

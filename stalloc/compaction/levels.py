@@ -11,9 +11,9 @@ behind[back_low[i]:back_high[i]] wait for it.
 import numpy as np
 
 from stalloc.compiled import njit
+from stalloc.sizes import ALIGNMENT_BYTES
 
 BATCH_START, BATCH_END, USED, FILLED, TAKEN = range(5)  # words of `now`: the bounce buffer's batch, the queue
-_GRAIN = 512  # bytes; places in the bounce buffer are multiples of it
 
 
 @njit(nogil=True)
@@ -94,7 +94,7 @@ def break_plain(
             now[BATCH_START], now[USED] = now[BATCH_END], 0
         wave = max(wave, now[BATCH_START])
         place[victim], back[victim] = now[USED], wave + members
-        now[USED] += (size[victim] + _GRAIN - 1) // _GRAIN * _GRAIN
+        now[USED] += (size[victim] + (ALIGNMENT_BYTES - 1)) & -ALIGNMENT_BYTES
         now[BATCH_END] = max(now[BATCH_END], wave + members + 1)
         for step in range(members):
             at = smallest - step  # each waits for the one after it, so that they move in the opposite order

@@ -17,8 +17,9 @@ from stalloc.columns import Column
 from stalloc.compaction import levels
 from stalloc.compaction.chasing import chase
 from stalloc.compaction.schedule import BOUNCE, Copies, Schedule, column
-from stalloc.compaction.whole_blocks import GRAIN, broken_by_whole_blocks
+from stalloc.compaction.whole_blocks import broken_by_whole_blocks
 from stalloc.errors import BadInputError
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
 #: copies in one schedule; more come only from large blocks that slide by a few bytes
 MAX_COPIES = 1 << 22
@@ -95,7 +96,7 @@ class _Ordering:
 
     @staticmethod
     def _chunk(count: int) -> int:
-        return count // GRAIN * GRAIN if count >= GRAIN else count
+        return count // ALIGNMENT_BYTES * ALIGNMENT_BYTES if count >= ALIGNMENT_BYTES else count  # copies fast
 
     def schedule(self) -> Schedule:
         """All copies, in waves."""
@@ -214,7 +215,7 @@ class _Ordering:
                 end = chase([moves[i] for i in members], self.copies, start, used, need)
             for i in members:
                 finished[i] = end
-            used += -(-need // GRAIN) * GRAIN
+            used += aligned(need)
             batch_end = max(batch_end, end)
         rows, starts = np.array(singles, np.int64).reshape(-1, 2).T
         self._add(rows, starts)

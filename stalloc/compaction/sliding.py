@@ -30,8 +30,8 @@ from stalloc.compaction.schedule import Schedule
 from stalloc.compaction.torch_storages import Candidate, borrowed_storage
 from stalloc.core.constants import PRIVATE_KINDS, SMALL_KIND
 from stalloc.errors import BadInputError
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
-ALIGNMENT = 512
 _MAX_WAVES = 10_000  # launches; beyond, host memory is faster
 _MAX_TRIES = 16  # numbers of segments that are kept
 
@@ -47,7 +47,7 @@ class Segment:
     @property
     def live_bytes(self) -> int:
         """What it takes when nothing is between its blocks."""
-        return packed([member.size_bytes for member in self.members], ALIGNMENT)[1]
+        return packed([member.size_bytes for member in self.members], ALIGNMENT_BYTES)[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def whole_segments(view: HeapView, groups: Sequence[list[Candidate]], stream: in
         members = sorted(group, key=lambda member: member.address)
         inside = (view.address >= base) & (view.address < base + size)
         blocks = list(zip(view.address[inside].tolist(), view.block_bytes[inside].tolist(), strict=True))
-        if blocks == [(member.address, -(-member.size_bytes // ALIGNMENT) * ALIGNMENT) for member in members]:
+        if blocks == [(member.address, aligned(member.size_bytes)) for member in members]:
             found.append(Segment(base, size, members))
     return found
 
@@ -95,7 +95,7 @@ def plan_slide(segments: Sequence[Segment], bounce_bytes: int) -> Slide | None:
         return None
     source, target, size = [], [], []
     for segment, members in zip(waiting, contents, strict=False):
-        offset, _ = packed([member.size_bytes for member in members], ALIGNMENT)
+        offset, _ = packed([member.size_bytes for member in members], ALIGNMENT_BYTES)
         source += [member.address for member in members]
         size += [member.size_bytes for member in members]
         target += (segment.base + offset).tolist()
@@ -118,7 +118,7 @@ def _packed_into(kept: Sequence[Segment], emptied: Sequence[Segment]) -> list[li
     left = [segment.size_bytes - segment.live_bytes for segment in kept]
     moved = [member for segment in emptied for member in segment.members]
     for member in sorted(moved, key=lambda member: (-member.size_bytes, member.address)):
-        need = -(-member.size_bytes // ALIGNMENT) * ALIGNMENT
+        need = aligned(member.size_bytes)
         at = next((i for i, free in enumerate(left) if free >= need), None)
         if at is None:
             return None
@@ -146,7 +146,7 @@ def slide(view: HeapView, found: Slide, bounce: Any, copy: Copy | None) -> list[
             free_memory(everything)
             blocks = _hold(found.segments, device)
             if blocks is None:
-                places, total = packed([member.size_bytes for member in everything], ALIGNMENT)
+                places, total = packed([member.size_bytes for member in everything], ALIGNMENT_BYTES)
                 before = [borrowed_storage(member.address, member.size_bytes, device) for member in everything]
                 host = read_to_host(before, places, total)
             else:
@@ -157,7 +157,7 @@ def slide(view: HeapView, found: Slide, bounce: Any, copy: Copy | None) -> list[
             _take_holes(everything, host, places.tolist())
             return []
         for block, members in zip(blocks, found.contents, strict=False):
-            point_into(members, block, packed([member.size_bytes for member in members], ALIGNMENT)[0])
+            point_into(members, block, packed([member.size_bytes for member in members], ALIGNMENT_BYTES)[0])
     return [[replace(member, address=member.storage.data_ptr()) for member in members] for members in found.contents]
 
 

@@ -137,8 +137,9 @@ def tensors_of(*objects: Any, gradients: bool = True) -> Iterator[Any]:
     for thing in objects:
         if isinstance(thing, torch.Tensor):
             yield getattr(thing, "_local_tensor", thing)  # of a distributed tensor, this rank's part
-            if gradients and thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+            own = torch._C.TensorBase.grad.__get__(thing) if gradients and thing.is_leaf else None  # a look brings none
+            if own is not None:
+                yield own
         elif isinstance(thing, torch.nn.Module):
             yield from tensors_of(*thing.parameters(), *thing.buffers(), gradients=gradients)
         elif isinstance(thing, torch.optim.Optimizer):

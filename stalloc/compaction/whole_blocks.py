@@ -9,8 +9,8 @@ from heapq import heapify, heappop
 import networkx as nx
 
 from stalloc.compaction.schedule import BOUNCE, Copies
+from stalloc.sizes import aligned
 
-GRAIN = 512  #: bytes; parts of a bounce buffer of at least so many bytes are multiples of it, so that they copy fast
 _RECOMPUTE = 100  # blocks up to which components are found anew after one of them was broken
 
 Move = tuple[int, int, int]  #: source, target, bytes
@@ -50,7 +50,7 @@ class WholeBlocks:
             if not ready:
                 victim = self._victim(graph, left, smallest)
                 count = self._moves[victim][2]
-                place, used = used, used + -(-count // GRAIN) * GRAIN
+                place, used = used, used + aligned(count)
                 if place + count > most_bytes:
                     return False
                 self.bounce_bytes = max(self.bounce_bytes, place + count)

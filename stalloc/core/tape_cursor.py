@@ -52,6 +52,13 @@ def _find_key(state, key):
     return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
 
 
+@inner()
+def _is_on_tape(state, key):
+    """Whether a tape has such a request anywhere."""
+    places = _find_key(state, key)
+    return places.first != places.end
+
+
 @inner(forceinline=True)
 def asked(state, back):
     """The key of the request that was asked for `back` requests before this one."""
@@ -63,8 +70,8 @@ def _realign(state, key):
     """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
 
     The request itself must be one of the next few entries, or it and the one before it must be a pair within the
-    window (where steps differ from one another: three in a row) or begin a tape. Where no request was missed before,
-    the last three must begin a tape. One extra request never moves the cursor on its own.
+    window or begin a tape; where steps differ from one another, or no request was missed before, it takes three in a
+    row. One extra request never moves the cursor on its own.
     """
     if state.miss_run == 0:
         return _begins_anew(state, key, 2)
@@ -77,11 +84,9 @@ def _realign(state, key):
     first, end = places.first, places.end
     if first == end:
         return -1
-    if state.gaps != 0:
-        return _third_ahead(state, first, end)
-    position = _pair_ahead(state, first, end)
+    position = _third_ahead(state, first, end) if state.gaps != 0 else _pair_ahead(state, first, end)
     if position < 0:
-        position = _begins_anew(state, key, 1)
+        position = _begins_anew(state, key, 2 if state.gaps != 0 else 1)
     return position
 
 
@@ -96,8 +101,6 @@ def _third_ahead(state, first, end):
 @inner()
 def _begins_anew(state, key, least):
     """The place of this request on a tape that begins with it and `least` or more before it, and is followed; or -1."""
-    if state.gaps != 0:
-        return -1  # steps differ, and marks say when they begin
     for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed
         begin = state.ring_start if tape < 0 else ring_at(state, tape).begin
         end = state.ring_end if tape < 0 else ring_at(state, tape).end
@@ -263,7 +266,7 @@ def _pass_gap(state, key, row):
     if is_known:
         state.last_miss = state.history_count
     else:
-        state.history_count -= 1  # so that requests in a row are those that a tape may have
+        state.history_count -= 1  # so that requests in a row are those that a tape may have, as in `follow`
     return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
 
 
@@ -293,6 +296,8 @@ def follow(state, key):
         if position < 0:
             position, begins = _search(state, key)
             if position < 0:
+                if state.gaps != 0 and not _is_on_tape(state, key):
+                    state.history_count -= 1
                 count_miss(state)
                 return -1, False
     state.miss_run = 0

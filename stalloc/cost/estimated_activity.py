@@ -2,13 +2,14 @@
 
 Contract: operations run in their recorded order, on the queues of `estimate_step`; memory is that of the record, at the
 moment at which each operation begins. The table is of the last whole step, and its clock begins with it. What runs in a
-range `update/3` of the update, as stalloc's own techniques name their subgroups, is that part of it.
+range `update/3` of the update, as stalloc's own techniques name their subgroups, is that part of it. Beside it stands
+the same work with each operation as soon as what it needs is there.
 """
 
 import numpy as np
 
 from stalloc.cost.gpu_rates import rates_of
-from stalloc.cost.queues import Queue
+from stalloc.cost.queues import Queue, schedule_as_ready
 from stalloc.cost.step_seconds import estimate_step
 from stalloc.device.known_gpus import VirtualGPU
 from stalloc.errors import BadInputError
@@ -54,15 +55,16 @@ def with_estimated_times(record: DeviceRecord, gpu: VirtualGPU) -> DeviceRecord:
     ]
     allocated = trace.live_bytes(trace.aligned_size(_ALIGNMENT))  # before each event, and at the end
     reserved = np.append(trace.reserved_start_bytes, trace.reserved_bytes())
-    work, held, host_bytes = [], [], record.info.get("host_bytes")
+    work, ready, held, host_bytes = [], [], [], record.info.get("host_bytes")
     if isinstance(host_bytes, int):
         held.append(Held(0, MemoryKind.HOST, host_bytes))
-    made = estimated.schedule
+    made, soonest = estimated.schedule, schedule_as_ready(estimated.by_data)
     tasks = zip(estimated.operations.tolist(), phases, made.begin, made.end, estimated.queues, strict=True)
-    for row, phase, begin, end, queue in tasks:
+    for place, (row, phase, begin, end, queue) in enumerate(tasks):
         start_ns, link = round(begin * 1e9), _LINKS[queue]
         size = int(operations.shape_written_bytes[operations.shape[row]]) if link.moves else 0
         work.append(Work(start_ns, round(end * 1e9), link, size, phase))
+        ready.append(Work(round(soonest.begin[place] * 1e9), round(soonest.end[place] * 1e9), link, size, phase))
         first, last = int(operations.begin[row]), int(operations.end[row])  # the events of the operation
         held.append(Held(start_ns, MemoryKind.ALLOCATED, int(allocated[first : last + 1].max())))
         if reserved[first : last + 1].max():
@@ -72,6 +74,7 @@ def with_estimated_times(record: DeviceRecord, gpu: VirtualGPU) -> DeviceRecord:
         trace.replace(time_us=np.zeros_like(trace.time_us)),  # another clock
         activity_of(work, held=held),
         record.info | {"device_name": gpu.name, "total_bytes": gpu.total_bytes, "estimated": True},
+        activity_of(ready),
     )
 
 

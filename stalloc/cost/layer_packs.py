@@ -4,13 +4,13 @@ Source: Li et al., "Harmony: Overcoming the Hurdles of GPU Memory Capacity to Tr
 Servers", VLDB 2022: layers are packed for the forward and for the backward pass apart; a pack computes while the next
 one comes; backward computes a pack again from what it was handed, which lay in the host.
 Contract: of all ways to pack layers in a row that fit, the one with the fewest estimated seconds, and of those the one
-that moves least.
+that moves least. A pack fits with what it needs itself; what of the next one has no room beside it comes after it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost, together
+from stalloc.cost.layer_costs import LayerCost, LinkCost, backward_bytes, forward_bytes, together
 
 Pack = tuple[int, int]
 """Layers [begin, end)."""
@@ -58,9 +58,9 @@ def pass_cost(
     turns = [_turn(layers, pack, is_backward=is_backward) for pack in packs]
     seconds = link.seconds(turns[0].in_bytes)
     for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        if not _fits(turn, following, budget_bytes):
+        if turn.here_bytes > budget_bytes:
             return None
-        seconds += _seconds(turn, following, link)
+        seconds += _seconds(turn, following, budget_bytes, link)
     return seconds, sum(turn.in_bytes + turn.out_bytes for turn in turns)
 
 
@@ -72,10 +72,9 @@ def _turn(layers: Sequence[LayerCost], pack: Pack, *, is_backward: bool) -> _Tur
     begin, end = pack
     if not is_backward:
         one = together(layers[begin:end])
-        widest = max(layer.saved_bytes for layer in layers[begin:end])
         is_last = end == len(layers)
         out = 0 if is_last else one.boundary_bytes
-        return _Turn(one.forward_seconds, one.parameter_bytes, out, one.parameter_bytes + widest)
+        return _Turn(one.forward_seconds, one.parameter_bytes, out, forward_bytes(layers, begin, end))
     low, high = len(layers) - end, len(layers) - begin
     one = together(layers[low:high])
     handed = layers[low - 1].boundary_bytes if low else 0
@@ -84,18 +83,16 @@ def _turn(layers: Sequence[LayerCost], pack: Pack, *, is_backward: bool) -> _Tur
         one.forward_seconds + one.backward_seconds,
         one.parameter_bytes + handed,
         gradients,
-        one.parameter_bytes + gradients + handed + one.saved_bytes,
+        backward_bytes(layers, low, high),
     )
 
 
-def _fits(turn: _Turn, following: _Turn | None, budget_bytes: int) -> bool:
-    return turn.here_bytes + (following.in_bytes if following else 0) <= budget_bytes
-
-
-def _seconds(turn: _Turn, following: _Turn | None, link: LinkCost) -> float:
-    """Computing, while the next pack comes and what this one makes leaves."""
-    comes = link.seconds(following.in_bytes) if following else 0.0
-    return max(turn.compute_seconds, comes, link.seconds(turn.out_bytes))
+def _seconds(turn: _Turn, following: _Turn | None, budget_bytes: int, link: LinkCost) -> float:
+    """Computing, while what has room of the next pack comes and what this one makes leaves; then the rest comes."""
+    coming = following.in_bytes if following else 0
+    beside = min(coming, budget_bytes - turn.here_bytes)
+    meanwhile = max(turn.compute_seconds, link.seconds(beside), link.seconds(turn.out_bytes))
+    return meanwhile + link.seconds(coming - beside)
 
 
 def _best(
@@ -117,9 +114,9 @@ def _best(
             found = []
             for one in following if end < num else [None]:
                 after = turns[one] if one else None
-                if _fits(turn, after, budget_bytes):
+                if turn.here_bytes <= budget_bytes:
                     later = rest[one] if one else (0.0, 0, None)
-                    found.append((_seconds(turn, after, link) + later[0], moved + later[1], one))
+                    found.append((_seconds(turn, after, budget_bytes, link) + later[0], moved + later[1], one))
             if found:
                 rest[begin, end] = min(found, key=lambda one: one[:2])
     first = [(0, end) for end in range(1, num + 1) if (0, end) in rest]

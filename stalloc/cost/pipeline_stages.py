@@ -4,7 +4,9 @@ Source: Feng et al., "Mobius: Fine Tuning Large-Scale Models on Commodity GPU Se
 GPUs, stage j on GPU j mod N; the next stage of a GPU comes while the one at hand computes; an integer program makes the
 stages, and GPUs under one root of the bus are kept apart in the order of stages (cross mapping).
 Contract: of all ways to make stages of layers in a row that fit, one with the least modelled time of a step, proven
-unless the solver's time was over. The recorded step is one microbatch; backward computes a stage again.
+unless the solver's time was over. A stage fits with what it needs itself; what of the next one of its GPU has no room
+beside it comes after it (their constraint on prefetching). The recorded step is one microbatch; backward computes a
+stage again.
 """
 
 import itertools
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.cost.layer_costs import LayerCost, LinkCost, together
+from stalloc.cost.layer_costs import LayerCost, LinkCost, backward_bytes, forward_bytes, together
 from stalloc.integer_program import IntegerProgram, Terms, find_solver
 
 Stage = tuple[int, int]
@@ -89,17 +91,20 @@ def step_seconds(layers: Sequence[LayerCost], stages: Sequence[Stage], pipeline:
     """The modelled time of a step in these stages; None if they do not fit."""
     weights = [_weights(layers, stage, pipeline.link) for stage in stages]
     num, gpus = len(stages), pipeline.num_gpus
-    for row, one in enumerate(weights):
-        following = weights[row + gpus].num_bytes if row + gpus < num else 0
-        before = weights[row - gpus].num_bytes if row >= gpus else 0
-        if one.forward_work + following > pipeline.budget_bytes or one.backward_work + before > pipeline.budget_bytes:
-            return None
+    if any(max(one.forward_work, one.backward_work) > pipeline.budget_bytes for one in weights):
+        return None
+
+    def late(row: int, beside_bytes: int) -> float:
+        return max(0, weights[row].num_bytes + beside_bytes - pipeline.budget_bytes) / pipeline.link.rate
+
+    forward = [late(row, weights[row - gpus].forward_work) if row >= gpus else 0.0 for row in range(num)]
+    backward = [late(row, weights[row + gpus].backward_work) if row + gpus < num else 0.0 for row in range(num)]
     end: dict[str, float] = {}
 
     def at_least(name: str, *after: tuple[str, float]) -> None:
         end[name] = max((end[one] + seconds for one, seconds in after), default=0.0)
 
-    _constrain(num, pipeline, weights, at_least)
+    _constrain(num, pipeline, weights, (forward, backward), at_least)
     return end[_name("b", 0, pipeline.num_microbatches - 1)]
 
 
@@ -110,52 +115,66 @@ def _name(kind: str, stage: int, microbatch: int = 0) -> str:
     return f"{kind}{stage}.{microbatch}"
 
 
-def _constrain(num: int, pipeline: Pipeline, weights: Sequence[Any], at_least: Callable[..., None]) -> None:
+def _constrain(
+    num: int,
+    pipeline: Pipeline,
+    weights: Sequence[Any],
+    late: tuple[Sequence[Any], Sequence[Any]],
+    at_least: Callable[..., None],
+) -> None:
     """When everything ends, each after what it waits for: f forward, b backward, u and v the loads before them.
 
-    `weights` are those of stages, or sums over those that they may be.
+    `weights` are those of stages, or sums over those that they may be; `late`, for the forward and the backward pass,
+    the seconds of each load for which there is no room before the stage at hand has gone.
 
     A stage is loaded when the one before the last of its GPU has gone; in backward the last stage of each GPU is there,
     and the others come once forward is over on it. `at_least` gets a name, and (name, seconds) of what comes before.
     """
     gpus, last = pipeline.num_gpus, pipeline.num_microbatches - 1
+    later, back_later = late
     at_least("start")
     for j in range(num):
-        load, compute = weights[j].load, weights[j].forward
-        room = [(_name("f", j - 2 * gpus, last), load)] if j >= 2 * gpus else []
-        at_least(_name("u", j), (_name("u", j - gpus) if j >= gpus else "start", load), *room)
+        rest, compute = later[j], weights[j].forward
+        early = weights[j].load - rest
+        if j >= gpus:
+            came = (_name("u", j - gpus), later[j - gpus] + early)
+            room = [(_name("f", j - 2 * gpus, last), later[j - gpus] + early)] if j >= 2 * gpus else []
+            at_least(_name("u", j), came, *room)
+        else:
+            at_least(_name("u", j), ("start", early))
         for m in range(last + 1):
-            after: list[_After] = [(_name("f", j, m - 1), compute)] if m else [(_name("u", j), compute)]
+            after: list[_After] = [(_name("f", j, m - 1), compute)] if m else [(_name("u", j), rest + compute)]
             after += [(_name("f", j - 1, m), compute + weights[j - 1].hand_on)] if j else []
-            after += [(_name("f", j - gpus, last), compute)] if j >= gpus and not m else []
+            after += [(_name("f", j - gpus, last), rest + compute)] if j >= gpus and not m else []
             at_least(_name("f", j, m), *after)
     for j in range(num - 1, -1, -1):
-        load, compute = weights[j].load, weights[j].backward
+        rest, compute = back_later[j], weights[j].backward
+        early = weights[j].load - rest
         there = j + gpus >= num
         if not there:
-            came = _name("v", j + gpus) if j + 2 * gpus < num else "start"
-            room = [(_name("f", j + gpus, last), load)]
-            room += [(_name("b", j + 2 * gpus, last), load)] if j + 2 * gpus < num else []
-            at_least(_name("v", j), (came, load), *room)
+            room = [(_name("f", j + gpus, last), early)]
+            if j + 2 * gpus < num:
+                before = back_later[j + gpus] + early
+                room += [(_name("v", j + gpus), before), (_name("b", j + 2 * gpus, last), before)]
+            at_least(_name("v", j), *room)
         for m in range(last + 1):
             after = [(_name("b", j, m - 1), compute)] if m else [(_name("f", j, last), compute)]
-            after += [] if there or m else [(_name("v", j), compute), (_name("b", j + gpus, last), compute)]
+            if not there and not m:
+                after += [(_name("v", j), rest + compute), (_name("b", j + gpus, last), rest + compute)]
             after += [(_name("b", j + 1, m), compute + weights[j].hand_on)] if j + 1 < num else []
             at_least(_name("b", j, m), *after)
 
 
 def _weights(layers: Sequence[LayerCost], stage: Stage, link: LinkCost) -> _Weights:
-    chosen = layers[slice(*stage)]
-    one = together(list(chosen))
-    work = max(layer.saved_bytes for layer in chosen)
+    one = together(layers[slice(*stage)])
     return _Weights(
         one.forward_seconds,
         one.forward_seconds + one.backward_seconds,
         link.seconds(one.parameter_bytes),
         link.seconds(one.boundary_bytes),
         one.parameter_bytes,
-        one.parameter_bytes + work,
-        2 * one.parameter_bytes + one.saved_bytes,
+        forward_bytes(layers, *stage),
+        backward_bytes(layers, *stage),
     )
 
 
@@ -167,6 +186,9 @@ class _Sum:
 
     def __add__(self, other: "_Sum") -> "_Sum":
         return _Sum(self.terms + other.terms)
+
+    def __sub__(self, other: "_Sum") -> "_Sum":
+        return self + _Sum([(variable, -factor) for variable, factor in other.terms])
 
 
 class _Program:
@@ -195,11 +217,24 @@ class _Program:
             return [(one, getattr(known[stage], name) / scale) for stage, one in self._chosen[row].items()]
 
         budget = max(1, pipeline.budget_bytes)
+        late: tuple[list[_Sum], list[_Sum]] = ([], [])
         for row in range(count):
-            for name, other in (("forward_work", row + pipeline.num_gpus), ("backward_work", row - pipeline.num_gpus)):
-                beside = figure(other, "num_bytes", budget) if 0 <= other < count else []
-                self.program.limit([*figure(row, name, budget), *beside], -np.inf, 1)
-        self._times(count, pipeline, figure, unit, most_seconds)
+            for name in ("forward_work", "backward_work"):
+                self.program.limit(figure(row, name, budget), -np.inf, 1)
+            for sums, name, other in (
+                (late[0], "forward_work", row - pipeline.num_gpus),
+                (late[1], "backward_work", row + pipeline.num_gpus),
+            ):
+                rest = (
+                    [(self.program.variable(0.0, is_integer=False, highest=np.inf), 1.0)] if 0 <= other < count else []
+                )
+                if rest:  # in those times, what does not fit beside the stage at hand
+                    together_bytes = [*figure(row, "num_bytes", budget), *figure(other, name, budget)]
+                    moved = pipeline.link.rate * unit / budget
+                    more = [(variable, -share) for variable, share in together_bytes]
+                    self.program.limit([(rest[0][0], moved), *more], -1, np.inf)
+                sums.append(_Sum(rest))
+        self._times(count, pipeline, figure, late, unit, most_seconds)
 
     def stages(self, values: Column) -> tuple[Stage, ...]:
         """What was chosen."""
@@ -210,6 +245,7 @@ class _Program:
         count: int,
         pipeline: Pipeline,
         figure: Callable[[int, str, float], Terms],
+        late: tuple[list[_Sum], list[_Sum]],
         unit: float,
         most_seconds: float,
     ) -> None:
@@ -227,7 +263,7 @@ class _Program:
             for one, seconds in after:
                 self.program.limit([(end[name], 1), (end[one], -1), *((v, -f) for v, f in seconds.terms)], 0, np.inf)
 
-        _constrain(count, pipeline, sums, at_least)
+        _constrain(count, pipeline, sums, late, at_least)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ that is ordered by events; nothing else holds it up.
 """
 
 import enum
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,4 +56,42 @@ def schedule(tasks: Sequence[Task]) -> Schedule:
         end.append(begin[-1] + task.seconds)
         free[task.queue] = end[-1]
         busy[task.queue] += task.seconds
+    return Schedule(tuple(begin), tuple(end), busy)
+
+
+def schedule_as_ready(tasks: Sequence[Task]) -> Schedule:
+    """The schedule in which a free queue takes the task that has been ready for longest, whenever it was asked for.
+
+    List scheduling: it keeps what tasks wait for, and is a way to run them, not the quickest that there is.
+    """
+    waits = [len(task.after) for task in tasks]
+    followers: list[list[int]] = [[] for _ in tasks]
+    for number, task in enumerate(tasks):
+        for one in task.after:
+            followers[one].append(number)
+    ready: dict[Queue, list[tuple[float, int]]] = {queue: [] for queue in Queue}
+    for number, task in enumerate(tasks):
+        if not task.after:
+            ready[task.queue].append((0.0, number))  # in their order, which is that of a heap
+    free, busy = set(Queue), dict.fromkeys(Queue, 0.0)
+    begin, end = [0.0] * len(tasks), [0.0] * len(tasks)
+    running: list[tuple[float, int]] = []
+    now = 0.0
+    while True:
+        for queue in [queue for queue in free if ready[queue]]:
+            _, number = heapq.heappop(ready[queue])
+            begin[number], end[number] = now, now + tasks[number].seconds
+            busy[queue] += tasks[number].seconds
+            free.remove(queue)
+            heapq.heappush(running, (end[number], number))
+        if not running:
+            break
+        now = running[0][0]
+        while running and running[0][0] == now:  # all that ends now, before anything else begins
+            _, number = heapq.heappop(running)
+            free.add(tasks[number].queue)
+            for one in followers[number]:
+                waits[one] -= 1
+                if not waits[one]:
+                    heapq.heappush(ready[tasks[one].queue], (now, one))
     return Schedule(tuple(begin), tuple(end), busy)

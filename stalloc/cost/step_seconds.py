@@ -12,6 +12,7 @@ from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
 from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.queues import Queue, Schedule, Task, schedule
 from stalloc.lifespans import find_steady_step, operation_graph
+from stalloc.lifespans.operation_dependencies import random_draws
 from stalloc.trace import Trace
 from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, read_operations
 
@@ -32,6 +33,8 @@ class StepEstimate:
     """(k,) the row of each task of the schedule but those of the processor."""
     queues: tuple[Queue, ...]
     """(k,) what works off each of these."""
+    by_data: tuple[Task, ...]
+    """(k,) the same tasks without the order in which they were asked for: only after what they need of one another."""
 
 
 def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) -> StepEstimate | None:
@@ -45,7 +48,11 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
         return None
     graph = operation_graph(trace, operations, step.operations)
     queue_of = copy_queues(operations, step.operations)
+    draws = random_draws(operations, step.operations)
+    drawn_before = dict(zip(draws[1:], draws, strict=False))
+    place = {row: number for number, row in enumerate(step.operations.tolist())}
     tasks: list[Task] = []
+    by_data: list[Task] = []
     number_of: dict[int, int] = {}
     by_class: dict[str, float] = {}
     measured, computed = 0.0, -1  # the last task of the device's own
@@ -56,6 +63,8 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
             after += (len(tasks) - 1,)
         queue = queue_of.get(row, Queue.COMPUTE)
         kind, seconds, was_measured = operation_seconds(operations, row, rates, queue)
+        needs = {*graph.predecessors(row), drawn_before.get(row, row)} - {row}
+        by_data.append(Task(operations.name_of(row), queue, seconds, tuple(sorted(place[one] for one in needs))))
         number_of[row] = len(tasks)
         if queue != Queue.COMPUTE and computed >= 0:
             after += (computed,)  # a copy waits for what was asked for before it, on whichever stream it is
@@ -69,7 +78,9 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
     made = schedule(tasks)
     most = dict(sorted(by_class.items(), key=lambda item: -item[1]))
     queues = tuple(task.queue for task in tasks if task.queue != Queue.PROCESSOR)
-    return StepEstimate(made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations, queues)
+    return StepEstimate(
+        made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations, queues, tuple(by_data)
+    )
 
 
 def copy_queues(operations: Operations, rows: Rows) -> dict[int, Queue]:

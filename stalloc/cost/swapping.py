@@ -9,7 +9,7 @@ from stalloc.cost.chunk_cache import Moved, least_capacity, replay_chunks
 from stalloc.cost.chunk_search import ChunkSearch, search_chunks, usual_sizes
 from stalloc.cost.chunk_uses import ModelData, in_chunks, model_data
 from stalloc.cost.gpu_rates import rates_of
-from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs
+from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs, least_budget
 from stalloc.cost.layer_packs import PackPlan, pack_layers
 from stalloc.cost.near_storage import NearStorage, update_near_storage
 from stalloc.cost.parameter_pages import PageReplay, replay_pages
@@ -19,7 +19,10 @@ from stalloc.cost.shared_link import LinkSharing, share_link
 from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
 from stalloc.cost.swap_amount import SwapAmount, best_amount
 from stalloc.errors import BadInputError, SetupError
+from stalloc.figures import human_bytes
 from stalloc.trace import Trace
+
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Swapping:
     lohan: SwapAmount | None = None
     mobius: MobiusPlan | None = None
     tmo: LinkSharing | None = None
+    least_layers_bytes: int | None = None
+    """The least budget for layers one by one, in packs and stages."""
     notes: tuple[str, ...] = ()
 
 
@@ -90,6 +95,12 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
     replays = [one for size in sizes if (one := _in_chunks(data, size, machine.budget_bytes))]
     best = min(replays, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)
     notes = [] if best else ["PatrickStar: no size of chunks has room for what is needed at once"]
+    host_bytes = trace.info.get("host_bytes")
+    if isinstance(host_bytes, int) and host_bytes > 0:
+        notes.append(
+            f"the program keeps {human_bytes(host_bytes)} in host memory itself, which is not among its parameters and "
+            "state here: record it without that"
+        )
     pages, rates = replay_pages(data, machine.budget_bytes), rates_of(machine.gpu)
     if pages is None:
         notes.append("Angel-PTM: the pages that are needed at once have no room")
@@ -107,10 +118,11 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
         notes=tuple(notes),
     )
     try:
-        layers = layer_costs(trace, rates)
+        layers, parts = layer_costs(trace, rates), layer_costs(trace, rates, ends_apart=True)
     except BadInputError as error:
         return replace(made, notes=(*notes, str(error)))
-    return _with_layers(made, layers, machine)
+    made = replace(made, stronghold=_window(layers, link), lohan=best_amount(layers, link))
+    return _with_packs(made, parts, machine, link)
 
 
 def _in_chunks(data: ModelData, chunk_bytes: int, budget_bytes: int) -> ChunkReplay | None:
@@ -123,12 +135,19 @@ def _in_chunks(data: ModelData, chunk_bytes: int, budget_bytes: int) -> ChunkRep
     return ChunkReplay(chunk_bytes, chunks.count, capacity, belady, lru)
 
 
-def _with_layers(made: Swapping, layers: list[LayerCost], machine: Machine) -> Swapping:
-    link = LinkCost(rates_of(machine.gpu).link_bytes_per_second)
-    notes = list(made.notes)
-    packs = pack_layers(layers, machine.budget_bytes, link)
-    if packs is None:
-        notes.append("Harmony: not even packs of one layer fit")
+def _with_packs(made: Swapping, layers: list[LayerCost], machine: Machine, link: LinkCost) -> Swapping:
+    """With packs and stages of `layers`, of which the first and the last are what is outside of blocks."""
+    notes, least = list(made.notes), least_budget(layers)
+    made = replace(made, least_layers_bytes=least.num_bytes)
+    if machine.budget_bytes < least.num_bytes:
+        named = {0: "what comes before the first block", len(layers) - 1: "what comes after the last block"}
+        layer = named.get(least.layer, f"block {least.layer} of {len(layers) - 2}")
+        when = "backward" if least.is_backward else "forward"
+        notes.append(
+            f"Harmony, Mobius: the least budget is {-(-least.num_bytes // _MIB):,} MiB, which {layer} needs in its "
+            f"{when} pass, with what it works on"
+        )
+        return replace(made, notes=tuple(notes))
     pipeline = Pipeline(
         num_gpus=machine.num_gpus,
         num_microbatches=machine.num_microbatches,
@@ -141,18 +160,10 @@ def _with_layers(made: Swapping, layers: list[LayerCost], machine: Machine) -> S
     except SetupError as error:
         notes.append(f"Mobius: {error}")
     else:
-        if stages is None:
-            notes.append("Mobius: not even stages of one layer fit")
-        else:
-            mobius = MobiusPlan(stages, *cross_mapping(machine.num_gpus, machine.num_roots))
-    return replace(
-        made,
-        harmony=packs,
-        stronghold=_window(layers, link),
-        lohan=best_amount(layers, link),
-        mobius=mobius,
-        notes=tuple(notes),
-    )
+        assert stages is not None, "stages of one layer fit"
+        mobius = MobiusPlan(stages, *cross_mapping(machine.num_gpus, machine.num_roots))
+    packs = pack_layers(layers, machine.budget_bytes, link)
+    return replace(made, harmony=packs, mobius=mobius, notes=tuple(notes))
 
 
 def _window(layers: list[LayerCost], link: LinkCost) -> Window:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
+from typing import ClassVar
 
 from stalloc.errors import BadInputError, EndlessLoopError
 
@@ -60,17 +61,9 @@ def as_variable(assumptions: Iterable[Assumption]) -> str:
     return json.dumps([f"{one.file}:{one.line}={one.value:f}" for one in assumptions])
 
 
-_last_place: str | None = None  # of CuPy's decisions and PyTorch's together
-
-
 def last_place() -> str | None:
     """Where the program read what no kernel computed last, and nothing is assumed."""
-    return _last_place
-
-
-def _note_last(place: str) -> None:
-    global _last_place
-    _last_place = place
+    return Decisions.last_place
 
 
 def short_place(place: str) -> str:
@@ -80,6 +73,8 @@ def short_place(place: str) -> str:
 
 class Decisions:
     """The decisions of this process; `skipped` are the folders whose lines are not the program's."""
+
+    last_place: ClassVar[str | None] = None  #: of CuPy's decisions and PyTorch's together
 
     def __init__(self, skipped: tuple[str, ...]) -> None:
         self._skipped = (*skipped, contextlib.__file__)  # whose decorators call what they decorate
@@ -96,7 +91,7 @@ class Decisions:
         assumed = self._assumed_at(place)
         if assumed is not None:
             return assumed
-        _note_last(place)
+        Decisions.last_place = place
         if place in self._places:
             self._in_a_row += 1
         elif len(self._places) < _MAX_PLACES:
@@ -115,7 +110,7 @@ class Decisions:
             return None
         assumed = self._assumed_at(place)
         if assumed is None:
-            _note_last(place)
+            Decisions.last_place = place
             if self._numbers >= MOST_NUMBERS:
                 self._end(place)
         return assumed

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
+from stalloc.sizes import MIB
 
 PLENTY = 1 << 41  #: bytes to see what is taken; expandable segments take more than this of addresses, for each stream
 
-_MIB = 1 << 20
 _MAX_BYTES = 1 << 62  # so that sums of two sizes still fit the fields of 64 bits that they travel in
 _MAX_DIGITS = 30  # of a number that is written out; Python refuses to read very long ones
 
@@ -112,7 +112,7 @@ _CARDS = (
     ("RTX-2080-Ti", "NVIDIA GeForce RTX 2080 Ti", 11_019, (7, 5), 68, _PRINTED),
 )
 KNOWN_GPUS: dict[str, VirtualGPU] = {
-    key: VirtualGPU(name=name, total_bytes=mib * _MIB, compute_capability=capability, num_multiprocessors=num)
+    key: VirtualGPU(name=name, total_bytes=mib * MIB, compute_capability=capability, num_multiprocessors=num)
     for key, name, mib, capability, num, _ in _CARDS
 }
 MEMORY_SOURCES: dict[str, str] = {key: source for key, *_, source in _CARDS}

@@ -65,12 +65,19 @@ _STATISTICS = (
 
 _LEVELS: dict[Completion, int] = {"at-once": 0, "timeline": 2, "at-waits": 1}  # of virtual_order.h
 
-_library: ctypes.CDLL | None = None
-_gpu: VirtualGPU | None = None
-_cuda_version = 0
-_values: Values | None = None
-_cupy_decisions: Decisions | None = None
-_order_checker: OrderChecker | None = None
+
+class _Process:
+    """What this process has in the place of its GPUs; nothing before `activate`."""
+
+    library: ctypes.CDLL | None = None
+    gpu: VirtualGPU | None = None
+    cuda_version = 0
+    values: Values | None = None
+    cupy_decisions: Decisions | None = None
+    order_checker: OrderChecker | None = None
+
+
+_process = _Process()
 
 
 def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
@@ -79,10 +86,9 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     Raises SetupError if one of them is imported already, if there is no C compiler to build the library with, or if
     another GPU is active already.
     """
-    global _library, _gpu, _cuda_version
-    if _gpu is not None:
-        if _gpu != gpu:
-            raise SetupError(f"the virtual GPU is {_gpu.name} already: choose another one in a new process.")
+    if _process.gpu is not None:
+        if _process.gpu != gpu:
+            raise SetupError(f"the virtual GPU is {_process.gpu.name} already: choose another one in a new process.")
         return
     early = [name for name in ("torch", "cupy", "cupy_backends") if name in sys.modules]
     if early:
@@ -100,7 +106,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     folder = build(surface)
     library = _load(folder, surface)
     if order:
-        _check_order(library)
+        _process.order_checker = OrderChecker(library)
     _configure(library, gpu, surface.cuda_version)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
@@ -111,9 +117,9 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("torch", after_torch_import)
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     after_import("numba.cuda.cudadrv.driver", _refuse_numba)
-    if _order_checker is not None:
+    if _process.order_checker is not None:
         after_import("torch", _watch_torch)
-    _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
+    _process.library, _process.gpu, _process.cuda_version = library, gpu, surface.cuda_version
     if completion:
         complete(completion)  # type: ignore[arg-type]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -121,9 +127,8 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
 
 def become(gpu: VirtualGPU) -> None:
     """Be another GPU: for a fork of a process that has imported the libraries and not used the device."""
-    global _gpu
-    _configure(_active_library(), gpu, _cuda_version)
-    _gpu = gpu
+    _configure(_active_library(), gpu, _process.cuda_version)
+    _process.gpu = gpu
 
 
 def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None:
@@ -156,28 +161,22 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
 
 def active_gpu() -> VirtualGPU | None:
     """The GPU that `activate` was given, or None."""
-    return _gpu
-
-
-def _check_order(library: ctypes.CDLL) -> None:
-    global _order_checker
-    _order_checker = OrderChecker(library)
+    return _process.gpu
 
 
 def order_checker() -> OrderChecker | None:
     """The checker of the order of work, where this process has one (STALLOC_VIRTUAL_ORDER=strict)."""
-    return _order_checker
+    return _process.order_checker
 
 
 def _watch_torch() -> None:
-    if _order_checker is not None:
-        watch_operations(sys.modules["torch"], _order_checker)
+    if _process.order_checker is not None:
+        watch_operations(sys.modules["torch"], _process.order_checker)
 
 
 def _after_cupy_import() -> None:
-    global _cupy_decisions
-    if _library is not None and _cupy_decisions is None:
-        _cupy_decisions = count_reads(sys.modules["cupy"], _library)
+    if _process.library is not None and _process.cupy_decisions is None:
+        _process.cupy_decisions = count_reads(sys.modules["cupy"], _process.library)
 
 
 def _refuse_numba() -> None:
@@ -195,22 +194,21 @@ def after_torch_import() -> None:
 
     It runs by itself at the end of `import torch`; calling it again, or without a virtual GPU, does nothing.
     """
-    global _values
     torch: Any = sys.modules.get("torch")
-    if _library is not None and torch is not None:
+    if _process.library is not None and torch is not None:
         major, minor, patch = torch._C._cudnn.getCompileVersion()
         version = major * (1000 if major < 9 else 10_000) + minor * 100 + patch
-        _library.stalloc_virtual_set_cudnn_version(version)
-        if _values is None:
-            _values = values = follow_values(torch, _library)
-            library = _library
+        _process.library.stalloc_virtual_set_cudnn_version(version)
+        if _process.values is None:
+            _process.values = values = follow_values(torch, _process.library)
+            library = _process.library
             after_import("torch.distributed.distributed_c10d", lambda: prepare_collectives(library, values))
 
 
 def _active_library() -> ctypes.CDLL:
-    if _library is None:
+    if _process.library is None:
         raise SetupError("no virtual GPU is active: call stalloc.device.activate('virtual') first.")
-    return _library
+    return _process.library
 
 
 def statistics() -> dict[str, int]:
@@ -253,7 +251,7 @@ def complete(how: Completion) -> None:
 
     The checker of the order of work has it be late already, and is left so.
     """
-    if _order_checker is not None:
+    if _process.order_checker is not None:
         return
     library, gpu = _active_library(), active_gpu()
     library.stalloc_virtual_set_order(_LEVELS[how])
@@ -264,7 +262,7 @@ def complete(how: Completion) -> None:
 
 def findings() -> dict[str, Any]:
     """What this process's figures depend on, and what keeps them from being certain, as plain values."""
-    counted = [_values.decisions if _values is not None else None, _cupy_decisions]
+    counted = [_process.values.decisions if _process.values is not None else None, _process.cupy_decisions]
     decisions = [one for each in counted if each is not None for one in each.listed()]
     torch: Any = sys.modules.get("torch")
     return {

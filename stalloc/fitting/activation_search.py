@@ -5,9 +5,9 @@ is the least with which the budget is expected to be kept, the window the one wi
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
 from stalloc.errors import BadInputError
@@ -16,6 +16,7 @@ from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, from_rows, offloaded
 from stalloc.fitting.foreseen_paging import paged, peak_bytes
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
+from stalloc.fitting.proposals import Base, Known, Offloaded, Proposals, Wanted, Way
 from stalloc.fitting.recompute_search import ENOUGH_LEFT
 from stalloc.fitting.run_seen import RunSeen
 from stalloc.fitting.tier_search import WINDOWS, what_of
@@ -23,11 +24,8 @@ from stalloc.fitting.tier_seconds import tier_seconds
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 from stalloc.techniques.activation_settings import ActivationSettings
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings
-
-if TYPE_CHECKING:
-    from stalloc.fitting.candidates import Fitting
 
 RATIOS = tuple(step / 20 for step in range(1, 21))
 ACTIVATION_WINDOWS = (512 << 20, 128 << 20, 32 << 20, 0)  #: bytes on their way at once
@@ -37,14 +35,12 @@ _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What is foreseen of a way to run the program."""
+class _Expected:
+    """What is foreseen of one way."""
 
-    settings: Settings
-    peak_bytes: int
-    host_bytes: int  #: of activations
-    seconds: float  #: that copies of activations add to a step
-    seconds_beside: float  #: that what else is done adds
+    settings: TechniqueSettings
+    offload: Offloaded
+    seconds_beside: float  #: that what else is done adds to a step
 
 
 @dataclass(frozen=True)
@@ -57,82 +53,81 @@ class _Seen:
     step_seconds: float
 
 
-def try_activations(fitting: "Fitting", policy: str | None = None) -> None:
+def with_activations(known: Known, policy: str | None = None) -> Proposals:
     """Run the program so, beside blocks that are recomputed, state that is paged and layers that are streamed.
 
     `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none.
     """
     ratio = ratio_of(policy or "")
-    if not fitting.host_bytes:
-        fitting.note(["nothing is kept in host memory without --host SIZE"])
-        return
+    if not known.host_bytes:
+        yield "nothing is kept in host memory without --host SIZE"
+        return None
     if ratio is not None:
-        seen = _look(fitting, proposal(fitting.step, {}))
+        seen = yield from _look(known, proposal(known.step, {}))
         if seen is not None:
-            ways = [_expected(fitting, seen, TierSettings(), ratio, window) for window in ACTIVATION_WINDOWS]
-            enough = min(one.peak_bytes for one in ways) * _ENOUGH
-            _measure(fitting, seen, min((one for one in ways if one.peak_bytes <= enough), key=lambda one: one.seconds))
-        return
-    as_is = fitting.candidates[0]
+            ways = [_expected(known, seen, TierSettings(), ratio, window) for window in ACTIVATION_WINDOWS]
+            enough = min(one.offload.peak_bytes for one in ways) * _ENOUGH
+            quick = min((one for one in ways if one.offload.peak_bytes <= enough), key=lambda one: one.offload.seconds)
+            yield _way(seen, quick)
+        return None
+    as_is = known.candidates[0]
     allowance = max(0, as_is.needed_bytes - as_is.expected_bytes) if as_is.expected_bytes else 0
-    seen, num_before = None, len(fitting.candidates)
+    seen, num_before = None, len(known.candidates)
     for again in (False, True):
-        whole = whole_blocks(fitting.step) if again else {}
+        whole = whole_blocks(known.step) if again else {}
         if again and not whole:
             continue
-        seen = _look(fitting, proposal(fitting.step, whole)) or seen
+        seen = (yield from _look(known, proposal(known.step, whole))) or seen
         if seen is None or len(seen.proposed.choices) < len(whole):
             continue
-        target_bytes = fitting.budget_bytes - allowance
-        for tiers in _tiers(fitting, seen):
-            fits_without = (again or tiers) and _expected(fitting, seen, tiers, 0.0, 0).peak_bytes <= target_bytes
-            if fits_without or _approach(fitting, seen, tiers, target_bytes):
+        target_bytes = known.budget_bytes - allowance
+        for tiers in _tiers(known, seen):
+            least = _expected(known, seen, tiers, 0.0, 0).offload.peak_bytes if again or tiers else target_bytes + 1
+            if least <= target_bytes or (yield from _approach(known, seen, tiers, target_bytes)):
                 break
-    if policy is not None and seen is not None and len(fitting.candidates) == num_before:
-        _measure(fitting, seen, _expected(fitting, seen, TierSettings(), 1.0, 0))  # the least that it can reach
+    if policy is not None and seen is not None and len(known.candidates) == num_before:
+        yield _way(seen, _expected(known, seen, TierSettings(), 1.0, 0))  # the least that it can reach
+    return None
 
 
-def _tiers(fitting: "Fitting", seen: _Seen) -> Iterator[TierSettings]:
+def _tiers(known: Known, seen: _Seen) -> Iterator[TierSettings]:
     yield TierSettings()
     for streamed in (0, 2, 1) if seen.proposed.choices else (0,):
         for window in WINDOWS:
-            yield TierSettings(host_bytes=fitting.host_bytes, paged_window_bytes=window, streamed_window=streamed)
+            yield TierSettings(host_bytes=known.host_bytes, paged_window_bytes=window, streamed_window=streamed)
 
 
-def _look(fitting: "Fitting", proposed: Proposal) -> _Seen | None:
+def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | None]:
     """Record a run in which all that is saved leaves at once, and estimate when it is saved and needed."""
-    fitting.base = Settings(activations=ActivationSettings(ratio=1.0, host_bytes=_PLENTY))
-    recorded = fitting.watch(fitting.settings_with(proposed))
-    fitting.base = Settings()
-    timed = fitting.try_once(TrialWork("timed", fitting.settings_with(proposed)))
+    leaving = Base(TechniqueSettings(activations=ActivationSettings(ratio=1.0, host_bytes=_PLENTY)))
+    recorded: Measured = yield known.recorded(leaving.with_blocks(known.step, proposed))
+    timed: Measured = yield TrialWork("timed", Base().with_blocks(known.step, proposed))
     failure = recorded.failure or timed.failure
     if not failure and not recorded.offloaded_bytes:
         failure = "nothing that it saves is large enough, and of a kind that can leave"
     if failure:
-        fitting.note([f"activations are not kept in host memory: {failure.rstrip('.')}"])
+        yield f"activations are not kept in host memory: {failure.rstrip('.')}"
         return None
     run, step = RunSeen.from_json(recorded.seen), timed.seen
     return _Seen(proposed, run, from_rows(step["activations"]), step["step_seconds"])
 
 
-def _approach(fitting: "Fitting", seen: _Seen, tiers: TierSettings, target_bytes: int) -> bool:
+def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> Generator[Wanted, Any, bool]:
     """Run what is expected to fit, then what leaves more by what was too much; whether there is nothing more to try."""
     for _ in range(ROUNDS):
-        found = _cheapest(fitting, seen, tiers, target_bytes)
-        if found is None or not _is_worth_it(fitting, found):
+        found = _cheapest(known, seen, tiers, target_bytes)
+        if found is None or not _is_worth_it(known, found):
             return False
-        candidate = _measure(fitting, seen, found)
-        if candidate.fits(fitting.budget_bytes) or (candidate.refused and not candidate.runs_short):
+        candidate: Candidate = yield _way(seen, found)
+        if known.fits(candidate) or (candidate.refused and not candidate.runs_short):
             return True
-        target_bytes -= max(candidate.needed_bytes - fitting.budget_bytes, int(fitting.budget_bytes * ENOUGH_LEFT))
+        target_bytes -= max(candidate.needed_bytes - known.budget_bytes, int(known.budget_bytes * ENOUGH_LEFT))
     return False
 
 
-def _measure(fitting: "Fitting", seen: _Seen, found: Expected) -> Candidate:
-    fitting.base, fitting.offload = found.settings, found
-    candidate = fitting.measure(seen.proposed, _what(found.settings, len(seen.proposed.choices)), "offload-ratio")
-    fitting.base, fitting.offload = Settings(), None
-    return candidate
+def _way(seen: _Seen, found: _Expected) -> Way:
+    base = Base(found.settings, offload=found.offload)
+    return Way(base, seen.proposed, _what(found.settings, len(seen.proposed.choices)), "offload-ratio")
 
 
 def ratio_of(policy: str) -> float | None:
@@ -149,7 +144,7 @@ def ratio_of(policy: str) -> float | None:
     return ratio
 
 
-def _cheapest(fitting: "Fitting", seen: _Seen, tiers: TierSettings, target_bytes: int) -> Expected | None:
+def _cheapest(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> _Expected | None:
     """Of each window the least share that is expected to fit; of those the one that adds least to a step."""
     found = []
     for window in ACTIVATION_WINDOWS:
@@ -157,23 +152,23 @@ def _cheapest(fitting: "Fitting", seen: _Seen, tiers: TierSettings, target_bytes
         fitting_one = None
         while low < high:
             middle = (low + high) // 2
-            one = _expected(fitting, seen, tiers, RATIOS[middle], window)
-            if one is not None and one.peak_bytes <= target_bytes:
+            one = _expected(known, seen, tiers, RATIOS[middle], window)
+            if one.offload.peak_bytes <= target_bytes:
                 fitting_one, high = one, middle
             else:
                 low = middle + 1
-        if fitting_one is not None and fitting_one.host_bytes <= fitting.host_bytes:
+        if fitting_one is not None and fitting_one.offload.host_bytes <= known.host_bytes:
             found.append(fitting_one)
-    return min(found, key=lambda one: (one.seconds, one.host_bytes), default=None)
+    return min(found, key=lambda one: (one.offload.seconds, one.offload.host_bytes), default=None)
 
 
-def _expected(fitting: "Fitting", seen: _Seen, tiers: TierSettings, ratio: float, window: int) -> Expected:
-    settings = ActivationSettings(ratio=ratio, window_bytes=window, host_bytes=fitting.host_bytes)
+def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, window: int) -> _Expected:
+    settings = ActivationSettings(ratio=ratio, window_bytes=window, host_bytes=known.host_bytes)
     run = seen.run
     found = offloaded((run.start, run.end, run.size), run.activations, settings)
     lifespans, beside = found.lifespans, 0.0
     if tiers:
-        left = dataclasses.replace(tiers, host_bytes=max(0, fitting.host_bytes - found.host_bytes))
+        left = dataclasses.replace(tiers, host_bytes=max(0, known.host_bytes - found.host_bytes))
         in_host = paged(lifespans, run.updates, left, run.layers, run.passes)
         lifespans = in_host.lifespans
         layers = run.layers if tiers.streamed_window else ()
@@ -184,20 +179,21 @@ def _expected(fitting: "Fitting", seen: _Seen, tiers: TierSettings, ratio: float
             streamed_bytes=streamed_bytes,
             disk_streamed_bytes=on_disk,
         )
-        beside = tier_seconds(tiers, moved, fitting.step, fitting.link_bytes_per_second)
-    rate = LINK_SHARE * fitting.link_bytes_per_second
+        beside = tier_seconds(tiers, moved, known.step, known.link_bytes_per_second)
+    rate = LINK_SHARE * known.link_bytes_per_second
     seconds = added_seconds(seen.timed, settings, seen.step_seconds, rate, LINK_START)
-    whole = Settings(tiers=tiers, activations=settings)
-    return Expected(whole, peak_bytes(lifespans), found.host_bytes, seconds, seen.proposed.seconds + beside)
+    whole = TechniqueSettings(tiers=tiers, activations=settings)
+    offload = Offloaded(peak_bytes(lifespans), found.host_bytes, seconds)
+    return _Expected(whole, offload, seen.proposed.seconds + beside)
 
 
-def _is_worth_it(fitting: "Fitting", found: Expected) -> bool:
+def _is_worth_it(known: Known, found: _Expected) -> bool:
     """Whether it costs less than all that fits so far."""
-    seconds = [one.added_seconds for one in fitting.candidates if one.fits(fitting.budget_bytes)]
-    return found.seconds + found.seconds_beside < min(seconds, default=float("inf"))
+    seconds = [one.added_seconds for one in known.candidates if known.fits(one)]
+    return found.offload.seconds + found.seconds_beside < min(seconds, default=float("inf"))
 
 
-def _what(settings: Settings, num_blocks: int) -> str:
+def _what(settings: TechniqueSettings, num_blocks: int) -> str:
     activations = settings.activations
     parts = [f"recompute {plural(num_blocks, 'whole block')}"] if num_blocks else []
     of = "" if activations.ratio == 1 else f"{activations.ratio:.0%} of "

@@ -10,22 +10,18 @@ from dataclasses import dataclass, field
 
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
-from stalloc.fitting.activation_search import Expected, try_activations
-from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate, cheapest
-from stalloc.fitting.frontier import Proposal, proposal, settings_of, whole_blocks
+from stalloc.fitting.frontier import proposal, whole_blocks
 from stalloc.fitting.imports_ahead import import_ahead
 from stalloc.fitting.look_ahead import LATER, look_ahead, steps_within
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
-from stalloc.fitting.policy_search import check_policy, try_named
-from stalloc.fitting.presets import try_attention, try_selective, try_whole
-from stalloc.fitting.recompute_search import try_cheapest
+from stalloc.fitting.policy_search import check_policy, propose
+from stalloc.fitting.proposals import Base, Foresee, Known, Proposals, Wanted, Way
 from stalloc.fitting.run_seen import Foresight, RunSeen
-from stalloc.fitting.step_search import try_step_in_backward
-from stalloc.fitting.tier_search import is_of_tiers, try_tiers, with_host
+from stalloc.fitting.tier_search import with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 _RUNS_SHORT = "memory runs short within the budget, though its plan needs no more"
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
@@ -43,26 +39,18 @@ Tell = Callable[[str], None]
 class Fitting:
     """Candidates that were run, with settings and plans; `trial` runs one, `tell` says what is being done."""
 
-    budget_bytes: int
+    known: Known
     trial: Trial
     tell: Tell
-    host_bytes: int = 0  #: of host memory that tiers may use
-    disk_bytes: int = 0  #: the same on disk
-    link_bytes_per_second: float = 32e9  #: between host and device
-    step: ProgramSeen = field(init=False)
-    candidates: list[Candidate] = field(default_factory=list)
-    settings: list[Settings] = field(default_factory=list)
-    plans: list[bytes] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     num_steps: int = 0  #: of a trial; 0: as many as are worth it
     num_within: int = 0  #: the same within the budget, at the least
     num_trials: int = 0
-    base: Settings = field(default_factory=Settings)  #: of every proposal from here on, beside what it recomputes
-    beside: int = 0  #: the candidate of the base alone
-    foresight: Foresight | None = None  #: of the base
-    offload: Expected | None = None  #: of the base, where it keeps activations in the host
+    settings: list[TechniqueSettings] = field(default_factory=list)  #: of each candidate
+    plans: list[bytes] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     asked: str = ""  #: a digest of what the first steps of the program as it is ask for
-    _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
+    as_it_is: Base = field(default_factory=Base)
+    _recorded: dict[TechniqueSettings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
         """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
@@ -72,40 +60,45 @@ class Fitting:
         check_policy(policy)
         self._observe()
         self._look_ahead()
-        self.foresee()
-        plain = self.foresight
-        self.measure(proposal(self.step, {}), "as it is", "none")
-        fits = self.candidates[0].fits(self.budget_bytes)
-        if policy == "step-in-backward" or (policy is None and not fits):
-            try_step_in_backward(self, is_named=policy is not None)
-        if self.step.is_compiled and (policy == "compile-budget" or (policy is None and not fits)):
-            try_compiled(self)
-        if not whole_blocks(self.step):
-            self.note([self.step.why_no_blocks])
-        elif policy is not None:
-            try_named(self, policy)
-        elif fits:
-            try_whole(self)
-        else:
-            self.note(self.step.why_some_stay)
-            try_cheapest(self)
-            try_attention(self)
-            try_selective(self)
-            try_whole(self)
-        if is_of_tiers(policy) or (policy is None and self.host_bytes and not fits):
-            try_tiers(self, plain, policy)
-        if (policy or "").startswith("offload-ratio") or (policy is None and self.host_bytes and not fits):
-            try_activations(self, policy)
-        return cheapest(self.candidates, self.budget_bytes)
+        foreseen = self._foresee(self.as_it_is.settings)
+        base = Base(foresight=None if isinstance(foreseen, str) else foreseen)
+        first = self.measure(Way(base, proposal(self.known.step, {}), "as it is", "none"))
+        self.as_it_is = dataclasses.replace(base, alone=first)
+        self.pursue(propose(self.known, self.as_it_is, policy))
+        return cheapest(self.known.candidates, self.known.budget_bytes)
+
+    def pursue(self, proposals: Proposals) -> None:
+        """Run what a technique proposes, and send it what came of each."""
+        answer: object = None
+        while True:
+            try:
+                wanted = proposals.send(answer)
+            except StopIteration:
+                return
+            answer = self._answer(wanted)
+
+    def _answer(self, wanted: Wanted) -> object:
+        match wanted:
+            case Way():
+                return self.measure(wanted)
+            case Foresee():
+                return self._foresee(wanted.settings)
+            case TrialWork(under="recorded"):
+                return self._watch(wanted)
+            case TrialWork():
+                return self.try_once(wanted)
+            case str():
+                self.note([wanted])
+        return None
 
     def _observe(self) -> None:
         self.tell("looking at a step of the program")
         if (measured := self.try_once(TrialWork("observed"))).failure:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
         import_ahead(measured.imports)
-        self.step = ProgramSeen.from_json(measured.seen)
-        if self.step.num_steps <= MEMORY_STEP:
-            raise BadInputError(_why_too_short(self.step.num_steps, uses_gpu=bool(measured.steps)))
+        self.known.step = step = ProgramSeen.from_json(measured.seen)
+        if step.num_steps <= MEMORY_STEP:
+            raise BadInputError(_why_too_short(step.num_steps, uses_gpu=bool(measured.steps)))
 
     def _look_ahead(self) -> None:
         if self.num_steps:
@@ -117,108 +110,91 @@ class Fitting:
         self.num_steps, self.num_within = ahead.num_steps, ahead.num_within
         self.note([ahead.note])
 
-    def foresee(self) -> str:
-        """Run the program as it is and with all blocks recomputed, from which other choices are foreseen.
+    def _foresee(self, settings: TechniqueSettings) -> Foresight | str:
+        """Run the program so, as it is and with all blocks recomputed, from which other choices are foreseen.
 
-        Why that cannot be done comes back; empty if it can.
+        A text says why that cannot be done.
         """
-        as_is = self.watch(self.base)
+        as_is = self._watch(self.known.recorded(settings))
         if as_is.failure:
             return as_is.failure
         self.asked = self.asked or as_is.asked
+        base = Base(settings)
         while True:
-            settings = self.settings_with(proposal(self.step, whole_blocks(self.step)))
-            again = self.watch(settings) if settings.recompute.blocks else as_is
+            step = self.known.step
+            every = base.with_blocks(step, proposal(step, whole_blocks(step)))
+            again = self._watch(self.known.recorded(every)) if every.recompute.blocks else as_is
             if not again.failure:
                 break
-            if self._is_of_base(again):
+            if _is_of_base(again, base):
                 return again.failure
             self._leave_out(again)
         self.note(again.notes)
-        self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
-        if self.foresight.unlike > _MOST_UNLIKE:
+        foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+        if foresight.unlike > _MOST_UNLIKE:
             self.note([_UNLIKE])
         counts: dict[int, set[int]] = {}
-        for call in self.foresight.calls:
+        for call in foresight.calls:
             counts.setdefault(call.block, set()).add(len(call.forward))
-        self.step = self.step.with_casts_once(counts)
-        return ""
+        self.known.step = self.known.step.with_casts_once(counts)
+        return foresight
 
-    def settings_with(self, proposed: Proposal) -> Settings:
-        """The base with what is proposed beside it."""
-        return dataclasses.replace(self.base, recompute=settings_of(self.step, proposed.choices))
-
-    def watch(self, settings: Settings) -> Measured:
+    def _watch(self, work: TrialWork) -> Measured:
         """Run the program under stalloc, and note which request is made for what."""
-        self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} recomputed")
-        rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
-        self._recorded[settings] = self.try_once(TrialWork("recorded", settings, watched=rows))
-        return self._recorded[settings]
+        self.tell(f"running the program with {plural(len(work.settings.recompute.blocks), 'block')} recomputed")
+        self._recorded[work.settings] = measured = self.try_once(work)
+        return measured
 
-    def expected(self, proposed: Proposal) -> int:
-        """The most that would be allocated, 0 if that is not known.
-
-        What the program as it is needed more than was foreseen, as when its runs differ, any way may need that leaves
-        blocks as they are.
-        """
-        if self.offload is not None:
-            return self.offload.peak_bytes
-        if self.foresight is None:
-            return 0
-        if self.base.tiers:
-            return self.foresight.peak_bytes_with(proposed.kept, self.base.tiers)
-        blocks = len(whole_blocks(self.step))
-        beside = self.candidates[self.beside : self.beside + 1]
-        off = [one.allocated_bytes - one.expected_bytes for one in beside if one.allocated_bytes]
-        return self.foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
-
-    def measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
-        """Run a proposal under stalloc, and on the plan that this gives; a row of the table."""
-        settings = self.settings_with(proposed)
+    def measure(self, way: Way) -> Candidate:
+        """Run one way under stalloc, and on the plan that this gives; a row of the table."""
+        base, proposed, step, what = way.base, way.proposed, self.known.step, way.what
+        settings = base.with_blocks(step, proposed)
         if settings in self.settings:
-            return self.candidates[self.settings.index(settings)]
+            return self.known.candidates[self.settings.index(settings)]
         if settings.step_in_backward and proposed.choices:
             what += ", step in backward"
         self.tell(f"running the program: {what}")
         candidate = Candidate(
             what=what,
-            technique=technique,
-            expected_bytes=self.expected(proposed),
+            technique=way.technique,
+            expected_bytes=base.expected_bytes(step, proposed),
             added_seconds=proposed.seconds,
-            factor=1 + proposed.seconds / self.step.step_seconds if self.step.step_seconds else 1.0,
+            factor=1 + proposed.seconds / step.step_seconds if step.step_seconds else 1.0,
         )
         plan = b""
         recorded = self._recorded.pop(settings, None) or self.try_once(TrialWork("recorded", settings))
         if recorded.failure:
-            if not self._is_of_base(recorded):
+            if not _is_of_base(recorded, base):
                 self._leave_out(recorded)
             candidate = dataclasses.replace(candidate, refused=recorded.failure)
         else:
-            candidate = with_host(self, candidate, recorded)
+            candidate = with_host(self.known, base, candidate, recorded)
             if not candidate.refused:
                 candidate, plan = self._on_its_plan(candidate, settings, recorded)
         self.note(recorded.notes)
-        self.candidates.append(candidate)
+        self.known.candidates.append(candidate)
         self.settings.append(settings)
         self.plans.append(plan)
         return candidate
 
-    def _on_its_plan(self, candidate: Candidate, settings: Settings, recorded: Measured) -> tuple[Candidate, bytes]:
-        work = TrialWork("planned", settings, plan=recorded.plan)
-        within = self._within(work) if 0 < candidate.expected_bytes <= self.budget_bytes else None
+    def _on_its_plan(
+        self, candidate: Candidate, settings: TechniqueSettings, recorded: Measured
+    ) -> tuple[Candidate, bytes]:
+        work, budget_bytes = TrialWork("planned", settings, plan=recorded.plan), self.known.budget_bytes
+        within = self._within(work) if 0 < candidate.expected_bytes <= budget_bytes else None
         planned = within
         if within is None or _why_not_kept(within):
             planned = self.try_once(work)
             if planned.failure:
                 return dataclasses.replace(candidate, refused=planned.failure), b""
-            if within is None and planned.allocated_bytes <= self.budget_bytes:
+            if within is None and planned.allocated_bytes <= budget_bytes:
                 within = self._within(work)
         assert planned is not None
         refused = ""
         if within is not None:
             if not (reason := _why_not_kept(within)):
                 planned = within
-            elif planned.reserved_bytes <= self.budget_bytes and (within.failure or not planned.num_shortages):
+            elif planned.reserved_bytes <= budget_bytes and (within.failure or not planned.num_shortages):
                 refused = reason  # else no plan of it is kept, whatever there is
         self._check_repeats(recorded, planned)
         how = f"run, {plural(len(planned.steps), 'step')}" + ("" if recorded.plan else ", no plan")
@@ -236,7 +212,7 @@ class Fitting:
         What the program does at its end may fail in a trial for reasons of its own: that is left out then.
         """
         self.tell("the same with no more memory than the budget")
-        work = dataclasses.replace(work, limit_bytes=self.budget_bytes)
+        work = dataclasses.replace(work, limit_bytes=self.known.budget_bytes)
         num_steps = max(self.num_within, steps_within(self.num_steps))
         within = self.try_once(dataclasses.replace(work, num_steps=num_steps))
         return self.try_once(work) if within.failure and not within.out_of_memory else within
@@ -255,16 +231,17 @@ class Fitting:
         """Say what has not been said yet."""
         self.notes += [note for note in notes if note not in self.notes]
 
-    def _is_of_base(self, failed: Measured) -> bool:
-        """Whether a failure names no block, where more is done than to compute blocks again."""
-        return not failed.refused_block and self.base != Settings()
-
     def _leave_out(self, measured: Measured) -> None:
         """Blocks of the kind that could not be computed twice stay as they are; all of them if that is not known."""
-        kinds = {block.name: block.kind for block in self.step.blocks}
+        kinds = {block.name: block.kind for block in self.known.step.blocks}
         kind = kinds.get(measured.refused_block.removesuffix(":"))
         self.note([measured.failure])
-        self.step = self.step.without(kind, measured.failure)
+        self.known.step = self.known.step.without(kind, measured.failure)
+
+
+def _is_of_base(failed: Measured, base: Base) -> bool:
+    """Whether a failure names no block, where more is done than to compute blocks again."""
+    return not failed.refused_block and base.settings != TechniqueSettings()
 
 
 def _why_not_kept(within: Measured) -> str:

@@ -6,35 +6,32 @@ is the most, and in proportion above it.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import Proposal
-
-if TYPE_CHECKING:
-    from stalloc.fitting.candidates import Fitting
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
 
 _ROUNDS = 4
 _ENOUGH_LEFT = 0.02  # of the budget, below which no larger share is looked for
 _FORWARD = 1 / 3  # of a step that recomputes nothing
 
 
-def try_compiled(fitting: "Fitting") -> None:
+def compiled(known: Known, base: Base) -> Proposals:
     """The largest share within the budget, between none and all.
 
     Begun in the middle, since none may need more than some: a whole model in one graph is recomputed all at once.
     """
-    before, foresight = fitting.base, fitting.foresight
-    fitting.foresight = None  # of the program as it is
     too_much, enough = 1.0, 0.0
     for _ in range(_ROUNDS):
         share = (too_much + enough) / 2
-        fitting.base = dataclasses.replace(before, activation_share=share)
-        again = Proposal({}, (1 - share) * _FORWARD * fitting.step.step_seconds)
-        found = fitting.measure(again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")
-        fits = found.fits(fitting.budget_bytes)
-        left_bytes = fitting.budget_bytes - found.needed_bytes
-        is_enough = fits and left_bytes <= fitting.budget_bytes * _ENOUGH_LEFT
+        # what is foreseen of the base is of the program as it is
+        some = Base(dataclasses.replace(base.settings, activation_share=share))
+        again = Proposal({}, (1 - share) * _FORWARD * known.step.step_seconds)
+        found: Candidate = yield Way(some, again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")
+        fits = known.fits(found)
+        left_bytes = known.budget_bytes - found.needed_bytes
+        is_enough = fits and left_bytes <= known.budget_bytes * _ENOUGH_LEFT
         if is_enough or (found.refused and not found.runs_short):
             break
         too_much, enough = (too_much, share) if fits else (share, enough)
-    fitting.base, fitting.foresight = before, foresight
+    return None

@@ -18,7 +18,7 @@ from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.inputs import read_input
 from stalloc.npz import DAMAGE, Columns
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 FORMAT, VERSION = "stalloc fit", 4
 SUFFIX = ".fit.npz"
@@ -114,7 +114,7 @@ class Fit:
     estimate: str  #: how seconds are estimated
     candidates: tuple[Candidate, ...]  #: the program as it is first
     best: int  #: the row that is used, -1: none fits
-    settings: Settings = field(default_factory=Settings)  #: of the best
+    settings: TechniqueSettings = field(default_factory=TechniqueSettings)  #: of the best
     plan: bytes = b""  #: of the best: a plan file; empty if its steps do not repeat
     notes: tuple[str, ...] = ()
     asked: str = ""  #: SHA-256 of what the first steps of the program as it is ask for; empty: not known
@@ -190,7 +190,7 @@ def _fit(header: Any, plan: bytes) -> Fit:
         estimate=_text(header["estimate"]),
         candidates=tuple(_record(Candidate, one) for one in candidates),
         best=header["best"],
-        settings=Settings.from_json(header["settings"]),
+        settings=TechniqueSettings.from_json(header["settings"]),
         plan=plan,
         notes=tuple(_text(note) for note in _list(header["notes"], _MAX_CANDIDATES)),
         asked=_text(header["asked"]),

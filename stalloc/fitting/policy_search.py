@@ -1,27 +1,29 @@
-"""The techniques that `--policy` names, one of which is then the only one that is tried.
+"""The techniques of a fit: which `--policy` names, and which are tried in which order where none is named.
 
-Contract: a name is known, or refused, before anything is run.
+Contract: a name is known, or refused, before anything is run. Who adds a technique names it here, and nowhere else in
+this folder.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
 
 from stalloc.errors import BadInputError
 from stalloc.fitting import activation_search, tier_search
-from stalloc.fitting.presets import try_attention, try_selective, try_whole
-from stalloc.fitting.recompute_search import try_cheapest, try_checkmate
+from stalloc.fitting.compiled_search import compiled
+from stalloc.fitting.frontier import whole_blocks
+from stalloc.fitting.presets import all_but_attention, core_of_attention, whole
+from stalloc.fitting.proposals import Base, Known, Proposals
+from stalloc.fitting.recompute_search import by_checkmate, cheapest
+from stalloc.fitting.step_search import step_in_backward
 from stalloc.integer_program import find_solver
-from stalloc.techniques.policy_names import BLOCKS, num_blocks_of
+from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, num_blocks_of
 
-if TYPE_CHECKING:
-    from stalloc.fitting.candidates import Fitting
-
-_RECOMPUTED: dict[str, Callable[["Fitting"], None]] = {
-    "recompute": try_cheapest,
-    "checkmate": try_checkmate,
-    "keep-attention": lambda fitting: try_attention(fitting, "keep-attention"),
-    "remat-aware": lambda fitting: try_attention(fitting, "remat-aware"),
-    "selective": try_selective,
+Technique = Callable[[Known, Base], Proposals]
+_RECOMPUTED: dict[str, Technique] = {
+    "recompute": cheapest,
+    "checkmate": by_checkmate,
+    **dict.fromkeys(KEEP_ATTENTION, all_but_attention),
+    "selective": partial(core_of_attention, is_named=True),
 }
 _OTHERS = ("step-in-backward", "compile-budget")
 
@@ -41,9 +43,40 @@ def check_policy(policy: str | None) -> None:
         raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
 
 
-def try_named(fitting: "Fitting", policy: str) -> None:
-    """Try ways to recompute by this name; what is named otherwise is tried elsewhere."""
-    if policy in _RECOMPUTED:
-        _RECOMPUTED[policy](fitting)
-    elif policy.partition(":")[0] == BLOCKS:
-        try_whole(fitting, num_blocks_of(policy))
+def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
+    """What is tried, one after the other; the program as it is was run. `policy`: the only technique to try."""
+    base, is_short = as_it_is, not known.fits(known.candidates[0])
+    is_tried = policy is None and is_short
+    if policy == "step-in-backward" or is_tried:
+        base = (yield from step_in_backward(known, base, is_named=policy is not None)) or base
+    if known.step.is_compiled and (policy == "compile-budget" or is_tried):
+        yield from compiled(known, base)
+    elif policy == "compile-budget":
+        yield "torch.compile has made nothing of this program, so compile-budget has nothing to share out"
+    if not whole_blocks(known.step):
+        yield known.step.why_no_blocks
+    elif policy is not None:
+        yield from _recomputed(policy)(known, base)
+    elif is_short:
+        yield from known.step.why_some_stay
+        for recomputed in (cheapest, all_but_attention, core_of_attention, whole):
+            yield from recomputed(known, base)
+    else:
+        yield from whole(known, base)
+    if tier_search.is_of_tiers(policy) or (is_tried and known.host_bytes):
+        yield from tier_search.in_tiers(known, as_it_is, policy)
+    if (policy or "").startswith("offload-ratio") or (is_tried and known.host_bytes):
+        yield from activation_search.with_activations(known, policy)
+    return base
+
+
+def _recomputed(policy: str) -> Technique:
+    """Ways to recompute by this name; none by that of another technique."""
+    if policy.partition(":")[0] == BLOCKS:
+        return partial(whole, num_blocks=num_blocks_of(policy))
+    return _RECOMPUTED.get(policy, _nothing)
+
+
+def _nothing(known: Known, base: Base) -> Proposals:
+    yield from ()
+    return None

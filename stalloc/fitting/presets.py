@@ -3,35 +3,39 @@
 Contract: what a program has nothing of is not tried.
 """
 
-from typing import TYPE_CHECKING
-
 from stalloc.figures import plural
 from stalloc.fitting.frontier import keeping, proposal, selective, whole_blocks
-from stalloc.techniques.policy_names import ATTENTION
-
-if TYPE_CHECKING:
-    from stalloc.fitting.candidates import Fitting
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
+from stalloc.techniques.policy_names import ATTENTION, KEEP_ATTENTION
 
 
-def try_attention(fitting: "Fitting", name: str = "keep-attention") -> None:
+def all_but_attention(known: Known, base: Base) -> Proposals:
     """All blocks, with the results of attention kept."""
-    choices = keeping(fitting.step, ATTENTION)
+    choices = keeping(known.step, ATTENTION)
     if choices:
-        fitting.measure(proposal(fitting.step, choices), "recompute all but attention", name)
-    elif fitting.step.has_operation(ATTENTION):
-        fitting.note(["results of attention are not kept, as random numbers are drawn after them"])
+        yield Way(base, proposal(known.step, choices), "recompute all but attention", KEEP_ATTENTION[0])
+    elif known.step.has_operation(ATTENTION):
+        yield "results of attention are not kept, as random numbers are drawn after them"
+    return None
 
 
-def try_selective(fitting: "Fitting") -> None:
-    """The core of attention alone."""
-    choices = selective(fitting.step)
+def core_of_attention(known: Known, base: Base, *, is_named: bool = False) -> Proposals:
+    """The core of attention alone; `is_named`: say why where there is none."""
+    choices = selective(known.step)
     if choices:
-        fitting.measure(proposal(fitting.step, choices), "recompute the core of attention", "selective")
+        yield Way(base, proposal(known.step, choices), "recompute the core of attention", "selective")
+    elif is_named:
+        why = "no block has attention that is written out (a product, softmax, a product)"
+        if known.step.has_operation(ATTENTION):
+            why = "attention is one fused operation here, which does not save scores and probabilities"
+        yield f"selective finds nothing to recompute: {why}"
+    return None
 
 
-def try_whole(fitting: "Fitting", num_blocks: int | None = None) -> None:
+def whole(known: Known, base: Base, num_blocks: int | None = None) -> Proposals:
     """The first so many blocks, or all, as a whole."""
-    choices = whole_blocks(fitting.step, num_blocks)
+    choices = whole_blocks(known.step, num_blocks)
     if choices:
         name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"
-        fitting.measure(proposal(fitting.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
+        yield Way(base, proposal(known.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
+    return None

@@ -1,13 +1,14 @@
 """Published systems that let a program need less memory, and what of each stalloc does today.
 
-Contract: a status says what is done, not what is meant to be. "executes": runs for real; "emulates": runs, with a
-stand-in for hardware; "replays": on a trace; "reports": a figure from a formula; "not yet": nothing.
+Contract: a status says what is done, not what is meant to be. "executes": runs for real; "in part": so does the part of
+it that is named, and what the system is about is not there as a whole; "emulates": runs, with a stand-in for hardware;
+"replays": on a trace; "reports": a figure from a formula; "not yet": nothing.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["executes", "emulates", "replays", "reports", "not yet"]
+Status = Literal["executes", "in part", "emulates", "replays", "reports", "not yet"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,31 @@ class System:
     where: str = ""  #: what to type
 
 
-_FIT, _SWAP = "stalloc fit --policy", "stalloc swap"
+_FIT, _SWAP = "stalloc fit --policy", "stalloc swap --budget SIZE"  # of a program, of a recording with --ops
 SYSTEMS: tuple[System, ...] = (
     System("recompute", "stalloc", "operations and blocks, most bytes for a second first", "executes", "stalloc fit"),
     System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
-    System("keep-attention", "LoongTrain", "all but the results of attention", "executes", f"{_FIT} keep-attention"),
-    System("selective", "Korthikanti et al.", "the core of attention alone", "executes", f"{_FIT} selective"),
-    System("remat-aware", "DistFlashAttn", "attention is never recomputed", "executes", f"{_FIT} remat-aware"),
-    System("checkmate", "Checkmate", "the cheapest choice of blocks, proven", "executes", f"{_FIT} checkmate"),
+    System(
+        "keep-attention",
+        "LoongTrain, DistFlashAttn",
+        "all but the results of attention (also called remat-aware)",
+        "executes",
+        f"{_FIT} keep-attention",
+    ),
+    System(
+        "selective",
+        "Korthikanti et al.",
+        "the core of attention that is written out",
+        "executes",
+        f"{_FIT} selective",
+    ),
+    System(
+        "checkmate",
+        "Checkmate",
+        "the cheapest choice of blocks, proven",
+        "executes",
+        f"{_FIT} checkmate --budget SIZE",
+    ),
     System(
         "step-in-backward",
         "LOMO, PyTorch",
@@ -44,7 +62,9 @@ SYSTEMS: tuple[System, ...] = (
     System(
         "annealing", "Imanishi and Xu", "a plan by simulated annealing", "executes", "stalloc plan --method annealing"
     ),
-    System("roam", "ROAM", "another order of operations", "replays", "stalloc stats --order"),
+    System(
+        "roam", "ROAM", "another order of operations, laid out", "replays", "stalloc stats --order (after record --ops)"
+    ),
     System("dtr", "DTR", "evicts when memory is short", "not yet"),
     System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
     System("coop", "Coop", "evicts what frees a contiguous window", "not yet"),
@@ -55,32 +75,60 @@ SYSTEMS: tuple[System, ...] = (
         "executes",
         f"{_FIT} offload-ratio --host SIZE",
     ),
-    System("tsplit", "TSPLIT", "the head and its loss, rows in parts", "executes", "stalloc.chunked_cross_entropy"),
+    System(
+        "tsplit",
+        "TSPLIT",
+        "one case: the head and its loss, rows in parts",
+        "in part",
+        "stalloc.chunked_cross_entropy",
+    ),
     System(
         "tmo",
         "TMO (Lin et al. 2023)",
         "ranks on one link swap other tensors, in turn",
         "emulates",
-        "stalloc swap --ranks N, stalloc.SharedLink",
+        f"{_SWAP} --ranks N, stalloc.SharedLink",
     ),
     System("page", "stalloc", "optimizer state in host memory, part by part", "executes", f"{_FIT} page --host SIZE"),
     System(
-        "zero-offload", "ZeRO-Offload", "Adam's updates on the processor", "executes", f"{_FIT} zero-offload --host …"
+        "zero-offload",
+        "ZeRO-Offload",
+        "gradients leave in backward, Adam updates on the processor",
+        "executes",
+        f"{_FIT} zero-offload --host SIZE",
     ),
     System(
-        "twin-flow", "DeepSpeed", "a share of them on the processor", "executes", f"{_FIT} twin-flow:SHARE --host …"
+        "twin-flow", "DeepSpeed", "the same of a share of parameters", "executes", f"{_FIT} twin-flow:SHARE --host SIZE"
     ),
-    System("l2l", "L2L", "one layer on the device at a time", "executes", "stalloc.stream_layers(model, window=1)"),
-    System("stronghold", "STRONGHOLD", "a window of layers on the device", "executes", "stalloc fit --host SIZE"),
+    System(
+        "l2l",
+        "L2L",
+        "one layer, and its gradients, at a time; microbatches go through it in turn",
+        "executes",
+        f"{_FIT} l2l --host SIZE, stalloc.stream_layers(model, window=1, microbatches=N)",
+    ),
+    System(
+        "stronghold",
+        "STRONGHOLD",
+        "a window of layers, updated on the processor beside backward",
+        "executes",
+        f"{_FIT} stronghold --host SIZE",
+    ),
     System("harmony", "Harmony", "packs of layers, swapped", "replays", _SWAP),
     System("mobius", "Mobius", "stages swapped over one root", "replays", _SWAP),
     System("patrickstar", "PatrickStar", "parameters in chunks", "replays", _SWAP),
     System("elixir", "Elixir", "the size of chunks, searched", "replays", _SWAP),
-    System("zero-infinity", "ZeRO-Infinity", "state and layers on disk", "executes", f"{_FIT} zero-infinity --disk …"),
+    System(
+        "zero-infinity",
+        "ZeRO-Infinity",
+        "state and layers on disk",
+        "executes",
+        f"{_FIT} zero-infinity --host SIZE --disk FOLDER:SIZE",
+    ),
     System("angel", "Angel-PTM", "parameters in pages of 4 MiB", "replays", _SWAP),
     System("smart-infinity", "Smart-Infinity", "updates in drives that compute", "reports", _SWAP),
-    System("lohan", "LoHan", "how much to swap, solved", "replays", _SWAP),
-    System("moe-cache", "MoESys", "a cache of experts, for inference", "executes", "stalloc.cache_experts"),
+    System("lohan", "LoHan", "how many activations to swap to the host, no disk", "replays", _SWAP),
+    System("moe-cache", "MoESys", "a cache of experts for inference, by use", "in part", "stalloc.cache_experts"),
     System("zero-1…3", "ZeRO", "state, gradients, weights over ranks", "not yet"),
     System("fsdp", "PyTorch FSDP", "units of weights over ranks", "emulates", "stalloc dryrun --ranks N"),
     System("zero++", "ZeRO++", "a second copy within a node", "not yet"),

@@ -6,58 +6,61 @@ asked for by name.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from stalloc.cost.layer_costs import LayerCost, LinkCost
 from stalloc.cost.stream_window import smallest_window
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import proposal, whole_blocks
-from stalloc.fitting.recompute_search import try_cheapest
+from stalloc.fitting.proposals import Base, Known, Proposals, Way
+from stalloc.fitting.recompute_search import cheapest
 from stalloc.fitting.tier_seconds import tier_seconds
+from stalloc.fitting.trials import Measured
 from stalloc.techniques.parts import Shares
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings
 
-if TYPE_CHECKING:
-    from stalloc.fitting.candidates import Fitting
-    from stalloc.fitting.run_seen import Foresight
-    from stalloc.fitting.trials import Measured
-
-BY_THE_PROCESSOR = ("zero-offload", "twin-flow")
-POLICIES = ("page", "zero-infinity", *BY_THE_PROCESSOR)  #: names of what is tried here
+BY_THE_PROCESSOR = ("zero-offload", "twin-flow", "stronghold")
+_LAYERS = ("l2l", "stronghold")  # stream layers whatever fits without
+POLICIES = ("page", "zero-infinity", "l2l", *BY_THE_PROCESSOR)  #: names of what is tried here
 WINDOWS = (512 << 20, 128 << 20, 1)  #: of optimizer state on the device at once; 1: a part at a time, nothing ahead
 _FRACTIONS = 16  # of the state, that are tried to stay on the device
 
 
-def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None = None) -> None:
+def in_tiers(known: Known, as_it_is: Base, policy: str | None = None) -> Proposals:
     """Run the program with its optimizer's state elsewhere, and layers streamed, as far as the budget asks for it.
 
-    Blocks are recomputed beside that where it is needed. `plain` is foreseen of the program with no other technique;
-    `policy` is one of POLICIES, where only that is to be tried.
+    Blocks are recomputed beside that where it is needed. `as_it_is` is the program with no other technique; `policy` is
+    one of POLICIES, where only that is to be tried.
     """
     name = (policy or "page").partition(":")[0]
-    if not fitting.host_bytes:
-        fitting.notes.append("nothing is kept in host memory without --host SIZE")
-        return
-    if name == "zero-infinity" and not fitting.disk_bytes:
-        fitting.notes.append("nothing is kept on disk without --disk FOLDER:SIZE")
-        return
-    fitting.foresight = plain
-    processor = processor_share(policy or "page")
-    for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
-        fitting.beside = len(fitting.candidates)
-        fitting.base = Settings(tiers=_widest(fitting, windows, processor))
-        first = fitting.measure(proposal(fitting.step, {}), what_of(fitting.base.tiers), name)
-        if not first.refused or not fitting.base.tiers.streamed_window:
+    if not known.host_bytes:
+        yield "nothing is kept in host memory without --host SIZE"
+        return None
+    if name == "zero-infinity" and not known.disk_bytes:
+        yield "nothing is kept on disk without --disk FOLDER:SIZE"
+        return None
+    if name in _LAYERS and not whole_blocks(known.step):
+        return None
+    streamed = _windows(known, as_it_is)
+    ways: dict[str, list[tuple[int, ...]]] = {"l2l": [(1,)], "stronghold": [tuple(streamed)]}
+    for windows in ways.get(name, [(0, *streamed), (0,)]):  # what cannot stream its layers may page its state
+        base = _with_tiers(as_it_is, _widest(known, as_it_is, windows, policy or "page"))
+        tiers = base.settings.tiers
+        first: Candidate = yield Way(base, proposal(known.step, {}), what_of(tiers), name)
+        if not first.refused or not tiers.streamed_window:
             break
-        fitting.note([f"layers are not streamed: with parameters in the host between passes {first.refused}"])
-    if first.refused:
-        return
-    if first.fits(fitting.budget_bytes):
-        _keep_some(fitting, name, 1 - processor)
-    elif whole_blocks(fitting.step):
-        try_cheapest(fitting)
+        yield f"layers are not streamed: with parameters in the host between passes {first.refused}"
+    if not first.refused and known.fits(first):
+        if name not in _LAYERS:
+            yield from _keep_some(known, base, name, 1 - processor_share(policy or "page"))
+    elif not first.refused and whole_blocks(known.step):
+        yield from cheapest(known, dataclasses.replace(base, alone=first))
+    return None
+
+
+def _with_tiers(as_it_is: Base, tiers: TierSettings) -> Base:
+    return Base(TechniqueSettings(tiers=tiers), as_it_is.foresight)
 
 
 def is_of_tiers(policy: str | None) -> bool:
@@ -71,7 +74,7 @@ def processor_share(policy: str) -> float:
     if name != "twin-flow":
         if text:
             raise BadInputError(f"{name} takes no number: give --policy {name}.")
-        return 1.0 if name == "zero-offload" else 0.0
+        return 1.0 if name in ("zero-offload", "stronghold") else 0.0
     try:
         share = float(text or 0.5)
     except ValueError:
@@ -81,53 +84,56 @@ def processor_share(policy: str) -> float:
     return share
 
 
-def _keep_some(fitting: "Fitting", name: str, most: float) -> None:
+def _keep_some(known: Known, base: Base, name: str, most: float) -> Proposals:
     """The same with as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
-    tiers, nothing = fitting.base.tiers, proposal(fitting.step, {})
-    kept = 0.0
+    nothing, kept = proposal(known.step, {}), base
     for number in range(1, _FRACTIONS + (most < 1)):  # all of it is the program as it is
-        share = most * number / _FRACTIONS
-        fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=share))
-        if not 0 < fitting.expected(nothing) <= fitting.budget_bytes:
+        tiers = dataclasses.replace(base.settings.tiers, device_share=most * number / _FRACTIONS)
+        more = _with_tiers(base, tiers)
+        if not 0 < more.expected_bytes(known.step, nothing) <= known.budget_bytes:
             break
-        kept = share
-    if kept > 0:
-        fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=kept))
-        fitting.measure(nothing, what_of(fitting.base.tiers), name)
+        kept = more
+    if kept is not base:
+        yield Way(kept, nothing, what_of(kept.settings.tiers), name)
+    return None
 
 
-def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], processor: float) -> TierSettings:
-    """The first ways in which something is expected to fit, else the one with the least."""
-    least = proposal(fitting.step, whole_blocks(fitting.step))
+def _widest(known: Known, as_it_is: Base, streamed_windows: tuple[int, ...], policy: str) -> TierSettings:
+    """The first ways in which something is expected to fit, else the one with the least.
+
+    Gradients that leave are expected to stay, so it may need less.
+    """
+    name, least = policy.partition(":")[0], proposal(known.step, whole_blocks(known.step))
     ways = [
         TierSettings(
-            host_bytes=fitting.host_bytes,
-            disk_bytes=fitting.disk_bytes,
+            host_bytes=known.host_bytes,
+            disk_bytes=known.disk_bytes,
             paged_window_bytes=window_bytes,
             streamed_window=streamed,
-            processor_share=processor,
+            processor_share=processor_share(policy),
+            sends_gradients=name in (*_LAYERS, *BY_THE_PROCESSOR),
+            updates_beside_backward=name == "stronghold",
         )
         for streamed in (streamed_windows if least.choices else (0,))
         for window_bytes in WINDOWS
     ]
     needed = []
     for tiers in ways:
-        fitting.base = Settings(tiers=tiers)
-        needed.append(fitting.expected(least))
-        if 0 < needed[-1] <= fitting.budget_bytes:
+        needed.append(_with_tiers(as_it_is, tiers).expected_bytes(known.step, least))
+        if 0 < needed[-1] <= known.budget_bytes:
             return tiers
     return ways[needed.index(min(needed))]
 
 
-def _windows(fitting: "Fitting") -> list[int]:
+def _windows(known: Known, as_it_is: Base) -> list[int]:
     """Numbers of layers on the device at once: as STRONGHOLD has it, the least that are never waited for; 2, and 1.
 
     Of a block its forward pass is estimated; its backward pass is taken to be twice that at the least.
     """
-    sizes = fitting.foresight.layer_bytes if fitting.foresight else {}
-    seconds = {row: sum(one.seconds for one in fitting.step.blocks[row].operations) for row in sizes}
+    sizes = as_it_is.foresight.layer_bytes if as_it_is.foresight else {}
+    seconds = {row: sum(one.seconds for one in known.step.blocks[row].operations) for row in sizes}
     layers = [LayerCost(sizes[row], 0, 0, seconds[row], seconds[row]) for row in sorted(sizes)]
-    unstalled = smallest_window(layers, LinkCost(fitting.link_bytes_per_second))
+    unstalled = smallest_window(layers, LinkCost(known.link_bytes_per_second))
     return sorted({unstalled, 2, 1} - {0}, reverse=True)
 
 
@@ -135,7 +141,8 @@ def what_of(tiers: TierSettings) -> str:
     """For people."""
     done = []
     if tiers.processor_share:
-        done.append(f"update {_percent(tiers.processor_share)} on the processor")
+        beside = " beside backward" * tiers.updates_beside_backward
+        done.append(f"update {_percent(tiers.processor_share)} on the processor{beside}")
     if tiers.processor_share + tiers.device_share < 1:
         some = f"{_percent(1 - tiers.processor_share - tiers.device_share)} of " * (tiers.shares != Shares())
         done.append(f"page {some}optimizer state")
@@ -146,9 +153,9 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def with_host(fitting: "Fitting", candidate: Candidate, recorded: "Measured") -> Candidate:
+def with_host(known: Known, base: Base, candidate: Candidate, recorded: Measured) -> Candidate:
     """A candidate with what a recorded run took of host memory and disk, and what its copies take, estimated."""
-    tiers, step, offload = fitting.base.tiers, fitting.step, fitting.offload
+    tiers, step, offload = base.settings.tiers, known.step, base.offload
     candidate = dataclasses.replace(
         candidate, native_bytes=recorded.native_bytes, host_bytes=recorded.host_bytes, disk_bytes=recorded.disk_bytes
     )
@@ -161,7 +168,7 @@ def with_host(fitting: "Fitting", candidate: Candidate, recorded: "Measured") ->
         return dataclasses.replace(candidate, refused=reason)
     seconds = 0.0 if offload is None else offload.seconds
     if tiers:
-        seconds += tier_seconds(tiers, recorded, step, fitting.link_bytes_per_second)
+        seconds += tier_seconds(tiers, recorded, step, known.link_bytes_per_second)
     added = candidate.added_seconds + seconds
     factor = 1 + added / step.step_seconds if step.step_seconds else 1.0
     said = candidate.technique in (*POLICIES, "offload-ratio")

@@ -27,7 +27,8 @@ def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link
     State on disk is read and written once a step. Layers come for each pass, while the one before computes where there
     is a window, and for their update on the device, from which they go back; those on disk come through the host, as
     quickly as the slower of both is. Of what the processor updates gradients go to the host, and parameters that are
-    not streamed both ways.
+    not streamed both ways. Gradients that leave in backward come back for an update on the device. What is copied, or
+    updated, beside backward is not taken to be hidden there.
     """
     rate = LINK_SHARE * link_bytes_per_second
     disk = trial.disk_state_bytes * (1 / DISK_READ_BYTES_PER_SECOND + 1 / DISK_WRITE_BYTES_PER_SECOND)
@@ -44,6 +45,7 @@ def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link
         from_disk = trial.disk_streamed_bytes / min(rate, DISK_READ_BYTES_PER_SECOND)
         passes = num_passes * ((trial.streamed_bytes - trial.disk_streamed_bytes) / rate + from_disk)
         seconds += passes if tiers.streamed_window == 1 else max(0.0, passes - step.step_seconds)
-        seconds += (trial.streamed_bytes - trial.processor_streamed_bytes) / rate
+        on_device_bytes = trial.streamed_bytes - trial.processor_streamed_bytes
+        seconds += on_device_bytes * (1 + tiers.sends_gradients) / rate
         seconds += from_disk + trial.disk_streamed_bytes / DISK_WRITE_BYTES_PER_SECOND
     return seconds

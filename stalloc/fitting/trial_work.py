@@ -14,10 +14,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from stalloc.allocator_conf import conf_in_force
+from stalloc.allocator_conf import conf_in_force, conf_text
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 COMPARED_STEPS = 3  #: whose requests say whether a program asks for what another did
 
@@ -29,7 +29,7 @@ class TrialWork:
     under: Literal["native", "observed", "timed", "recorded", "planned"]
     """Under torch's allocator; the same, looked at block by block, or at when activations are saved and needed; under
     stalloc, to make a plan; on that plan."""
-    settings: Settings = field(default_factory=Settings)
+    settings: TechniqueSettings = field(default_factory=TechniqueSettings)
     num_steps: int = 3
     most_requests: int = 0  #: it ends with the first step after so many, of all; 0: after num_steps
     most_processor_seconds: float = 0.0  #: the same of the process's own time, whatever else the machine does
@@ -81,7 +81,7 @@ class _Trial:
 
             self._observer = Observer(rates_of(work.gpu_name))
             self._imports = ImportWatch()
-        elif work.settings != Settings() or work.under == "timed":
+        elif work.settings != TechniqueSettings() or work.under == "timed":
             self._apply()
         if work.watched is not None and not work.settings.step_in_backward:
             from stalloc.fitting.update_watch import UpdateWatch
@@ -227,8 +227,9 @@ def _native_bytes(runtime: Any) -> int:
     from stalloc.integrations.memory_figures import served_controllers
     from stalloc.replay.simulation import Candidate, simulate
 
-    _, conf = conf_in_force(os.environ)
-    allocator = Candidate("torch", ",".join(f"{key}:{value}" for key, value in conf.items() if key != "backend"))
+    conf = conf_in_force()[1]
+    conf.pop("backend", None)
+    allocator = Candidate("torch", conf_text(conf))
     try:
         devices = [simulate(one.recording.trace(), [allocator])[0] for one in served_controllers(runtime)]
     except BadInputError:

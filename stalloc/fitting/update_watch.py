@@ -11,6 +11,7 @@ from typing import Any
 from stalloc.fitting.foreseen_paging import UpdateRecorded
 from stalloc.fitting.foreseen_streaming import LayerRecorded
 from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.gradient_access import has_gradient
 from stalloc.techniques.layer_streaming import streamable
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.repeated_blocks import Block
@@ -76,7 +77,7 @@ class UpdateWatch:
             values = optimizer.state.get(parameter, {}).values()
             large = [one for one in values if is_large(one) and one.is_cuda]
             update.parameter_bytes.append(parameter.nbytes)
-            update.is_updated.append(parameter.grad is not None)
+            update.is_updated.append(has_gradient(parameter))
             update.addresses.append([_address_of(one) for one in large])
             update.parameters.append(_address_of(parameter) if parameter.is_cuda else 0)
 

@@ -1,4 +1,4 @@
-"""Guarding what tests and programs allocate: limits, a committed baseline, leaks; for pytest and for `stalloc check`.
+"""Guarding what tests and programs allocate: limits, a baseline, leaks; for pytest and `stalloc diff --check`.
 
 Contract: allocated is judged, reserved is told. Importing this package, or the pytest plugin in it, loads nothing else.
 """

@@ -19,6 +19,7 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
+from stalloc.sizes import aligned
 from stalloc.trace import Trace
 from stalloc.trace.sites import Frame
 
@@ -115,7 +116,7 @@ def left_behind(traces: Sequence[Trace], site: SiteText) -> tuple[Holder, ...]:
 
 
 def _held_before(device: int, sizes: Collection[int]) -> PeakUse:
-    total = sum(-(-size // 512) * 512 for size in sizes)
+    total = sum(map(aligned, sizes))
     held = (Holder(_HELD_BEFORE, total, len(sizes)),) if sizes else ()
     return PeakUse(device=device, allocated_peak_bytes=total, reserved_peak_bytes=None, by_site=held, by_class=held)
 

@@ -8,9 +8,9 @@ from stalloc.lazy import loaded_on_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
-    from stalloc.integrations.allocator_settings import alloc_conf
     from stalloc.integrations.flight_record import flight_recorder
     from stalloc.integrations.installing import install, scope, statistics, step, uninstall
+    from stalloc.integrations.torch_conf import alloc_conf
     from stalloc.integrations.torch_pool import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
 
@@ -32,7 +32,7 @@ _MODULES = {
     "Report": "stalloc.runtime",
     "Runtime": "stalloc.runtime",
     "Settings": "stalloc.runtime",
-    "alloc_conf": ".allocator_settings",
+    "alloc_conf": ".torch_conf",
     "flight_recorder": ".flight_record",
     "install": ".installing",
     "mem_pool": ".torch_pool",

@@ -15,13 +15,11 @@ from stalloc.core import constants
 from stalloc.core.entry import cupy_entries
 from stalloc.integrations.cupy_captures import forget_captures, heed_captures
 from stalloc.integrations.cupy_default_pool import call_outside, hand_out, take_back
+from stalloc.integrations.installation import installation
 from stalloc.runtime import Runtime
 from stalloc.sizes import aligned
 
 _PER_THREAD = 2  # cudaStreamPerThread
-
-_previous: Any = None
-_installed: Any = None
 
 
 def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
@@ -189,26 +187,25 @@ def install(runtime: Runtime) -> None:
 
     A thread that is inside `cupy.cuda.using_allocator` keeps the allocator that it chose.
     """
-    global _previous, _installed
     import cupy
 
-    if _installed is not None:
+    if installation.cupy_allocator is not None:
         return
-    _previous, _installed = call_outside(cupy.cuda.get_allocator), make_allocator(runtime)
-    hand_out().serve(runtime, _installed)
+    installation.cupy_before = call_outside(cupy.cuda.get_allocator)
+    installation.cupy_allocator = make_allocator(runtime)
+    hand_out().serve(runtime, installation.cupy_allocator)
     heed_captures(runtime)
-    call_outside(cupy.cuda.set_allocator, _installed)
+    call_outside(cupy.cuda.set_allocator, installation.cupy_allocator)
 
 
 def uninstall() -> None:
     """Give CuPy back the allocator that it had; arrays made meanwhile stay valid."""
-    global _previous, _installed
     import cupy
 
-    if _installed is None:
+    if installation.cupy_allocator is None:
         return
-    if call_outside(cupy.cuda.get_allocator) is _installed:
-        call_outside(cupy.cuda.set_allocator, _previous)
+    if call_outside(cupy.cuda.get_allocator) is installation.cupy_allocator:
+        call_outside(cupy.cuda.set_allocator, installation.cupy_before)
     take_back()
     forget_captures()
-    _previous = _installed = None
+    installation.cupy_before = installation.cupy_allocator = None

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from stalloc.integrations.installation import installation
+
 if TYPE_CHECKING:
     from stalloc.runtime import Controller, Runtime
-
-
-_pool: "Pool | None" = None
-_own_function: Any = None
 
 
 class Pool:
@@ -117,26 +115,24 @@ class Pool:
 
 def hand_out(before_first: Callable[[], object] | None = None) -> Pool:
     """Let `cupy.get_default_memory_pool()` be a Pool, the same one each time, and return it."""
-    global _pool, _own_function
     import cupy
 
-    if _own_function is None:
-        _own_function = cupy.get_default_memory_pool
-        pool = _pool = _pool or Pool(_own_function(), before_first)
+    if installation.cupy_pool_before is None:
+        installation.cupy_pool_before = cupy.get_default_memory_pool
+        pool = installation.cupy_pool = installation.cupy_pool or Pool(installation.cupy_pool_before(), before_first)
         cupy.get_default_memory_pool = lambda: pool
-    assert _pool is not None
-    return _pool
+    assert installation.cupy_pool is not None
+    return installation.cupy_pool
 
 
 def take_back() -> None:
     """Let it be CuPy's own again; a Pool that the program keeps answers for that one."""
-    global _own_function
     import cupy
 
-    if _own_function is not None and _pool is not None:
-        cupy.get_default_memory_pool = _own_function
-        _own_function = None
-        _pool.leave()
+    if installation.cupy_pool_before is not None and installation.cupy_pool is not None:
+        cupy.get_default_memory_pool = installation.cupy_pool_before
+        installation.cupy_pool_before = None
+        installation.cupy_pool.leave()
 
 
 def call_outside(function: Callable[..., Any], *arguments: Any) -> Any:

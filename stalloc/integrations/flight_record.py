@@ -19,6 +19,7 @@ from typing import Any
 from stalloc.errors import StallocError
 from stalloc.figures import human_bytes
 from stalloc.files import write_whole
+from stalloc.integrations.installation import installation
 from stalloc.integrations.native_history import NativeHistory
 from stalloc.notices import say
 from stalloc.printable import printable
@@ -138,9 +139,6 @@ def _holders(snapshot: dict[str, Any]) -> tuple[int, list[tuple[int, str]]]:
     return sum(held.values()), found
 
 
-_recorder: FlightRecorder | None = None
-
-
 def flight_recorder(
     folder: str | os.PathLike[str], *, max_events: int = MAX_EVENTS, stacks: bool = True
 ) -> FlightRecorder | None:
@@ -150,13 +148,12 @@ def flight_recorder(
     `stacks`: with the lines that asked for memory, for up to 2 µs a request. A second call changes nothing. It never
     raises; None if the recorder could not begin.
     """
-    global _recorder
-    if _recorder is None:
+    if installation.flight_recorder is None:
         made = FlightRecorder(Path(folder), max_events, stacks=stacks)
         if not _tried(made.begin):
             return None
-        _recorder = made
-    return _recorder
+        installation.flight_recorder = made
+    return installation.flight_recorder
 
 
 def _tried(begin: Callable[[], None]) -> bool:

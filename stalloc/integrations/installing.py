@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from stalloc import first_use
 from stalloc.errors import SetupError
 from stalloc.imports import after_import
+from stalloc.integrations.installation import installation
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.torch_release import other_release, release_installed
@@ -27,12 +28,6 @@ if TYPE_CHECKING:  # each would hold up every start of Python under STALLOC=1
     DeviceChoice = Literal["auto", "cuda", "virtual"]
 
 MARK_STEP = 0  # as in stalloc.trace
-
-_explicit_steps = False
-_installed = False
-_serves_torch = False  # torch is served, for good
-_awaits_torch = False  # its import is watched for
-_num_scopes = 0
 
 
 def current() -> "Runtime | None":
@@ -62,13 +57,12 @@ def install(
     Raises SetupError (no device, no CuPy, torch has used CUDA already), BadInputError (no such plan file),
     PlanError (the plan does not fit).
     """
-    global _installed
     if first_use.begin() and (runtime := current()) is not None:
         return runtime  # as whoever started the program wants it
     runtime = current()
-    if runtime is not None and _installed:
+    if runtime is not None and installation.is_on:
         return runtime
-    if torch and not _serves_torch and "torch" in sys.modules:
+    if torch and not installation.serves_torch and "torch" in sys.modules:
         from stalloc.integrations import torch_allocator
 
         torch_allocator.check_untouched()
@@ -76,7 +70,7 @@ def install(
         runtime = _start(plan, device, gpu, settings, known_plans or [])
     else:
         runtime.resume()
-    _installed = True
+    installation.is_on = True
     if cupy:
         from stalloc.integrations import cupy_allocator
 
@@ -120,17 +114,15 @@ def read_plan_file(file: "str | Path") -> "list[Plan]":
 
 
 def _await_torch() -> None:
-    global _awaits_torch
-    if not _serves_torch and not _awaits_torch:
-        _awaits_torch = True
+    if not installation.serves_torch and not installation.awaits_torch:
+        installation.awaits_torch = True
         after_import("torch", _serve_torch)
 
 
 def _serve_torch() -> None:
-    global _awaits_torch, _serves_torch
-    _awaits_torch = False
+    installation.awaits_torch = False
     runtime = current()
-    if runtime is None or not _installed:
+    if runtime is None or not installation.is_on:
         return  # uninstalled before torch was imported
     from stalloc import device as devices
     from stalloc.integrations import torch_allocator, torch_conf
@@ -139,8 +131,8 @@ def _serve_torch() -> None:
         from stalloc.device.virtual import after_torch_import
 
         after_torch_import()
-    _serves_torch = torch_allocator.install(runtime, _optimizer_stepped)
-    if _serves_torch:
+    installation.serves_torch = torch_allocator.install(runtime, _optimizer_stepped)
+    if installation.serves_torch:
         torch_conf.put_limit_in_force(runtime)
     if any(controller.status.settings.keep_recording for controller in runtime.controllers):
         from stalloc.integrations.transfer_recording import record_transfers
@@ -153,11 +145,10 @@ def uninstall() -> None:
 
     torch cannot change its allocator again once it has used CUDA: its requests go on being served, from the heap.
     """
-    global _installed
     runtime = current()
-    if runtime is None or not _installed:
+    if runtime is None or not installation.is_on:
         return
-    _installed = False
+    installation.is_on = False
     from stalloc.integrations import cupy_allocator
 
     cupy_allocator.uninstall()
@@ -174,23 +165,21 @@ def scope(*, device: "DeviceChoice" = "auto", gpu: "VirtualGPU | None" = None) -
 
     Raises SetupError if there is no device or no CuPy.
     """
-    global _num_scopes
-    outermost = _num_scopes == 0 and not _installed and not first_use.is_awaited()
-    _num_scopes += 1
+    outermost = installation.num_scopes == 0 and not installation.is_on and not first_use.is_awaited()
+    installation.num_scopes += 1
     try:
         torch = sys.modules.get("torch")
-        touched = torch is not None and torch.cuda.is_initialized() and not _serves_torch
+        touched = torch is not None and torch.cuda.is_initialized() and not installation.serves_torch
         yield install(device=device, gpu=gpu, torch=not touched)
     finally:
-        _num_scopes -= 1
+        installation.num_scopes -= 1
         if outermost:
             uninstall()
 
 
 def step(name: str = "step") -> None:
     """Mark the end of a step; steps are found without it, but never sooner than with it."""
-    global _explicit_steps
-    _explicit_steps = True
+    installation.marks_steps = True
     runtime = current()
     if runtime is not None:
         runtime.mark(MARK_STEP, name)
@@ -199,7 +188,7 @@ def step(name: str = "step") -> None:
 def _optimizer_stepped(devices: Collection[int]) -> None:
     """torch's optimizers mark steps of their devices as long as the program does not do so itself."""
     runtime = current()
-    if runtime is not None and not _explicit_steps:
+    if runtime is not None and not installation.marks_steps:
         runtime.mark(MARK_STEP, "optimizer", devices)
 
 

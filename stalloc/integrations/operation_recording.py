@@ -16,6 +16,7 @@ import numpy as np
 from stalloc.figures import human_bytes, plural
 from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
 from stalloc.lifespans.roles import event_of, find_roles
+from stalloc.techniques.gradient_access import own_gradient
 from stalloc.techniques.module_calls import Call, ModuleCalls
 from stalloc.techniques.repeated_blocks import find_blocks
 from stalloc.trace import MARK_STEP, Trace
@@ -154,7 +155,8 @@ class OperationRecording:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._seen.get(optimizer) is None:
             self._look_at(Role.PARAMETER, parameters)
-        self._look_at(Role.GRADIENT, [one.grad for one in parameters if one.grad is not None])
+        found = map(own_gradient, parameters)
+        self._look_at(Role.GRADIENT, [one for one in found if one is not None])
 
     def _stepped(self, optimizer: Any) -> None:
         if self._first is None:

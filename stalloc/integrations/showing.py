@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from stalloc.errors import StallocError
+from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import device_figures, served_controllers
 from stalloc.live_file import LiveFile
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 _SECONDS = 0.5
 _MAX_SHARE = 0.005  # of the time, for those who hold most
 _MAX_HOLDERS = 6
-
-_shown: "Showing | None" = None
 
 
 def watch() -> None:
@@ -42,10 +41,10 @@ def watch_runtime(runtime: "Runtime") -> None:
 
 
 def _show(runtime: "Runtime | None") -> None:
-    global _shown
-    if _shown is None or _shown.pid != os.getpid():
-        _shown = Showing()
-    _shown.runtime = runtime or _shown.runtime
+    shown = installation.showing
+    if shown is None or shown.pid != os.getpid():
+        shown = installation.showing = Showing()
+    shown.runtime = runtime or shown.runtime
 
 
 class Showing:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.errors import BadInputError, SetupError
+from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import served_controllers
 from stalloc.runtime import current
 from stalloc.sleeping.asleep import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
@@ -19,7 +20,6 @@ from stalloc.sleeping.kept_bytes import InFile, InHost, Keeper, Nowhere
 
 _KEEPERS = ("host", "disk", "drop")
 _asleep: list[Sleep] = []
-_is_whole = False  #: whether all of the job was told to sleep last, and nothing has woken
 _tagged: dict[str, list["weakref.ref[Any]"]] = {}
 
 
@@ -60,14 +60,13 @@ def sleep(
     Raises SetupError, with the job as it was, where memory cannot be given back or there is no room for the bytes, and
     BadInputError for a tag that nothing was given.
     """
-    global _is_whole
     runtime = current()
     if runtime is None:
         raise SetupError("stalloc does not serve this process, so it cannot sleep: call stalloc.install() first.")
     if to not in _KEEPERS:
         raise BadInputError(f"a job cannot sleep to {str(to)[:20]!r}: choose one of {', '.join(_KEEPERS)}.")
     wanted = _wanted(tags)
-    if _asleep and _is_whole:
+    if _asleep and installation.sleeps_whole:
         raise SetupError("this job sleeps already: call stalloc.wake() first.")
     without = {address for one in drop for address in _addresses(one)}
     named = _named_addresses()
@@ -86,7 +85,7 @@ def sleep(
             runtime.serve_requests()
         raise
     _asleep.extend(done)
-    _is_whole = wanted is None
+    installation.sleeps_whole = wanted is None
     if not _asleep:
         runtime.serve_requests()
     return Slept(sum(one.held_bytes for one in done), sum(one.kept_bytes for one in done))
@@ -98,14 +97,13 @@ def wake(*, tags: str | Iterable[str] | None = None) -> None:
     With `tags` only for the pages in which something lives that has one of them; memory is to be had when all is awake.
     Raises SetupError if the device has no room for it: what is not awake yet sleeps on. A job that is awake stays so.
     """
-    global _is_whole
     runtime = current()
     wanted = _wanted(tags)
     for one in reversed(_asleep.copy()):
         if wanted is None or one.tags & wanted:
             wake_up(one)
             _asleep.remove(one)
-            _is_whole = False
+            installation.sleeps_whole = False
     if runtime is not None and not _asleep:
         runtime.serve_requests()
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from stalloc.errors import BadInputError, StallocError
 from stalloc.imports import after_import, before_import
+from stalloc.integrations.installation import installation
 from stalloc.notices import say
 
 TYPE_CHECKING = False
@@ -33,12 +34,6 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _lock = RLock()
-_armed = False
-_tried = False
-_is_installing = False
-_is_watching = False
-_start: "Callable[[], object] | None" = None  # at the first use of CUDA
-_cupy_allocators: "tuple[Any, ...]" = ()  # what CuPy allocates by as long as the program has not chosen itself
 
 
 def _contained(
@@ -54,10 +49,9 @@ def _contained(
 
 def arm() -> None:
     """Get ready to serve this process as soon as it uses CUDA. Never raises."""
-    global _armed
-    if _armed:
+    if installation.is_armed:
         return  # Python reads the hook once for each name of a folder
-    _armed = True
+    installation.is_armed = True
     _contained(_arm)
 
 
@@ -153,10 +147,9 @@ def _watch(kind: str) -> None:
 
 def at_first_use(start: "Callable[[], object]", *, cupy: bool = True) -> None:
     """Have `start` be called once, just before the program first uses CUDA through torch or CuPy, or by `start_now`."""
-    global _start, _is_watching
-    _start = start
-    if not _is_watching:
-        _is_watching = True
+    installation.start = start
+    if not installation.is_watching:
+        installation.is_watching = True
         after_import("torch", lambda: _contained(_watch_torch))
         if cupy:
             after_import("cupy", lambda: _contained(_watch_cupy))
@@ -189,7 +182,6 @@ def _watch_torch() -> None:
 
 def _watch_cupy() -> None:
     """Install at CuPy's first allocation; who asks for its pool before that gets the one that answers from then on."""
-    global _cupy_allocators
     from stalloc.integrations.cupy_default_pool import hand_out
     from stalloc.integrations.installing import current
 
@@ -201,37 +193,36 @@ def _watch_cupy() -> None:
     def install_and_allocate(num_bytes: int) -> "Any":
         start_now()  # a thread that comes meanwhile waits: what CuPy's own pool gave it would stay there
         allocate = cupy.cuda.get_allocator()
-        if allocate is install_and_allocate and not _is_installing:
+        if allocate is install_and_allocate and not installation.is_starting:
             cupy.cuda.set_allocator(own)
         return own(num_bytes) if allocate is install_and_allocate else allocate(num_bytes)
 
     pool = hand_out(lambda: start_now() if _serve_cupy() else None)
-    _cupy_allocators = install_and_allocate, own, pool.malloc
+    installation.cupy_allocators = install_and_allocate, own, pool.malloc
     cupy.cuda.set_allocator(install_and_allocate)
 
 
 def _serve_cupy() -> bool:
     """Whether the program has left CuPy's allocator to us."""
-    if not _cupy_allocators:
+    if not installation.cupy_allocators:
         return True
     from stalloc.integrations.cupy_default_pool import call_outside
 
-    return call_outside(sys.modules["cupy"].cuda.get_allocator) in _cupy_allocators
+    return call_outside(sys.modules["cupy"].cuda.get_allocator) in installation.cupy_allocators
 
 
 def start_now() -> None:
     """Call what was given to `at_first_use`, unless that was done, or stalloc was installed meanwhile."""
-    global _tried, _is_installing
     with _lock:
         from stalloc.integrations.installing import current
 
-        if _tried or current() is not None or _start is None:
+        if installation.was_started or current() is not None or installation.start is None:
             return
-        _tried = _is_installing = True
+        installation.was_started = installation.is_starting = True
         try:
-            _start()
+            installation.start()
         finally:
-            _is_installing = False
+            installation.is_starting = False
 
 
 def sees_gpus() -> bool:

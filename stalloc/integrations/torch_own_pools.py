@@ -13,16 +13,14 @@ from functools import cache
 from typing import Any
 
 from stalloc.imports import after_import
+from stalloc.integrations.installation import installation
 from stalloc.notices import say
 
 _torch: dict[str, Callable[..., Any]] = {}  # what stood under these names before
-_serves = False  # stalloc is torch's allocator
 
 
 def serve(torch: Any) -> None:
     """Stalloc is torch's allocator from now on: pools are its own."""
-    global _serves
-    _serves = True
     answer(torch)
     after_import("torch.distributed.distributed_c10d", _answer_registration)
 
@@ -72,7 +70,7 @@ class MemPool:
         import torch
 
         torch.cuda.init()  # stalloc may be put in its place only now
-        if not _serves:
+        if not installation.serves_torch:
             return _torch["MemPool"](allocator, *options, **more)
         if allocator is not None:
             raise RuntimeError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from stalloc.lifespans.phases import Phases, find_phases
     from stalloc.lifespans.roles import find_roles
-    from stalloc.lifespans.steady_step import SteadyStep, find_steady_step, recorded_step
+    from stalloc.lifespans.steady_step import SteadyStep, find_steady_step, last_repetition, recorded_step
     from stalloc.lifespans.tape import Tape, expand, fold
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "find_step_period",
     "fold",
     "fullest",
+    "last_repetition",
     "lifespan_graph",
     "load_curve",
     "lower_bound",
@@ -85,6 +86,7 @@ _MODULES = {
     "find_step_period": ".periods",
     "fold": ".tape",
     "fullest": ".load_curves",
+    "last_repetition": ".steady_step",
     "lifespan_graph": ".graph",
     "load_curve": ".load_curves",
     "lower_bound": ".load_curves",

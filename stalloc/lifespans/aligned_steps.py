@@ -12,7 +12,7 @@ longest common subsequence problem", Information Processing Letters 80, 2001); t
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -154,7 +154,7 @@ class AlignedSteps:
         self._trace, self._rows = trace, sequence_rows(trace, TINY_BYTES + 1)
         self._births = trace.start[self._rows]
         marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
-        self._bounds = np.searchsorted(self._births, marks)
+        self._bounds, self._over = np.searchsorted(self._births, marks), int(marks[-1])
         if len(self._bounds) < 3:
             raise ValueError("steps can be aligned if there are two at least")
         keys = sequence_keys(trace, self._rows)
@@ -228,6 +228,36 @@ class AlignedSteps:
             period_requests=length,
             covered_requests=length * self.num_steps,
             minimum_size=TINY_BYTES + 1,
+        )
+
+    def with_dynamic(self) -> Tape:
+        """That ring with the dynamic requests of the last step among its own, on a clock that counts these too.
+
+        `row` is the entry of `tape()`, -1: a dynamic one. Little ones, and those that live on after the step, are none
+        of it: the heap has them.
+        """
+        ring, sites, begin = self.tape(), self._aligned.sites[-1], int(self._bounds[-2])
+        rows, births = (column[begin : int(self._bounds[-1])] for column in (self._rows, self._births))
+        size, stream, number = self._trace.size[rows], self._trace.stream[rows].astype(np.int64), np.arange(len(rows))
+        is_static, unit = sites >= 0, len(sites)
+        last = np.maximum.accumulate(np.where(is_static, number, -1))  # static request before each, or itself
+        time = np.append(sites[last] * unit + number - last, ring.ring_end * unit)
+        freed = self._trace.end[rows]
+        end = np.searchsorted(births, freed)
+        beside = np.flatnonzero(~is_static & (last >= 0) & (freed <= self._over) & (size >= LITTLE_BYTES))
+        start = np.concatenate([ring.start * unit, time[beside]])
+        order, count = np.argsort(start, kind="stable"), len(start)
+        return replace(
+            ring,
+            size=np.concatenate([ring.size, size[beside]])[order],
+            stream=np.concatenate([ring.stream, stream[beside]])[order],
+            start=start[order],
+            end=np.concatenate([ring.end * unit, time[end[beside]]])[order],
+            planned=np.concatenate([ring.planned, np.ones(len(beside), bool)])[order],
+            row=np.concatenate([np.arange(self._length), np.full(len(beside), -1)])[order],
+            ring_end=ring.ring_end * unit,
+            period_requests=count,
+            covered_requests=count,
         )
 
     def between(self) -> tuple[Column, Column, Column]:

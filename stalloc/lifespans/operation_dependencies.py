@@ -17,6 +17,8 @@ from stalloc.trace.operations import ACCESS_WRITTEN, Operations
 if TYPE_CHECKING:
     import networkx as nx
 
+_RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "exponential_", "multinomial", "attention")
+
 
 def operation_graph(trace: Trace, operations: Operations, rows: Rows) -> "nx.DiGraph":
     """The graph of some operations, given in their order, such as those of a steady step.
@@ -58,6 +60,11 @@ def _need(graph: "nx.DiGraph", maker: int, user: int, request: int, num_bytes: i
     edge = graph.edges[maker, user]
     edge["requests"].append(request)
     edge["bytes"] += num_bytes
+
+
+def random_draws(operations: Operations, rows: Rows) -> list[int]:
+    """The rows, of some, that may draw random numbers: what they draw depends on those before them."""
+    return [row for row in rows.tolist() if any(part in operations.name_of(row) for part in _RANDOM)]
 
 
 def crossing_bytes(trace: Trace, graph: "nx.DiGraph") -> Column:

@@ -1,9 +1,10 @@
 """Another order of a step's operations that needs less memory, as ROAM looks for, replayed on the record.
 
+Source: Shu et al., "ROAM: memory-efficient large DNN training via optimized operator ordering and memory layout", 2023.
 Contract: the order keeps every dependency of the graph of operations, and that of operations that draw random numbers.
-A request lives from the operation that made it until all that use it are done, and the one after which the program let
-go of it; so in the program's own order it lives as recorded. An operation is moved only where that lowers what lives
-between its old place and its new one, so the peak is never above that of the program's order.
+A request lives from the operation that made it until all that use it are done; one that no operation is seen to use,
+until the program let go of it. An operation is moved only where that lowers what lives between its old place and its
+new one, so the peak is never above that of the program's order.
 """
 
 import itertools
@@ -13,13 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Rows
-from stalloc.lifespans.operation_dependencies import operation_graph
+from stalloc.columns import Rows, Sizes, Times
+from stalloc.lifespans.operation_dependencies import operation_graph, random_draws
 from stalloc.lifespans.steady_step import SteadyStep
 from stalloc.trace import Trace
 from stalloc.trace.operations import Operations
 
-_RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "exponential_", "multinomial", "attention")
 _MOST_ROUNDS = 8
 
 
@@ -29,29 +29,41 @@ class Reordered:
 
     order: Rows  #: rows of the operations
     peak_bytes: int
-    program_peak_bytes: int
+    program_peak_bytes: int  #: as recorded
+    early_peak_bytes: int  #: in the program's order, with each request freed after its last use
     num_moved: int  #: operations whose predecessor is another one now
+    lifespans: "Lifespans"  #: in this order
+    program_lifespans: "Lifespans"  #: in the program's order, freed after the last use
+
+
+@dataclass(frozen=True, eq=False)
+class Lifespans:
+    """When each request lives, on a clock that counts what the operations do; for a planner."""
+
+    start: Times  #: (n,)
+    end: Times  #: (n,) > start
+    size: Sizes  #: (n,) bytes
 
 
 def reorder(trace: Trace, operations: Operations, step: SteadyStep) -> Reordered:
     """The order of lowest peak that moving operations one by one finds."""
-    users = _Users(trace, operations, step)
+    users, recorded = _Users(trace, operations, step), _Users(trace, operations, step, until_let_go=True)
     graph = operation_graph(trace, operations, step.operations)
     place = {row: number for number, row in enumerate(step.operations.tolist())}
     after: list[set[int]] = [set() for _ in place]
     for one, other in graph.edges:
         after[place[one]].add(place[other])
-    drawn = [place[row] for row in place if any(part in operations.name_of(row) for part in _RANDOM)]
+    drawn = random_draws(operations, step.operations)
     for one, other in itertools.pairwise(drawn):
-        after[one].add(other)
+        after[place[one]].add(place[other])
     before: list[set[int]] = [set() for _ in place]
     for one, others in enumerate(after):
         for other in others:
             before[other].add(one)
 
     program = list(range(len(place)))
-    best, lowest = program, users.peak_bytes(program)
-    order, program_peak = program, lowest
+    best, early = program, users.peak_bytes(program)
+    order, lowest = program, early
     for _ in range(_MOST_ROUNDS):
         earlier = _pulled(order, before, after, _Walk(users), lowest)
         order = _pulled(earlier[::-1], after, before, _Walk(users, backward=True), lowest)[::-1]
@@ -60,13 +72,21 @@ def reorder(trace: Trace, operations: Operations, step: SteadyStep) -> Reordered
             break
         best, lowest = (earlier, order)[peak[1]], peak[0]
     moved = sum(two - one != 1 for one, two in itertools.pairwise(best))
-    return Reordered(step.operations[np.array(best, np.int64)], lowest, program_peak, moved)
+    return Reordered(
+        step.operations[np.array(best, np.int64)],
+        lowest,
+        recorded.peak_bytes(program),
+        early,
+        moved,
+        users.lifespans(best),
+        users.lifespans(program),
+    )
 
 
 class _Users:
     """Requests of a step, by the places of operations in the program's order."""
 
-    def __init__(self, trace: Trace, operations: Operations, step: SteadyStep) -> None:
+    def __init__(self, trace: Trace, operations: Operations, step: SteadyStep, *, until_let_go: bool = False) -> None:
         num = len(step.operations)
         begins = operations.begin[step.operations]
         self.base = 0  #: lives when the step begins
@@ -76,18 +96,25 @@ class _Users:
         self.of: list[list[int]] = [[] for _ in range(num)]  #: requests of each operation
         used = self._accesses(operations, step)
         inner: list[list[tuple[int, int]]] = [[] for _ in range(num)]  # of each operation: events and bytes within it
+        self._moments: list[tuple[int, int]] = []  #: event of the begin of each request; of its end, if it is within
         lasting = set(step.beyond.tolist()) | set(step.held.tolist())
         for request in (*step.held.tolist(), *step.ended.tolist(), *step.requests.tolist()):
-            is_old = trace.start[request] < step.begin_event
+            is_old = bool(trace.start[request] < step.begin_event)
             maker = -1 if is_old else max(0, int(np.searchsorted(begins, trace.start[request], "right")) - 1)
             last = max(0, int(np.searchsorted(begins, trace.end[request], "left")) - 1)
             size = int(trace.size[request])
             self.base += size * is_old
-            users = set() if request in lasting else {last, *used.get(request, ())} | ({maker} - {-1})
+            seen = used.get(request, set())
+            users = set() if request in lasting else seen | ({maker} - {-1})
+            if until_let_go or not seen:
+                users |= set() if request in lasting else {last}
+            begin, end = int(trace.start[request]), -1
             if maker >= 0:
-                inner[maker].append((int(trace.start[request]), size))
+                inner[maker].append((begin, size))
                 if users == {maker}:
-                    inner[maker].append((int(trace.end[request]), -size))
+                    end = int(trace.end[request])
+                    inner[maker].append((end, -size))
+            self._moments.append((begin, end))
             number = len(self.size)
             self.size.append(size)
             self.maker.append(maker)
@@ -109,6 +136,23 @@ class _Users:
         """The most that is allocated in an order."""
         walk = _Walk(self)
         return max((walk.go(place) for place in order), default=self.base)
+
+    def lifespans(self, order: list[int]) -> Lifespans:
+        """When each request lives in an order; what is made by one operation begins as it was recorded."""
+        at = {place: number for number, place in enumerate(order)}
+        events = {place: sorted({one for number in self.of[place] for one in self._moments[number]}) for place in order}
+        width = 2 + max(map(len, events.values()), default=0)
+        start, end = [], []
+        for number, (maker, users) in enumerate(zip(self.maker, self.users, strict=True)):
+            begun, ended = self._moments[number]
+            start.append(0 if maker < 0 else 1 + width * at[maker] + events[maker].index(begun))
+            if ended >= 0:
+                end.append(1 + width * at[maker] + events[maker].index(ended))
+            else:
+                end.append(width * (1 + max(at[one] for one in users)) if users else 1 + width * len(order))
+        rows = [row for row, (one, other) in enumerate(zip(start, end, strict=True)) if one < other]
+        columns = (np.array(column, np.int64)[rows] for column in (start, end, self.size))
+        return Lifespans(*columns)
 
     def highest_within(self, place: int) -> int:
         """What an operation has at the most of what it makes itself."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column, Rows, distinct
 from stalloc.errors import BadInputError
+from stalloc.lifespans.periods import TINY_BYTES, find_step_period, sequence_rows
 from stalloc.lifespans.roles import within
 from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.operations import Operations, RangeKind, read_operations
@@ -53,7 +54,25 @@ def find_steady_step(trace: Trace, operations: Operations) -> SteadyStep | None:
     marks = marks[marks <= last]
     if len(marks) < 2:
         return None
-    begin, end = int(marks[-2]), int(marks[-1])
+    return _between(trace, operations, int(marks[-2]), int(marks[-1]))
+
+
+def last_repetition(trace: Trace, operations: Operations) -> SteadyStep | None:
+    """What such a step is in a program without an optimizer, as inference: one whole repetition of its requests.
+
+    It is the last but one, whose end is known; None if nothing repeats.
+    """
+    period = find_step_period(trace)
+    if period is None:
+        return None
+    rows = sequence_rows(trace, TINY_BYTES + 1)
+    last = period.first + period.length * (period.repeats - 1)
+    begin, end = trace.start[rows[[last - period.length, last]]].tolist()
+    found = _between(trace, operations, begin, end)
+    return found if len(found.operations) else None
+
+
+def _between(trace: Trace, operations: Operations, begin: int, end: int) -> SteadyStep:
     counted = outermost(operations)
     inside = (operations.begin >= begin) & (operations.end <= end)
     born = (trace.start >= begin) & (trace.start < end)

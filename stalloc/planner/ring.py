@@ -103,7 +103,7 @@ def ring_bound(start: Column, end: Column, size: Column, ring_start: int, ring_e
     a, b, num_epochs = epochs(
         np.concatenate([start, start[again] + period]), np.concatenate([end, np.minimum(end[again] + period, horizon)])
     )
-    return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max())
+    return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max(initial=0))
 
 
 #: shares of the bound up to which a request that wraps is kept in place all round instead of being stacked

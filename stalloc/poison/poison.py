@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stalloc.core import records
-from stalloc.core.constants import ALIGNMENT, BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
+from stalloc.core.constants import BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.device.capture import is_captured
 from stalloc.errors import CorruptionError
 from stalloc.notices import say
 from stalloc.poison.poison_memory import PoisonMemory
+from stalloc.sizes import aligned
 
 if TYPE_CHECKING:
     from stalloc.core.state import DeviceState
@@ -203,7 +204,7 @@ class Poison:
         for segment in segments(self.state):
             if segment.kind < PRIVATE_KINDS:
                 for block in segment.blocks:
-                    used = -(-block.requested_bytes // ALIGNMENT) * ALIGNMENT
+                    used = aligned(block.requested_bytes)
                     if used < block.size_bytes:
                         ranges.append((block.address + used, block.size_bytes - used))
         return ranges

@@ -33,7 +33,7 @@ _NO_LIMIT = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BfcSettings:
     """What BFC can be told."""
 
     limit: int = setting(0, as_bytes)
@@ -48,7 +48,7 @@ class Settings:
     """Bytes that a chunk may be larger than its request."""
 
 
-_OWN = own_type(Settings, "region", "backed_down")
+_OWN = own_type(BfcSettings, "region", "backed_down")
 
 
 @inner()
@@ -112,7 +112,7 @@ class BFC(TableModel):
     """TensorFlow's and JAX's allocator."""
 
     name = "bfc"
-    settings_type = Settings
+    settings_type = BfcSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free)
     trees_per_stream = 0

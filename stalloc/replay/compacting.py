@@ -24,14 +24,14 @@ from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.rounding import GRANULE
 from stalloc.replay.settings import as_flag, setting
+from stalloc.sizes import aligned
 
-_UNIT = 512  # bytes
 _BASE = 1 << 40  # address of the arena
 _NO_LIMIT = 1 << 46  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CompactingSettings:
     """What the arena can be told."""
 
     move: int = setting(1, as_flag)
@@ -42,11 +42,11 @@ class Compacting:
     """An arena that moves its blocks."""
 
     name = "compacting"
-    settings_type = Settings
+    settings_type = CompactingSettings
 
-    def __init__(self, settings: Settings | None = None, capacity_bytes: int = 0) -> None:
+    def __init__(self, settings: CompactingSettings | None = None, capacity_bytes: int = 0) -> None:
         check_capacity(capacity_bytes)
-        self._moves = (settings or Settings()).move
+        self._moves = (settings or CompactingSettings()).move
         self._limit = capacity_bytes // GRANULE * GRANULE if capacity_bytes else _NO_LIMIT
         self._arena = Arena(self._limit)
         self._requested: dict[int, int] = {}  # live or waiting request -> bytes
@@ -75,7 +75,7 @@ class Compacting:
         return Fed(reserved, allocated, failed)
 
     def _allocate(self, row: int, requested: int, stream: int) -> bool:
-        arena, need = self._arena, -(-requested // _UNIT) * _UNIT
+        arena, need = self._arena, aligned(requested)
         if not arena.place(row, need):
             if not self._moves or not self._free_range(need):
                 return False

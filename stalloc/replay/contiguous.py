@@ -32,21 +32,21 @@ from stalloc.replay.protocol import Events, Fed, Kind
 from stalloc.replay.rounding import LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
 from stalloc.replay.settings import as_percent, setting
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
+from stalloc.sizes import ALIGNMENT_BYTES
 
-_UNIT = 512  # bytes
 _REST, _PERSISTENT, _SCOPED = range(3)  # classes; the trees of the buffers are 0 and 1
 _BUFFERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ContiguousSettings:
     """What decides which lifespans are long."""
 
     scoped_percent: int = setting(5, as_percent)
     """Percent of the program's events from which a lifespan is."""
 
 
-_OWN = own_type(Settings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
+_OWN = own_type(ContiguousSettings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
 _class_at = row_of("classes", Word)  # (n,) class of each request
 
 
@@ -58,7 +58,7 @@ def _peaks(kind, request, size, classes, peaks):
     for i in range(len(kind)):
         row = request[i]
         if kind[i] == Kind.ALLOC:
-            live[row] = (size[row] + _UNIT - 1) // _UNIT * _UNIT
+            live[row] = round_up(size[row], ALIGNMENT_BYTES)
             held[classes[row]] += live[row]
             peaks[classes[row]] = max(peaks[classes[row]], held[classes[row]])
         elif kind[i] == Kind.FREE_COMPLETED:
@@ -104,7 +104,7 @@ def _from_rest(t, size, stream):
             return -1
         at(t, block).tree = tree
     remaining = at(t, block).size - size
-    if remaining >= _UNIT if small else remaining > SMALL_BYTES:
+    if remaining >= ALIGNMENT_BYTES if small else remaining > SMALL_BYTES:
         insert(t, tree, split(t, block, size))
     return block
 
@@ -114,7 +114,7 @@ def _allocate(t, m, request, requested, stream):
     which = _class_at(m, request).value
     if not _begin(t, m):
         return -1
-    size = round_up(requested, _UNIT)
+    size = round_up(requested, ALIGNMENT_BYTES)
     if which != _REST:
         tree = which - _PERSISTENT
         block = best_fit(t, tree, size)
@@ -142,7 +142,7 @@ class Contiguous(TableModel):
     """Buffers for what lives long, and a cache for the rest."""
 
     name = "contiguous"
-    settings_type = Settings
+    settings_type = ContiguousSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
     shows = ("persistent_buffer_bytes", "scoped_buffer_bytes", "spilled")

@@ -27,19 +27,18 @@ from stalloc.replay.protocol import Counters, Events, Fed, Kind
 from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
-
-_UNIT = 512  # bytes
+from stalloc.sizes import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CupyPoolSettings:
     """What the pool can be told."""
 
     limit: int = setting(0, as_bytes)
     """Bytes that cupy.cuda.MemoryPool.set_limit was given; 0 for none."""
 
 
-_OWN = own_type(Settings, "chosen")
+_OWN = own_type(CupyPoolSettings, "chosen")
 _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real pool took for each request, 0 for any
 
 
@@ -58,7 +57,7 @@ def _within_limit(t, m, size):
 
 @inner()
 def _allocate(t, m, request, requested, stream):
-    size = round_up(requested, _UNIT)
+    size = round_up(requested, ALIGNMENT_BYTES)
     block, chosen = best_fit(t, stream, size), _chosen_at(m, request).value
     if block != 0 and chosen != 0 and at(t, block).address != chosen:
         other = find(t, stream, at(t, block).size, chosen)
@@ -83,7 +82,7 @@ class CupyPool(TableModel):
     """CuPy's default pool."""
 
     name = "cupy"
-    settings_type = Settings
+    settings_type = CupyPoolSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
 

@@ -6,26 +6,22 @@ can be since so much is live at a time. An allocator that takes much when there 
 
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
+from stalloc.sizes import PAGE_BYTES, whole_pages
 from stalloc.trace import Trace
 
-_STEP_BYTES = 2 << 20
 _CLOSE = 1000  # within one part in so many
 
 
 def least_memory(trace: Trace, candidate: Candidate) -> int:
     """Bytes, a multiple of 2 MiB, between the allocated peak of a trace and what the allocator reserves of plenty."""
-    high = _whole(run_one(trace, candidate).peak_reserved_bytes)
-    low = _whole(lower_bound(trace))  # no less can do
+    high = whole_pages(run_one(trace, candidate).peak_reserved_bytes)
+    low = whole_pages(lower_bound(trace))  # no less can do
     if low >= high or run_one(trace, candidate, low).fits:
         return min(low, high)
-    while high - low > max(_STEP_BYTES, high // _CLOSE):
-        middle = _whole((low + high) // 2)
+    while high - low > max(PAGE_BYTES, high // _CLOSE):
+        middle = whole_pages((low + high) // 2)
         if run_one(trace, candidate, middle).fits:
             high = middle
         else:
             low = middle
     return high
-
-
-def _whole(num_bytes: int) -> int:
-    return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES

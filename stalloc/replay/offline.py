@@ -4,6 +4,7 @@ Contract: what serves requests is the code that serves torch and CuPy; only the 
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,24 +141,25 @@ class NumbersDevice:
 
 _controllers: dict[int, Controller] = {}  # by the number of the device, for the entry that all share
 _lock = threading.Lock()
-_entry = 0
 
 
 def _help(device: int, request: int, argument: int) -> int:
     return int(_controllers[device].help(request, argument))
 
 
+@functools.cache
+def _entry() -> int:
+    return slow_entry(_help)
+
+
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
     """A controller over a device of numbers of `capacity_bytes`; 0, or more than any GPU has: a tebibyte."""
-    global _entry
     with _lock:
-        if _entry == 0:
-            _entry = slow_entry(_help)
         index = len(_controllers)
         while index in _controllers:
             index += 1
         device = NumbersDevice(index, capacity_bytes, paged=settings.arena == "pages")
-        controller = Controller(device, device, _entry, settings)
+        controller = Controller(device, device, _entry(), settings)
         _controllers[index] = controller
     return controller
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from stalloc.errors import BadInputError
 from stalloc.replay.protocol import BlockMap
+from stalloc.sizes import aligned
 from stalloc.trace import Action, Trace
 
 #: what torch rounds up to, the largest rest that its large pool keeps with a block, the segments of its small pool
-_ROUNDED, _UNSPLIT, _SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+_UNSPLIT, _SMALL_SEGMENT = 1 << 20, 2 << 20
 
 
 def recorded_blocks(trace: Trace, event: int) -> BlockMap:
@@ -41,7 +42,7 @@ def recorded_blocks(trace: Trace, event: int) -> BlockMap:
                 rows.append((cursor, start - cursor, -1, 0, stream, number))
             following = int(address[at + 1]) if at + 1 < len(live) else end
             limit = min(following, end)
-            taken = min(-(-int(trace.size[row]) // _ROUNDED) * _ROUNDED, limit - start)
+            taken = min(aligned(int(trace.size[row])), limit - start)
             if 0 < limit - start - taken <= _UNSPLIT and size != _SMALL_SEGMENT:
                 taken = limit - start
             waiting = int(trace.free_requested[row] <= event)

@@ -47,14 +47,14 @@ _GLOBAL = 0  # tree of the global arena; that of a stream is its number + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RmmArenaSettings:
     """What the resource can be told."""
 
     size: int | None = setting(None, as_bytes)
     """Bytes of the global arena; None: half of the capacity; 0: as many as the program needs."""
 
 
-_OWN = own_type(Settings, "touched_bytes", "supers_used", "supers_spare", "supers", "num_supers")
+_OWN = own_type(RmmArenaSettings, "touched_bytes", "supers_used", "supers_spare", "supers", "num_supers")
 
 
 class Superblock(Record):
@@ -278,7 +278,7 @@ class RmmArena(TableModel):
     """RMM's arenas."""
 
     name = "rmm_arena"
-    settings_type = Settings
+    settings_type = RmmArenaSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room)
     shows = ("touched_bytes",)

@@ -30,7 +30,7 @@ _NO_TREE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(rmm_pool.Settings):
+class RmmBinningSettings(rmm_pool.RmmPoolSettings):
     """What the resource can be told, and the pool below it."""
 
     smallest_exponent: int = setting(18, as_count)
@@ -38,7 +38,7 @@ class Settings(rmm_pool.Settings):
     largest_exponent: int = setting(22, as_count)
 
 
-_OWN = own_type(Settings, *rmm_pool.OWN, "prepared", "bin_chunks", "heads", "num_heads")
+_OWN = own_type(RmmBinningSettings, *rmm_pool.OWN, "prepared", "bin_chunks", "heads", "num_heads")
 _head_at = row_of("heads", Word)  # (k,) first free block of each bin, 0 for none
 
 
@@ -107,7 +107,7 @@ class RmmBinning(RmmPool):
     """RMM's bins above a pool."""
 
     name = "rmm_binning"
-    settings_type = Settings
+    settings_type = RmmBinningSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room)
     shows = (*RmmPool.shows, "bin_chunks")

@@ -32,7 +32,7 @@ UNIT = 256  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RmmPoolSettings:
     """What the pool can be told."""
 
     initial: int | None = setting(None, as_bytes)
@@ -42,7 +42,7 @@ class Settings:
 
 
 OWN = ("begun", "lists_taken_over")
-_OWN = own_type(Settings, *OWN)
+_OWN = own_type(RmmPoolSettings, *OWN)
 
 
 @inner()
@@ -139,7 +139,7 @@ class RmmPool(TableModel):
     """RMM's pool."""
 
     name = "rmm_pool"
-    settings_type: ClassVar[type[Any]] = Settings
+    settings_type: ClassVar[type[Any]] = RmmPoolSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=free)
     shows: ClassVar[tuple[str, ...]] = ("lists_taken_over",)

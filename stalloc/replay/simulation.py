@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stalloc.core.constants import ALIGNMENT
 from stalloc.figures import fragmentation
 from stalloc.replay.model_events import events_of, of_torchs_allocator, recorded_conf
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
+from stalloc.sizes import aligned
 from stalloc.trace import Action, Trace
 
 #: settings of torch's caching allocator that people try, and what they are for
@@ -127,7 +127,7 @@ def _allocated_peak(events: Events, done: int) -> int:
     """The most bytes live in the first `done` events, from alloc to free_completed, as torch rounds them."""
     kind = events.kind[:done]
     sign = (kind == int(Kind.ALLOC)).astype(np.int64) - (kind == int(Kind.FREE_COMPLETED))
-    size = (events.size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    size = aligned(events.size)
     return int(np.cumsum(sign * size[events.request[:done]]).max(initial=0)) if len(size) else 0
 
 

@@ -24,13 +24,13 @@ from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.rounding import GRANULE, round_up
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
 from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root
+from stalloc.sizes import ALIGNMENT_BYTES
 
-_UNIT = 512  # bytes
 _CHUNK = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StreamOrderedSettings:
     """What the pool can be told."""
 
     release_threshold: int = setting(1 << 50, as_bytes)
@@ -43,7 +43,7 @@ class Settings:
     """Events after which the program waits for the device; 0: never."""
 
 
-_OWN = own_type(Settings, "events", "reused_across_streams", "dependencies_inserted")
+_OWN = own_type(StreamOrderedSettings, "events", "reused_across_streams", "dependencies_inserted")
 
 
 @inner()
@@ -116,7 +116,7 @@ def _take(t, m, size, stream):
 
 @inner()
 def _allocate(t, m, request, requested, stream):
-    size = round_up(requested, _UNIT)
+    size = round_up(requested, ALIGNMENT_BYTES)
     block = _find(t, m, size, stream)
     if block == 0:
         block = _take(t, m, size, stream)
@@ -152,7 +152,7 @@ class StreamOrdered(TableModel):
     """CUDA's stream-ordered pool."""
 
     name = "stream_ordered"
-    settings_type = Settings
+    settings_type = StreamOrderedSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty, note=_wait_and_note)
     shows = ("reused_across_streams", "dependencies_inserted")

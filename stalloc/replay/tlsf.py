@@ -36,7 +36,7 @@ _DIVISIONS = 32  # at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TlsfSettings:
     """What TLSF can be told."""
 
     region: int = setting(64 << 20, as_bytes)
@@ -45,7 +45,7 @@ class Settings:
     """Lists that a power of two is cut into."""
 
 
-_OWN = own_type(Settings, "bits", "first_bits", "second_bits", "heads")  # `first_bits`: of levels that have a block
+_OWN = own_type(TlsfSettings, "bits", "first_bits", "second_bits", "heads")  # `first_bits`: of levels that have a block
 _level_at = row_of("second_bits", Word)  # (_LEVELS,) bit of each list of a level that has blocks
 _head_at = row_of("heads", Word)  # (_LEVELS * _DIVISIONS,) first block of each list, linked by `left` and `right`
 
@@ -170,7 +170,7 @@ class TLSF(TableModel):
     """Two-level segregated fit."""
 
     name = "tlsf"
-    settings_type = Settings
+    settings_type = TlsfSettings
     own = _OWN
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
     trees_per_stream = 0

@@ -8,12 +8,12 @@ segment that it belongs to, 0 for none; `other` of a free one counts for the col
 
 import numpy as np
 
+from stalloc.allocator_conf import TorchSettings
 from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.replay.blocks import FREE, LIVE, UNMAPPED, WAITING, at, split, whole_block
 from stalloc.replay.model import own_type
-from stalloc.replay.torch_settings import TorchSettings
 from stalloc.replay.treap import insert, insert_by_address, merge
 
 TREES = 4  # of a stream

@@ -5,6 +5,7 @@ whether it is split, when device memory is taken, and what goes back when the de
 when its capacity is exceeded. A request of no bytes gets no block.
 """
 
+from stalloc.allocator_conf import NUM_INTERVALS
 from stalloc.compiled import inner, njit
 from stalloc.replay.blocks import (
     FREE,
@@ -34,7 +35,6 @@ from stalloc.replay.torch_blocks import (
     searches_at,
 )
 from stalloc.replay.torch_expandable import grow, unmap_pages
-from stalloc.replay.torch_settings import NUM_INTERVALS
 from stalloc.replay.treap import best_fit, following, last, remove
 
 RELEASE = len(Kind)

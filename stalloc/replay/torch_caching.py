@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.allocator_conf import TorchSettings, parse_settings
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE
@@ -15,7 +16,6 @@ from stalloc.replay.model import TableModel
 from stalloc.replay.protocol import BlockMap, Events, Fed, Kind
 from stalloc.replay.torch_blocks import OWN, TREES
 from stalloc.replay.torch_cache import run
-from stalloc.replay.torch_settings import TorchSettings, parse_settings
 from stalloc.replay.torch_start import (
     is_whole,
     load_blocks,
@@ -77,7 +77,11 @@ class TorchCaching(TableModel):
         super().__init__(settings, capacity_bytes)
 
     def _own_tables(self) -> dict[str, Column]:
-        return {"searches": np.zeros(2, np.int64), "divisions": self.options.divisions(), "given": self._given}
+        return {
+            "searches": np.zeros(2, np.int64),
+            "divisions": np.array(self.options.roundup_divisions, np.int64),
+            "given": self._given,
+        }
 
     def _start(self, capacity_bytes: int) -> None:
         allowed = collect_above = _NOT_SET

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.allocator_conf import TorchSettings
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_cache import RELEASE
 from stalloc.replay.torch_caching import TorchCaching, TorchFed
-from stalloc.replay.torch_settings import TorchSettings
 from stalloc.replay.torch_start import is_whole, recorded_calls, recorded_settings, starting_blocks
 from stalloc.trace.record import Action, Trace
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from stalloc.allocator_conf import TorchSettings, parse_settings
 from stalloc.columns import Column
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.record_types import record_at
@@ -21,7 +22,7 @@ from stalloc.replay.recorded_state import recorded_blocks
 from stalloc.replay.rounding import GRANULE
 from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
 from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
-from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
+from stalloc.sizes import MIB
 from stalloc.trace.record import Action, Trace
 
 own_at = record_at(OWN)
@@ -77,7 +78,7 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
     is_last[:-1] = blocks.segment[held[1:]] != blocks.segment[held[:-1]]
     segment_end = (blocks.segment_address + blocks.segment_size)[blocks.segment[held]]
     limit = np.where(is_last, segment_end, np.append(blocks.address[held[1:]], 0))
-    divisions = settings.divisions()
+    divisions = np.array(settings.roundup_divisions, np.int64)
     rounded = [round_size(divisions[interval_of(size)], size) for size in trace.size[request].tolist()]
     end = blocks.address[held] + np.array(rounded, np.int64)
     small = blocks.segment_size[blocks.segment[held]] == GRANULE

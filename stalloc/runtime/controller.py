@@ -454,19 +454,31 @@ class Controller:
             self._settle()
 
     def _follow_aligned(self) -> bool:
-        """No marked step recurs: whether they are the same for the most part, which is planned then."""
+        """No marked step recurs: whether they are the same in a good part, which is planned then."""
         from stalloc.lifespans.aligned_steps import AlignedSteps
 
-        trace = self.recording.regular_trace()
+        trace = self.recording.regular_trace(decisions.first_aligned(len(self.recording.step_events) - 1))
         aligned = AlignedSteps(trace)
-        if not decisions.is_mostly_static(aligned.static_share):
+        if not decisions.is_static_enough(aligned.static_share):
             return False
         tape = aligned.tape()
-        self.arenas.give_back()
-        self._follow_recorded(trace, PlanJob(tape, self._streams, Between(*aligned.between())), 0)
+        if self._is_planned:
+            self.arenas.drop_tape()
+        else:
+            self.arenas.give_back()
+        job = PlanJob(tape, self._streams, Between(*aligned.between()), aligned.with_dynamic())
+        self._follow_recorded(trace, job, 0)
         self.steps.follow_aligned(tape)
         self.state.triggers.at_any_request()
         return True
+
+    def _are_aligned_again(self, missed: int, *, is_unknown: bool) -> bool:
+        """Whether more steps, or later ones, show better what they have in common, of which so much was missed."""
+        again = decisions.may_be_aligned_again(self.steps.recorded.count, missed, is_unknown=is_unknown)
+        if not again or self.status.effort.is_spent:
+            return False
+        with self.status.effort.counted():
+            return self._follow_aligned()
 
     @property
     def _streams(self) -> "Streams":
@@ -631,9 +643,11 @@ class Controller:
         steps.note_step()
         if self._is_planned:
             records = settings.plan and not settings.keep_recording
-            is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
+            missed, is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
             if is_unknown and decisions.is_wasteful(state.record.step_allocated_peak, state.record.reserved_bytes):
                 self._release_unused()  # no pass over the plan ends, after which unused segments go back
+            if state.record.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
+                return refusal
             steps.places.find()
             if steps.tapes is not None and state.triggers.boundary_is_asked:
                 state.triggers.at_any_request()  # whichever kind of step comes

@@ -90,9 +90,23 @@ def may_be_aligned(steps: int) -> bool:
     return _is_doubled(steps, t.LEAST_STEPS)
 
 
-def is_mostly_static(share: float) -> bool:
+def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
+    """Whether to see it again after so many steps, of the last of which the plan of what they had missed so many.
+
+    While they are few at once, if that is much of it.
+    """
+    is_due = may_be_aligned(steps) or steps % t.ALIGNED_STEPS == 0 or (is_unknown and steps < t.ALIGNED_STEPS)
+    return is_due and missed >= t.SOME_REQUESTS
+
+
+def first_aligned(steps: int) -> int:
+    """The first step of a record of so many that is aligned with those after it."""
+    return max(0, steps - t.ALIGNED_STEPS)
+
+
+def is_static_enough(share: float) -> bool:
     """Whether steps that are aligned are planned, by the share of their bytes that they have in common."""
-    return 2 * share > 1
+    return t.MANY_SHARE * share > 1
 
 
 def is_doubted(steps: int) -> bool:

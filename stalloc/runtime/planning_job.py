@@ -38,6 +38,7 @@ class PlanJob:
     tape: "Tape"  #: the ring that is planned
     streams: "Streams" = "separate"
     between: Between | None = None  #: what steps have beside it, if they are not all the same
+    with_dynamic: "Tape | None" = None  #: the ring with such requests among its own, for which the plan leaves room
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
     admitted: ArenaTape | None = None  #: the plan, as it is served
@@ -50,8 +51,11 @@ class PlanJob:
 
     @property
     def may_share(self) -> bool:
-        """Whether the plan keeps several streams apart that could share memory, where the driver orders them."""
-        tape = self.admitted
+        """Whether the plan keeps several streams apart that could share memory, where the driver orders them.
+
+        Not where steps differ: dynamic requests need what is idle on their own stream.
+        """
+        tape = self.admitted if self.between is None else None
         several = tape is not None and tape.num_streams > 1
         return self.streams == "separate" and several and ordering() is not None
 
@@ -76,9 +80,12 @@ class PlanJob:
     def make(self, planner: "Planner | None") -> None:
         """Make the plan, in this thread. Raises what planning raises."""
         from stalloc.planner import plan_tape
+        from stalloc.planner.room import leave_room
 
         make = planner or plan_tape
         plan = make(self.tape, streams=self.streams)
+        if self.with_dynamic is not None and self.streams == "separate":
+            plan = leave_room(plan, self.with_dynamic)
         self.plan, self.admitted = plan, replace(admit([plan], ring_only=True), between=self.between)
 
 

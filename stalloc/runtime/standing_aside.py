@@ -37,6 +37,8 @@ class StandingAside:
             return False
         if record.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
+        if record.gaps:
+            return False  # what such steps leave out does not make them others
         if self._num_plans != self._status.num_plans:
             self._note_place()
             self._came_late = True

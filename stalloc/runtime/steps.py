@@ -99,8 +99,10 @@ class Steps:
             return None
         return search
 
-    def at_planned_mark(self, num_plans: int, *, records: bool) -> bool:
-        """A step ended while a plan is in force, the `num_plans`th; whether it needed much that no plan knows of.
+    def at_planned_mark(self, num_plans: int, *, records: bool) -> tuple[int, bool]:
+        """A step ended while a plan is in force, the `num_plans`th.
+
+        How much of it was not served, and whether it needed much that no plan knows of.
 
         `records`: steps that are not known may be recorded.
         """
@@ -109,7 +111,7 @@ class Steps:
         if records:
             # steps that differ now may be equal later
             self.watch.note_step(missed=missed > 0 or self._state.record.num_dynamic > 0, is_unknown=is_unknown)
-        return is_unknown
+        return missed, is_unknown
 
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""

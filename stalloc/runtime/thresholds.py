@@ -27,6 +27,7 @@ OVERDUE_REQUESTS = 1 << 16  # without a mark, of a program with an optimizer tha
 # --- marked steps of several kinds
 LEAST_STEPS = 4  # without a cycle, or before a kind, that are looked at: of fewer nothing is carried over to a step
 MOST_KINDS = 32  # that are planned together; those seen most often
+ALIGNED_STEPS = 16  # of a record, the last ones: in fewer not all that is left out at times is, older ones may be over
 CYCLE_STEPS = 16  # in which the order of kinds has to repeat to be one
 MOST_EVENTS = 1 << 20  # of a record beside a plan
 

@@ -82,6 +82,7 @@ class Tidying:
         if (
             not decisions.may_move_arena(self._state.num_displaced, length, has_kinds=has_kinds)
             or record.steps_ever < self._move_after
+            or record.gaps  # there, requests that come in other numbers take one another's places: moving does not help
             or self._arenas.memory.is_capturing
             or self._effort.is_spent
         ):

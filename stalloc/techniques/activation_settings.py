@@ -28,9 +28,11 @@ class ActivationSettings:
 
 
 def activations_from_json(told: Any) -> ActivationSettings:
-    """What `as_json` gave. Raises ValueError for anything else."""
-    if not isinstance(told, dict) or set(told) != {"ratio", "window_bytes", "host_bytes"}:
+    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+    default = ActivationSettings().as_json()
+    if not isinstance(told, dict) or "ratio" not in told or not set(told) <= set(default):
         raise ValueError("what it keeps of activations in host memory is damaged")
+    told = default | told
     if not all(type(told[name]) is int and 0 <= told[name] < _MOST for name in ("window_bytes", "host_bytes")):
         raise ValueError("what it keeps of activations in host memory is no number of bytes")
     if type(told["ratio"]) not in (int, float) or not 0 <= told["ratio"] <= 1:

@@ -13,7 +13,7 @@ from stalloc.techniques.appearing import recompute_as_models_appear
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.recompute import MakeTape
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 if TYPE_CHECKING:
     from stalloc.techniques.saved_activations import SavedActivations, Watcher
@@ -37,7 +37,7 @@ class InHost:
 
 
 def apply_settings(
-    settings: Settings,
+    settings: TechniqueSettings,
     say: Callable[[str], None],
     make_tape: Callable[[int], MakeTape] = lambda _: BlockTape,
     watcher: "Watcher | None" = None,

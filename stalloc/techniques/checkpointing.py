@@ -26,9 +26,10 @@ def checkpoint(
 
     `keep`: operations whose results are saved all the same, by name ("aten.mm", or "mm") or by position in the block,
     counted below autograd. `blocks`: how many, from the first, or their names; all by default. `policy` is a name in
-    their place, as of `stalloc fit --policy`: "keep-attention" (LoongTrain), "remat-aware" (DistFlashAttn), "blocks:N".
-    What is done comes back, with `undo()`. Gradients are those without it, to the last bit; what cannot be computed
-    twice with the same result is a RecomputeError. What the program itself calls in a checkpoint runs as it is.
+    their place, as of `stalloc fit --policy`: "keep-attention" (LoongTrain; the same as DistFlashAttn's "remat-aware"),
+    "blocks:N". What is done comes back, with `undo()`. Gradients are those without it, to the last bit; what cannot be
+    computed twice with the same result is a RecomputeError. What the program itself calls in a checkpoint runs as it
+    is.
 
     Raises BadInputError if the model has no repeated blocks, or none of a name, and for a policy that is none.
     """
@@ -69,9 +70,7 @@ def _of_policy(policy: str) -> "tuple[Wanted, int | None]":
             f"{policy} looks at a run of the program to choose what is kept: use stalloc fit --policy {policy}, and "
             "stalloc run --budget."
         )
-    raise BadInputError(
-        f"there is no policy {policy!r:.42} for one model: give {', '.join(KEEP_ATTENTION)} or blocks:N."
-    )
+    raise BadInputError(f"there is no policy {policy!r:.42} for one model: give {KEEP_ATTENTION[0]} or blocks:N.")
 
 
 def _chosen(found: list[Block], blocks: int | Iterable[str] | None) -> list[Block]:

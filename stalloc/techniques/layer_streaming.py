@@ -23,7 +23,12 @@ _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParalle
 
 
 def stream_blocks(
-    model: Any, blocks: Sequence[Block], store: HostStore, window: int, disk: DiskStore | None = None
+    model: Any,
+    blocks: Sequence[Block],
+    store: HostStore,
+    window: int,
+    disk: DiskStore | None = None,
+    microbatches: int = 1,
 ) -> tuple[Streaming | None, str]:
     """Stream those blocks of a model that can be; and why others, or all, stay on the device.
 
@@ -41,7 +46,7 @@ def stream_blocks(
             continue
         chosen.append(block)
         layers.append(StreamedLayer(block.name, parameters, home))
-    return (Streaming(chosen, layers, window) if chosen else None), reason
+    return (Streaming(chosen, layers, window, microbatches) if chosen else None), reason
 
 
 def streamable(model: Any, block: Block) -> tuple[Parameters, str]:

@@ -22,6 +22,8 @@ def page_optimizer(
     processor: float = 0.0,
     device: float = 0.0,
     disk: str | None = None,
+    send_gradients: bool = True,
+    beside_backward: bool = False,
 ) -> "PagedOptimizer":
     """Keep the state of a torch optimizer in pinned host memory, and on the device only while it is used.
 
@@ -33,6 +35,12 @@ def page_optimizer(
     make updates, with state in host memory that never leaves it; and state can stay on the device. What comes back has
     `undo(optimizer)`. Parameters are those without it, to the last bit, but for those that the processor updates, which
     differ by rounding. To be called before a scheduler is made of the optimizer.
+
+    Gradients of what the processor updates, and of streamed layers (`stalloc.stream_layers`), leave for host memory as
+    backward makes them, unless `send_gradients` is False, and are on the device again where the program reads them or,
+    for streamed layers, the device updates them. With `beside_backward` the processor updates streamed layers in host
+    memory as their gradients come (STRONGHOLD): who needs these gradients, or the old parameters, between the backward
+    pass and the step, as for clipping or accumulation, gets a GradientError.
 
     Raises BadInputError for an optimizer that is not known to update each parameter by itself, for shares that are
     none, and for a folder that cannot be used.
@@ -48,12 +56,22 @@ def page_optimizer(
         raise BadInputError(f"{type(optimizer).__name__} is no torch optimizer: give page_optimizer() one.")
     if not (processor >= 0 and device >= 0 and processor + device <= 1):
         raise BadInputError(f"shares of {processor:g} and {device:g} are not possible: give 0 or more, 1 together.")
+    if beside_backward and not processor:
+        raise BadInputError("nothing is updated beside backward but by the processor: give processor=1.0, or a share.")
     store = HostStore(None if host is None else parse_memory(host))
     files = None
     if disk is not None:
         first = next((one for group in optimizer.param_groups for one in group["params"]), torch.empty(0))
         files = open_disk(*parse_disk(disk), store, first.device)
-    return PagedOptimizer(optimizer, store, max(parse_memory(window), 1), Shares(device, processor), files)
+    return PagedOptimizer(
+        optimizer,
+        store,
+        max(parse_memory(window), 1),
+        Shares(device, processor),
+        files,
+        sends_gradients=send_gradients,
+        updates_beside_backward=beside_backward,
+    )
 
 
 def commit(optimizer: Any, label: int) -> None:

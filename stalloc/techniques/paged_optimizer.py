@@ -8,20 +8,24 @@ update: on the device, where values are its own to the last bit, or on the proce
 
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stalloc.errors import BadInputError
+from stalloc.errors import BadInputError, GradientError
 from stalloc.techniques.disk_store import DiskStore
+from stalloc.techniques.gradient_access import has_gradient
+from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.layer_streaming import WeightTier, settle_layers
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.parts import Place, Shares, arranged_with_copies
 from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
 from stalloc.techniques.state_pager import StatePager
+from stalloc.techniques.step_in_backward import StepInBackward
 from stalloc.techniques.streamed_layers import device_of, layer_of
 from stalloc.techniques.update_order import DividedStep, Parameters
 
@@ -44,8 +48,15 @@ class PagedOptimizer:
         window_bytes: int = WINDOW_BYTES,
         shares: Shares = Shares(),  # noqa: B008  (frozen)
         disk: DiskStore | None = None,
+        *,
+        sends_gradients: bool = True,
+        updates_beside_backward: bool = False,
     ) -> None:
-        """Raises BadInputError if it cannot be paged, or not be updated where `shares` says."""
+        """`sends_gradients` from the device in backward, where the processor uses them, and of streamed layers.
+
+        With `updates_beside_backward` the processor updates streamed layers as their gradients come, by the rules of
+        `StepInBackward`. Raises BadInputError if it cannot be paged, or not be updated where `shares` says.
+        """
         reason = why_not_one_by_one(optimizer)
         if reason:
             raise BadInputError(f"{reason}: its state stays on the device.")
@@ -58,24 +69,31 @@ class PagedOptimizer:
         self._places: Any = WeakIdKeyDictionary()  # parameter -> Place
         self.committed_regions: Any = WeakIdKeyDictionary()  # parameter -> where a commit puts what is not on disk
         self.pager = StatePager(optimizer, store, disk, self._place_of)
-        self._processor = ProcessorUpdates(store, lambda one: self._place_of(one) is Place.PROCESSOR)
+        self.gradients = HostGradients(store, self._sends_gradient, self._is_on_processor)
+        self._processor = ProcessorUpdates(store, self._is_on_processor, self.gradients)
         self.divided = DividedStep(
             optimizer,
-            [WeightTier(lambda one: self._place_of(one) is Place.PROCESSOR), self.pager, self._processor],
+            [WeightTier(self._is_on_processor), self.pager, self.gradients, self._processor],
             self._divide,
             window_bytes,
             self._stepping,
             self._processor.stand_ins,
         )
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.pager.looked()),
+            optimizer.register_state_dict_pre_hook(self._looked),
             optimizer.register_load_state_dict_pre_hook(self.pager.about_to_load),
             optimizer.register_load_state_dict_post_hook(self.pager.loaded, prepend=True),
         ]
+        self._sends_gradients = sends_gradients
+        self._beside: dict[Any, Future[None]] = {}  # updates of parameters that go on beside backward
+        self._early = None
+        if updates_beside_backward:
+            self._early = StepInBackward(optimizer, self._update_beside, self._is_updated_beside)
         self._arrange(optimizer)
         _paged[optimizer] = self
         weakref.finalize(optimizer, self._forget).atexit = False
         self.pager.take_over(optimizer)
+        self.gradients.watch(optimizer)
 
     def told(self) -> dict[str, int]:
         """Bytes of state that come and go in each step, those of them on disk, and of parameters that the processor
@@ -95,26 +113,82 @@ class PagedOptimizer:
         """Bring the state back to the device, and let the optimizer step as it did."""
         self.divided.undo(optimizer)
         _paged.pop(optimizer, None)
+        self._updated_beside()
         for hook in self._hooks:
             hook.remove()
+        if self._early is not None:
+            self._early.undo()
         self.pager.bring_home(optimizer)
+        self.gradients.undo()
 
     def _forget(self) -> None:
         """The optimizer is gone: room goes back now, not when Python next looks for what refers to itself."""
         self.pager.forget()
         self._processor.forget()
+        self.gradients.forget()
         self.disk = None
         self.committed_regions = WeakIdKeyDictionary()
 
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:
-        with self.pager.stepping(optimizer):
+        with self.pager.stepping(optimizer), self.gradients.unseen():
             yield
         settle_layers(optimizer)
 
     def _place_of(self, parameter: Any) -> Place:
         found: Place = self._places.get(parameter, Place.PAGED)
         return found
+
+    def _is_on_processor(self, parameter: Any) -> bool:
+        return self._place_of(parameter) is Place.PROCESSOR
+
+    def _sends_gradient(self, parameter: Any) -> bool:
+        """Those leave in backward that the processor uses, and of layers that are streamed."""
+        leaves = self._is_on_processor(parameter) or layer_of(parameter) is not None
+        return self._sends_gradients and leaves and not self._is_updated_beside(parameter)
+
+    def _is_updated_beside(self, parameter: Any) -> bool:
+        layer = layer_of(parameter)
+        is_in_host = layer is not None and not layer.is_on_disk
+        return self._early is not None and self._is_on_processor(parameter) and is_in_host
+
+    def _update_beside(self, optimizer: Any, parameter: torch.Tensor) -> bool:
+        """Begin to update a parameter of a layer in host memory; False where that is left to the step."""
+        layer = layer_of(parameter)
+        value = None if layer is None else layer.in_host(parameter)
+        if value is None:
+            return False
+        with self.pager.stepping(optimizer):
+            if not self.pager.begin([parameter], lambda one: self._processor.begin_state(optimizer, one)):
+                return False
+            update = self._processor.update_of(optimizer, parameter, value)
+            done = self.gradients.use(parameter, update)
+        if done is not None:
+            self._beside[parameter] = done
+        return done is not None
+
+    def _updated_beside(self) -> None:
+        """Wait for what is updated beside backward."""
+        while self._beside:
+            parameter, done = self._beside.popitem()
+            done.result()
+            layer = layer_of(parameter)
+            if layer is not None and layer.in_host(parameter) is None:
+                raise GradientError(
+                    f"a parameter of {layer.name} is changed between the backward pass and the optimizer's step, and "
+                    "the processor updates it beside backward: let updates stay in the step."
+                )
+            if layer is not None:
+                layer.release()  # where backward failed it is here yet, as it was
+            torch.autograd.graph.increment_version(parameter)
+
+    def _looked(self, _: Any) -> None:
+        if self._beside:
+            raise GradientError(
+                "the optimizer's state is read between the backward pass and its step, and the processor updates it "
+                "beside backward: let updates stay in the step."
+            )
+        self.pager.looked()
 
     def _arrange(self, optimizer: Any) -> tuple[list[tuple[Place, Parameters]], int]:
         """The parts of all parameters, and the host memory that the processor needs for copies."""
@@ -127,8 +201,14 @@ class PagedOptimizer:
         ]
         on_disk = {layer for one, layer in zip(parameters, layers, strict=True) if _is_on_disk(one)}
         options = self._window_bytes, self._shares
+        gradients = {number for number, one in enumerate(parameters) if self.gradients.holds(one)}
         parts, copied_bytes = arranged_with_copies(
-            sizes, layers, on_disk, *options, reads_for_processor=self._reads_for_processor
+            sizes,
+            layers,
+            on_disk,
+            *options,
+            reads_for_processor=self._reads_for_processor,
+            gradients=gradients,
         )
         found = [(part.place, [parameters[number] for number in part.members]) for part in parts]
         for place, members in found:
@@ -139,6 +219,10 @@ class PagedOptimizer:
     def _divide(self, optimizer: Any) -> list[Parameters]:
         """The parts of a step. What the processor has no room for is updated on the device, where its state stays; of
         layers that lie on disk it is paged."""
+        self._updated_beside()
+        self.gradients.about_to_step(optimizer)
+        if self._early is not None:
+            self._early.watch(optimizer)
         with self.pager.stepping(optimizer):
             parts, needed_bytes = self._arrange(optimizer)
             device = device_of(parts[0][1][0]) if parts else torch.device("cpu")
@@ -148,7 +232,7 @@ class PagedOptimizer:
                 parts, needed_bytes = self._arrange(optimizer)
                 has_room = not needed_bytes or self._processor.make_room(needed_bytes, device)
             for place, part in parts:
-                present = [one for one in part if one.grad is not None]
+                present = [one for one in part if has_gradient(one)]
                 if place is not Place.PROCESSOR or not present:
                     continue
                 begun = has_room and self.pager.begin(present, lambda one: self._processor.begin_state(optimizer, one))

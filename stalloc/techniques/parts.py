@@ -7,9 +7,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from stalloc.sizes import aligned
+
 PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
 DISK_THREADS, DISK_CHUNK_BYTES = 4, 16 << 20
-ALIGNED_BYTES = 512  #: at which tensors begin in a block of the host; torch counts so on the device too
 _PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # of parameters at once, at the most; and in so many parts at least
 
 
@@ -35,11 +36,6 @@ class Part:
 
     members: tuple[int, ...]
     place: Place
-
-
-def aligned(size_bytes: int) -> int:
-    """The room that so many bytes take."""
-    return -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def part_bytes(window_bytes: int) -> int:
@@ -99,24 +95,30 @@ def arranged_with_copies(
     shares: Shares,
     *,
     reads_for_processor: bool,
+    gradients: Set[int] = frozenset(),
 ) -> tuple[list[Part], int]:
     """The parts as of `arranged`, and the host memory that the processor needs for copies.
 
     `on_disk` has the layers that lie there: the processor updates them where they are read for it, and else the device.
+    `gradients` has the parameters whose gradients are in the host already.
     """
     parts = arranged(sizes, layers, window_bytes, shares)
     if not reads_for_processor:
         parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
     in_host = [-1 if layer in on_disk else layer for layer in layers]
-    return parts, staging_bytes(parts, sizes, in_host)
+    return parts, staging_bytes(parts, sizes, in_host, gradients)
 
 
-def staging_bytes(parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[int]) -> int:
-    """Host memory for what the processor updates: gradients of two parts, and parameters that do not lie there."""
+def staging_bytes(
+    parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[int], gradients: Set[int] = frozenset()
+) -> int:
+    """Host memory for what the processor updates: gradients of two parts, and parameters, that do not lie there."""
     largest = 0
     for part in parts:
         if part.place is Place.PROCESSOR:
-            needed = sum(aligned(sizes[number]) * (1 if layers[number] >= 0 else 2) for number in part.members)
+            needed = sum(
+                aligned(sizes[number]) * ((number not in gradients) + (layers[number] < 0)) for number in part.members
+            )
             largest = max(largest, needed)
     return 2 * largest
 

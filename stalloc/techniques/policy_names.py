@@ -6,7 +6,7 @@ Contract: a name means the same to both.
 from stalloc.errors import BadInputError
 
 BLOCKS = "blocks"  #: blocks:N, the first N as a whole
-KEEP_ATTENTION = ("keep-attention", "remat-aware")  #: LoongTrain, DistFlashAttn: one thing here
+KEEP_ATTENTION = ("keep-attention", "remat-aware")  #: one name, and the other of DistFlashAttn, for one thing
 ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
 NEED_A_FIT = ("recompute", "checkmate", "selective")  #: what is kept is known when a program was looked at
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from stalloc.techniques.gradient_access import own_gradient
+from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.optimizer_facts import own_step
 from stalloc.techniques.parts import aligned
@@ -49,8 +51,11 @@ class _OnItsWay:
 class ProcessorUpdates:
     """As of `Tier`. Two blocks of host memory take turns, so that one part comes while another is updated."""
 
-    def __init__(self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
-        self._store, self._is_on_processor = store, is_on_processor
+    def __init__(
+        self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool], in_host: HostGradients
+    ) -> None:
+        """`in_host` has gradients that need not be copied."""
+        self._store, self._is_on_processor, self._in_host = store, is_on_processor, in_host
         self._blocks: list[torch.Tensor] = []
         self._uploaded: list[Any] = [None, None]
         self._written: list[list[Callable[[], None]]] = [[], []]  # what waits for copies to a file, by block
@@ -92,12 +97,12 @@ class ProcessorUpdates:
         number, self._next = self._next, 1 - self._next
         transfers.wait(self._uploaded[number])
         self._finish_writing(number)
-        block, begin = self._blocks[number], 0
+        begin = 0
 
         def take(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             nonlocal begin
             size_bytes = like.numel() * dtype.itemsize
-            piece = block[begin : begin + size_bytes].view(dtype)
+            piece = self._blocks[number][begin : begin + size_bytes].view(dtype)
             begin += aligned(size_bytes)
             return piece.as_strided(like.shape, dense_strides(like))
 
@@ -107,13 +112,16 @@ class ProcessorUpdates:
         if layer is not None:
             way.values, way.read = layer.lend(part, lambda one: take(one, one.dtype))
         for one in part:
-            gradient: Any = one.grad
-            host = take(one, gradient.dtype)
-            if gradient.stride() != host.stride():  # torch's fused Adam goes through all of them in a row
-                gradient = torch.empty_like(gradient).as_strided(host.shape, host.stride()).copy_(gradient)
-                way.kept.append(gradient)
-            way.gradients.append(host)
-            pairs.append((host, gradient))
+            if self._in_host.holds(one):
+                way.gradients.append(self._in_host.in_host(one))
+            else:
+                gradient: Any = own_gradient(one)
+                host = take(one, gradient.dtype)
+                if gradient.stride() != host.stride():  # torch's fused Adam goes through all of them in a row
+                    gradient = torch.empty_like(gradient).as_strided(host.shape, host.stride()).copy_(gradient)
+                    way.kept.append(gradient)
+                way.gradients.append(host)
+                pairs.append((host, gradient))
             if layer is None:
                 way.values.append(take(one, one.dtype))
                 pairs.append((way.values[-1], one.detach()))
@@ -143,10 +151,7 @@ class ProcessorUpdates:
             copy.grad = gradient if computes else gradient.to("meta")
             values = state[one]
             values |= {name: it.cpu() for name, it in values.items() if isinstance(it, torch.Tensor)}
-            state[copy] = values if computes else {
-                name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it
-                for name, it in values.items()
-            }  # fmt: skip
+            state[copy] = values if computes else _on_meta(values)
             copies.append(copy)
         try:
             with _as_on_processor(optimizer, computes):
@@ -155,6 +160,24 @@ class ProcessorUpdates:
             for copy in copies:
                 state.pop(copy)
         torch.autograd.graph.increment_version(part)
+
+    def update_of(self, optimizer: Any, parameter: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """One update of what a parameter is in the host, by a gradient of the host, which another thread can make."""
+        group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
+        computes = has_values(device_of(parameter))
+        state = optimizer.state[parameter]
+        state |= {name: it.cpu() for name, it in state.items() if isinstance(it, torch.Tensor)}
+        twin = object.__new__(type(optimizer))  # whose groups and state nobody else changes meanwhile
+        copy = torch.nn.Parameter(value if computes else value.to("meta"))
+        options = {**group, "params": [copy], "fused": computes, "foreach": False}
+        values = state if computes else _on_meta(state)
+        vars(twin).update({**vars(optimizer), "param_groups": [options], "state": {copy: values}})
+
+        def update(gradient: torch.Tensor) -> None:
+            copy.grad = gradient if computes else gradient.to("meta")
+            own_step(type(optimizer))(twin)
+
+        return update
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
         """Begin to copy new values to the device."""
@@ -187,6 +210,12 @@ class ProcessorUpdates:
         if self._transfers is None:
             self._transfers = Transfers(device_of(parameter))
         return self._transfers
+
+
+def _on_meta(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it for name, it in state.items()
+    }
 
 
 @contextmanager

@@ -17,19 +17,38 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import GradientError
 from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.gradient_access import (
+    own_gradient,
+    set_own_gradient,
+    unwatch_gradient,
+    watch_gradient,
+)
 from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
+from stalloc.techniques.streamed_layers import device_of, put_gradient
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
-_owners: dict[int, "weakref.ref[StepInBackward]"] = {}  # by the id of a parameter that is updated before its step
-_own_grad: Any = torch._C.TensorBase.grad
+_READ = f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}"
+_READ_LATER = f"a gradient is read after the optimizer's step. {_ADVICE}"
+_early: Any = WeakIdKeyDictionary()  # the parameters that are updated before their step
+_guards: list[Any] = []  # the hook, once it is there
 
 
 class StepInBackward:
     """One optimizer. Invariant: between its steps `_updated` holds the parameters whose step has been made."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        update: Callable[[Any, torch.Tensor], bool] | None = None,
+        concerns: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> None:
+        """`update` updates a parameter and takes its gradient, or says that it is left to the step, as are all that
+        this does not concern."""
+        _guard()
+        self._update, self._concerns = update or self._update_here, concerns
         self._optimizer = weakref.ref(optimizer)
-        self._updated: dict[int, torch.Tensor] = {}
+        self._updated: Any = WeakIdKeyDictionary()
+        self._used: Any = WeakIdKeyDictionary()  # parameters whose gradient is not zeroed yet after the step
         self._options: list[dict[str, Any]] = []  # of each group, when the first was updated
         self._group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
         self._hooked: Any = WeakIdKeyDictionary()  # parameters that are updated early
@@ -56,23 +75,26 @@ class StepInBackward:
 
     def _gradient_there(self, parameter: torch.Tensor) -> None:
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or not self._concerns(parameter):
             return
         with self._lock:
-            if id(parameter) in self._updated:
+            if parameter in self._updated:
                 raise GradientError(f"gradients are accumulated over several backward passes. {_ADVICE}")
-            gradient = parameter.grad
-            if gradient is None or gradient.requires_grad:
+            if parameter in self._used:
+                raise GradientError(f"gradients are accumulated over several steps of the optimizer. {_ADVICE}")
+            gradient = own_gradient(parameter)
+            if gradient is None:  # somebody who heard of it first has taken it
+                return
+            if gradient.requires_grad:
                 raise GradientError(f"gradients are differentiated once more. {_ADVICE}")
             if not self._updated:
                 self._options = [_options(group) for group in optimizer.param_groups]
                 self._group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-            self._update(optimizer, parameter)
-            parameter.grad = None
-            self._updated[id(parameter)] = parameter
-            _owners[id(parameter)] = weakref.ref(self)
+            if self._update(optimizer, parameter):
+                self._updated[parameter] = _early[parameter] = True
+                watch_gradient(parameter, self)
 
-    def _update(self, optimizer: Any, parameter: torch.Tensor) -> None:
+    def _update_here(self, optimizer: Any, parameter: torch.Tensor) -> bool:
         groups, group = optimizer.param_groups, self._group_of[id(parameter)]
         members = group["params"]
         try:
@@ -80,6 +102,8 @@ class StepInBackward:
             own_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, group["params"] = groups, members
+        set_own_gradient(parameter, None)
+        return True
 
     def _about_to_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None or (args and callable(args[-1])):
@@ -88,15 +112,43 @@ class StepInBackward:
             raise GradientError(
                 f"options of the optimizer are changed between the backward pass and its step. {_ADVICE}"
             )
-        self._forget()
+        for parameter in list(self._updated):
+            _early.pop(parameter, None)
+            unwatch_gradient(parameter, self)
 
     def _stepped(self, *_: Any) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        for key in self._updated:
-            _owners.pop(key, None)
+        for parameter in list(self._updated):
+            self._used[parameter] = True
+            watch_gradient(parameter, self)
         self._updated.clear()
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """As of `GradientWatcher`: it is used up."""
+        return False
+
+    def about_to_read(self, parameter: torch.Tensor) -> None:
+        """As of `GradientWatcher`."""
+        if own_gradient(parameter) is None:
+            raise GradientError(_READ if parameter not in self._used else _READ_LATER)
+
+    def about_to_set(self, parameter: torch.Tensor) -> None:
+        """As of `GradientWatcher`."""
+        if parameter not in self._used:
+            raise GradientError(_READ)
+        self._zeroed(parameter)
+
+    def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
+        """As of `GradientWatcher`."""
+        if parameter not in self._used:
+            self.about_to_read(parameter)
+            return
+        self._zeroed(parameter)
+        if not set_to_none and own_gradient(parameter) is None:
+            put_gradient(parameter, torch.zeros_like(parameter, device=device_of(parameter)))
+
+    def _zeroed(self, parameter: torch.Tensor) -> None:
+        del self._used[parameter]
+        unwatch_gradient(parameter, self)
 
 
 def step_in_backward(say: Callable[[str], None]) -> None:
@@ -104,7 +156,6 @@ def step_in_backward(say: Callable[[str], None]) -> None:
 
     Those that mix parameters are left as they are, which `say` is told.
     """
-    _guard()
     known: weakref.WeakKeyDictionary[Any, StepInBackward | None] = weakref.WeakKeyDictionary()
 
     def made(optimizer: Any) -> None:
@@ -125,41 +176,16 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _guard() -> None:
-    """Let nobody read a gradient that was there, or the parameters that it has changed, before the program's step."""
-    if not isinstance(vars(torch.Tensor).get("grad"), _GuardedGradient):
-        torch.Tensor.grad = _GuardedGradient()
-        register_module_forward_pre_hook(_about_to_call)
+    """Let nobody use parameters that backward has changed before the program's step."""
+    if not _guards:
+        _guards.append(register_module_forward_pre_hook(_about_to_call))
 
 
 def _about_to_call(module: Any, _: Any) -> None:
-    if not _owners or torch._C._current_graph_task_id() != -1:  # what backward recomputes is not updated yet
+    if not _early or torch._C._current_graph_task_id() != -1:  # what backward recomputes is not updated yet
         return
-    if any(id(parameter) in _owners for parameter in module.parameters(recurse=False)):
+    if any(parameter in _early for parameter in module.parameters(recurse=False)):
         raise GradientError(
             f"a forward pass ({type(module).__name__}) comes between the backward pass and the optimizer's step. "
             f"{_ADVICE}"
         )
-
-
-class _GuardedGradient:
-    """In the place of torch.Tensor.grad."""
-
-    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
-        if tensor is None:
-            return _own_grad
-        gradient = _own_grad.__get__(tensor)
-        if gradient is None and _owners and id(tensor) in _owners:
-            _refuse()
-        return gradient
-
-    def __set__(self, tensor: torch.Tensor, gradient: Any) -> None:
-        if _owners and id(tensor) in _owners:
-            _refuse()
-        _own_grad.__set__(tensor, gradient)
-
-    def __delete__(self, tensor: torch.Tensor) -> None:
-        _own_grad.__delete__(tensor)
-
-
-def _refuse() -> None:
-    raise GradientError(f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}")

@@ -18,6 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from stalloc.errors import StreamError
+from stalloc.techniques.gradient_access import has_gradient
+from stalloc.techniques.microbatches import in_microbatches
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.streamed_layers import StreamedLayer
 from stalloc.techniques.transfers import phase
@@ -26,9 +28,15 @@ _CONSUMERS = "_stalloc_consumers"  # of a tensor that a block made: calls that w
 
 
 class Streaming:
-    """The blocks of one model, in their order. `window` of them are on the device at once, one at the least."""
+    """The blocks of one model, in their order. `window` of them are on the device at once, one at the least.
 
-    def __init__(self, blocks: Sequence[Block], layers: Sequence[StreamedLayer], window: int) -> None:
+    Each takes a batch in so many microbatches.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], layers: Sequence[StreamedLayer], window: int, microbatches: int = 1
+    ) -> None:
+        self.microbatches = microbatches
         self._layers = [weakref.ref(layer) for layer in layers]
         self._ahead = max(window - 1, 0)
         self._backward = -1  # the number of the backward pass that goes on
@@ -99,7 +107,7 @@ class Streaming:
         self._begin_backward()
         had_gradients = self._had_gradients.get(call.place)
         if had_gradients is None:
-            self._had_gradients[call.place] = any(one.grad is not None for one in layer.parameters)
+            self._had_gradients[call.place] = any(map(has_gradient, layer.parameters))
         elif had_gradients:
             raise StreamError(
                 f"{layer.name} is streamed, and is called twice before one backward pass that adds to gradients: sums "
@@ -207,16 +215,20 @@ class _Forward:
         block = self._block
         return type(block).forward(block, *args, **kwargs)
 
+    def _in_parts(self, args: Any, kwargs: Any) -> Any:
+        name = f"block {self._place}" if (layer := self._streaming.layer(self._place)) is None else layer.name
+        return in_microbatches(self._inner, self._streaming.microbatches, name, args, kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the block with its parameters on the device."""
         streaming, place = self._streaming, self._place
         streaming.need(place, 1)
         if torch._C._current_graph_task_id() != -1:  # the program itself computes its block again in backward
-            return self._inner(*args, **kwargs)
+            return self._in_parts(args, kwargs)
         call = _Call(streaming, place) if torch.is_grad_enabled() else None
         if call is not None:
             call.given(args, kwargs)
-        results = self._inner(*args, **kwargs)
+        results = self._in_parts(args, kwargs)
         if call is not None:
             call.made(results)
         layer = streaming.layer(place)

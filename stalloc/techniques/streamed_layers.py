@@ -7,12 +7,14 @@ memory comes back for the same storage. A layer lives as long as one of its para
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from stalloc.errors import DiskError, StreamError
+from stalloc.techniques.gradient_access import set_own_gradient
 from stalloc.techniques.layer_homes import DiskHome, Home, Lent
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.update_order import Parameters
@@ -30,6 +32,16 @@ def device_of(parameter: torch.Tensor) -> torch.device:
     """Where a parameter computes, and is updated on the device, wherever it lies now."""
     layer = layer_of(parameter)
     return parameter.device if layer is None else layer.device
+
+
+def put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Let a parameter, which may be a tensor of the host now, have a gradient where it computes."""
+    layer = layer_of(parameter)
+    if layer is not None and parameter.device != gradient.device:
+        with layer.as_on_device(parameter):
+            set_own_gradient(parameter, gradient)
+    else:
+        set_own_gradient(parameter, gradient)
 
 
 class StreamedLayer:
@@ -115,6 +127,23 @@ class StreamedLayer:
             if parameter.data_ptr() != here.data_ptr():
                 self._take(parameter, here)
                 parameter.data = here
+
+    def in_host(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A parameter as it is in host memory, while it is here too; None of one on disk, or changed meanwhile."""
+        if self.is_on_disk or (self.is_here and self._versions != self._versions_now()):
+            return None
+        self.settle()
+        return self.home.tensors[self._rows([parameter])[0]]
+
+    @contextmanager
+    def as_on_device(self, parameter: torch.Tensor) -> Iterator[None]:
+        """While it is not here: a parameter has its place on the device, without memory, as a gradient asks for."""
+        elsewhere = parameter.data
+        try:
+            parameter.data = self._here[self._rows([parameter])[0]]
+            yield
+        finally:
+            parameter.data = elsewhere
 
     def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
         """Let some of its parameters be changed in the host: as of `Home`. Raises DiskError."""

@@ -13,7 +13,7 @@ from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
 
 
 @dataclass(frozen=True)
-class Settings:
+class TechniqueSettings:
     """A field a technique."""
 
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
@@ -38,10 +38,14 @@ class Settings:
         }
 
     @classmethod
-    def from_json(cls, told: Any) -> "Settings":
-        """What `as_json` gave. Raises ValueError for anything else."""
-        if not isinstance(told, dict) or set(told) != set(cls().as_json()):
+    def from_json(cls, told: Any) -> "TechniqueSettings":
+        """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+        default = cls().as_json()
+        if not isinstance(told, dict) or "recompute" not in told:
             raise ValueError("its settings are damaged")
+        if unknown := sorted(map(str, set(told) - set(default))):
+            raise ValueError(f"it has settings that this stalloc does not know, {unknown[0][:40]}")
+        told = default | told
         if type(told["step_in_backward"]) is not bool:
             raise ValueError("where optimizers make their steps is neither true nor false")
         share = told["activation_share"]

@@ -24,6 +24,9 @@ class TierSettings:
     """How many repeated blocks have their parameters on the device at once; 0: all. Needs a paged optimizer."""
     device_share: float = 0.0  #: of the parameters, by bytes, whose state stays on the device
     processor_share: float = 0.0  #: of the parameters, by bytes, that the processor updates
+    sends_gradients: bool = False
+    """Whether gradients leave in backward, of what the processor updates and of streamed layers."""
+    updates_beside_backward: bool = False  #: whether the processor updates streamed layers as their gradients come
 
     @property
     def shares(self) -> Shares:
@@ -39,11 +42,13 @@ class TierSettings:
 
 
 def tiers_from_json(told: Any) -> TierSettings:
-    """What `as_json` gave. Raises ValueError for anything else."""
+    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
     names = {one.name: one.type for one in fields(TierSettings)}
-    if not isinstance(told, dict) or set(told) != set(names):
+    if not isinstance(told, dict) or not set(told) <= set(names):
         raise ValueError("what it keeps in host memory is damaged")
     for name, value in told.items():
+        if names[name] is bool and type(value) is not bool:
+            raise ValueError("what it does with gradients is neither true nor false")
         if names[name] is int and not (type(value) is int and 0 <= value < _MOST):
             raise ValueError("what it keeps in host memory is no number of bytes")
         if names[name] is float and not (type(value) in (int, float) and 0 <= value <= 1):

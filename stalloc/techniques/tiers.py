@@ -73,7 +73,12 @@ class Tiers:
             shares = Shares(shares.device)
         first = next((one for group in optimizer.param_groups for one in group["params"]), torch.empty(0))
         disk = self._disk(f"optimizer-{self.num_paged}", first.device)
-        self._paged.add(PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk))
+        gradients = {
+            "sends_gradients": settings.sends_gradients,
+            "updates_beside_backward": settings.updates_beside_backward and shares.processor > 0,
+        }
+        paging = PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk, **gradients)
+        self._paged.add(paging)
         self.num_paged += 1
 
     def _disk(self, name: str, device: torch.device, holds: Holding = STATE) -> DiskStore | None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from stalloc.errors import BadInputError
+from stalloc.techniques.gradient_access import has_gradient
 from stalloc.techniques.optimizer_facts import own_step
 from stalloc.techniques.transfers import phase
 
@@ -168,7 +169,7 @@ class _Flight:
 
 
 def _with_gradients(part: Parameters) -> Parameters:
-    return [one for one in part if one.grad is not None]
+    return [one for one in part if has_gradient(one)]
 
 
 def is_divided(optimizer: Any) -> bool:

@@ -45,6 +45,8 @@ class DeviceRecord:
     activity: Activity | None
     info: dict[str, Any]
     """What is known of the device, as in Trace.info."""
+    as_ready: Activity | None = None
+    """The same work with each piece as soon as what it needs is there, where the operations tell what needs what."""
 
 
 def record_of(trace: Trace) -> DeviceRecord:

@@ -17,6 +17,7 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import html_table, human_bytes, plural
 from stalloc.printable import printable
+from stalloc.sizes import ALIGNMENT_BYTES
 
 
 class Action(enum.IntEnum):
@@ -224,7 +225,7 @@ class Trace:
         """Number of events; for a source of bare lifespans, which has no events, the largest end."""
         return len(self.action) or int(self.end.max(initial=0))
 
-    def aligned_size(self, alignment: int) -> Column:
+    def aligned_size(self, alignment: int = ALIGNMENT_BYTES) -> Column:
         """(n,) requested bytes rounded up to a multiple of `alignment` bytes. BadInputError if that is too large."""
         if alignment * max(self.num_requests, 1) >= MAX_BYTES:
             raise BadInputError(f"an alignment of {alignment} bytes makes sums of more than 2**61 bytes: take 512.")

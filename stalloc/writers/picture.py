@@ -11,16 +11,16 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.files import whole
+from stalloc.sizes import ALIGNMENT_BYTES, GIB
 from stalloc.trace import DeviceRecord, Trace
-from stalloc.writers.page.address_map import UNIT_BYTES, AddressMap, planned_map, recorded_map
+from stalloc.writers.drawn_study import drawn_study
+from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map
 from stalloc.writers.page.detail import detail_levels
 from stalloc.writers.palettes import FRAME, HOLE, INK, OKABE_ITO
-from stalloc.writers.study_curves import drawn_study
 from stalloc.writers.study_picture import panels
 
 FORMATS = ("png", "svg", "pdf")
 _COLUMNS = 1200  # of detail: stretches of events that are told apart
-_GIB = 1 << 30
 
 
 def write_picture(path: Path, record: DeviceRecord, form: str) -> None:
@@ -70,14 +70,14 @@ def _memory(figure: Any, trace: Trace) -> None:
 
 
 def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:
-    size, events = trace.aligned_size(UNIT_BYTES), max(trace.num_events, 1)
+    size, events = trace.aligned_size(), max(trace.num_events, 1)
     at = _highest(trace.live_bytes(size)[1:])
-    series = [trace.live_bytes(np.where(kind == number, size, 0))[1:][at] / _GIB for number in range(len(names))]
+    series = [trace.live_bytes(np.where(kind == number, size, 0))[1:][at] / GIB for number in range(len(names))]
     if series:
         colors = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(len(names))]
         axes.stackplot(at, *series, labels=names, colors=colors, linewidth=0)
     if len(trace.action) and trace.reserved_bytes().max(initial=0):
-        axes.step(at, trace.reserved_bytes()[at] / _GIB, where="post", color=INK, linewidth=1, label="reserved")
+        axes.step(at, trace.reserved_bytes()[at] / GIB, where="post", color=INK, linewidth=1, label="reserved")
     axes.set(xlim=(0, events), ylim=(0, None), xlabel="event", ylabel="GiB")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=6)
 
@@ -95,22 +95,22 @@ def _map(axes: Any, trace: Trace, made: AddressMap, kind: Column) -> None:
 
     def boxes(left: Column, right: Column, bottom: Column, top: Column) -> Any:
         corners = [(left, bottom), (left, top), (right, top), (right, bottom)]
-        return np.stack([np.stack([x, y * UNIT_BYTES / _GIB], axis=1) for x, y in corners], axis=1)
+        return np.stack([np.stack([x, y * ALIGNMENT_BYTES / GIB], axis=1) for x, y in corners], axis=1)
 
-    size = trace.aligned_size(UNIT_BYTES)
+    size = trace.aligned_size()
     zoom = max(0, (max(trace.num_events, 1) // _COLUMNS).bit_length())
     rows = np.flatnonzero(detail_levels(trace.start, trace.end, size) >= zoom)
     begin, end, low, high = made.segments.T
     held = PolyCollection(boxes(begin, end, low, high), facecolors=HOLE, edgecolors=FRAME, linewidths=0.3)
     place = made.place[rows]
     blocks = PolyCollection(
-        boxes(trace.start[rows] + 1, trace.end[rows] + 1, place, place + size[rows] // UNIT_BYTES),
+        boxes(trace.start[rows] + 1, trace.end[rows] + 1, place, place + size[rows] // ALIGNMENT_BYTES),
         facecolors=np.array(OKABE_ITO)[kind[rows] % len(OKABE_ITO)],
         edgecolors="none",
     )
     for collection in (held, blocks):
         collection.set_rasterized(True)  # a vector drawing of every block would be larger than the trace
         axes.add_collection(collection)
-    height = made.height * UNIT_BYTES
-    axes.set(xlim=(0, max(trace.num_events, 1)), ylim=(0, height / _GIB), xlabel="event", ylabel="GiB of addresses")
+    height = made.height * ALIGNMENT_BYTES
+    axes.set(xlim=(0, max(trace.num_events, 1)), ylim=(0, height / GIB), xlabel="event", ylabel="GiB of addresses")
     axes.set_title(f"{made.name}: {human_bytes(height)}", fontsize=10)

@@ -10,9 +10,9 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner import plan
+from stalloc.sizes import ALIGNMENT_BYTES
 from stalloc.trace.record import Action, Trace
 
-ALIGN_BYTES = 512
 MADE_UP_BASE = 1 << 40
 """Where addresses begin that a plan made up."""
 
@@ -72,7 +72,7 @@ def _offsets(trace: Trace) -> tuple[Column, int, str]:
     if told is not None and told.shape == trace.size.shape and told.dtype == np.int64 and trace.size.min(initial=1) > 0:
         kept = plan((trace.start, trace.end, trace.size), alignment=1, fixed=told)  # refuses offsets that overlap
         return kept.offset, kept.peak_bytes, "addresses are the offsets in the source, in one segment that is made up"
-    made = plan((trace.start, trace.end, np.maximum(trace.size, 1)), alignment=ALIGN_BYTES, method="greedy")
+    made = plan((trace.start, trace.end, np.maximum(trace.size, 1)), alignment=ALIGNMENT_BYTES, method="greedy")
     said = "addresses are not in the source: they are made up by a plan of stalloc, and so is the one segment"
     return made.offset, made.peak_bytes, said
 
@@ -124,7 +124,7 @@ def _inside_segments(trace: Trace, address: Column) -> bool:
 
 def covered_ranges(address: Column, size: Column) -> tuple[Column, Column]:
     """The ranges [begin, begin + size) that cover all addresses ever used, in blocks of 512 bytes, the longest ones."""
-    align = np.uint64(ALIGN_BYTES)
+    align = np.uint64(ALIGNMENT_BYTES)
     begin = address // align * align
     end = (address + size.astype(np.uint64) + align - np.uint64(1)) // align * align
     order = np.argsort(begin)

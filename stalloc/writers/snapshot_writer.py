@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 from stalloc.trace import MARK_PHASE_END, Action, Trace
 from stalloc.trace.sites import read_sites
-from stalloc.writers.placing import ALIGN_BYTES, Places, places_of, recorded_blocks
+from stalloc.writers.placing import Places, places_of, recorded_blocks
 from stalloc.writers.writing import write_chunks
 
 _NAMES = {int(action): action.name.lower() for action in Action}
@@ -229,7 +230,7 @@ def _blocks(trace: Trace, places: Places) -> tuple[Column, Column, Column]:
             following = min(live[position][0], end) if position < len(live) else end
             if address_ > at:
                 blocks.append((at, address_ - at, -1))
-            rounded = max(-(-size_ // ALIGN_BYTES), 1) * ALIGN_BYTES
+            rounded = max(aligned(size_), ALIGNMENT_BYTES)
             blocks.append((address_, min(rounded, following - address_), row_))
             at = address_ + blocks[-1][1]
         if at < end:

@@ -10,12 +10,13 @@ import numpy as np
 
 from stalloc.analysis.study_findings import copies_text
 from stalloc.analysis.study_record import PartUse
+from stalloc.analysis.study_series import Series
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
+from stalloc.sizes import GIB, MIB
+from stalloc.writers.drawn_study import Drawn
 from stalloc.writers.palettes import HOLE, INK, OKABE_ITO
-from stalloc.writers.study_curves import Curves, Drawn
 
-_GIB = 1 << 30
 _SPLIT = (
     ("computes", "compute_seconds", OKABE_ITO[0]),
     ("copies", "copy_seconds", OKABE_ITO[1]),
@@ -37,16 +38,16 @@ Panel = Callable[[Any], None]
 
 def panels(drawn: Drawn) -> list[Panel]:
     """What to draw, each into axes of its own."""
-    found, curves = drawn.found, drawn.curves
+    found, series = drawn.found, drawn.series
     chosen: list[Panel] = []
     if found.knows_computing:
         chosen.append(lambda axes: _time(axes, drawn))
-    if curves is None:
+    if series is None:
         chosen.append(lambda axes: _memory_by_phase(axes, drawn))
-    elif any(kind != "host" or max(values) >= _DRAWN_BYTES for kind, values in curves.memory.items()):
-        chosen.append(lambda axes: _memory(axes, drawn, curves))
-    if curves is not None and any((link.num_bytes or 0) >= _DRAWN_BYTES for link in found.links):
-        chosen.append(lambda axes: _traffic(axes, drawn, curves))
+    elif any(kind != "host" or _most(values) >= _DRAWN_BYTES for kind, values in series.memory_bytes.items()):
+        chosen.append(lambda axes: _memory(axes, drawn, series))
+    if series is not None and any((link.num_bytes or 0) >= _DRAWN_BYTES for link in found.links):
+        chosen.append(lambda axes: _traffic(axes, drawn, series))
     if found.links:
         chosen += [
             lambda axes: _by_phase(axes, drawn),
@@ -83,7 +84,7 @@ def _time(axes: Any, drawn: Drawn) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def _over_time(axes: Any, drawn: Drawn, curves: Curves, count: int) -> Any:
+def _over_time(axes: Any, drawn: Drawn, series: Series, count: int) -> Any:
     """The milliseconds at which each stretch begins, on axes with the phases as shades."""
     total = 1e3 * drawn.found.seconds
     names = list(dict.fromkeys(name for name, _, _ in drawn.found.stretches))
@@ -94,22 +95,27 @@ def _over_time(axes: Any, drawn: Drawn, curves: Curves, count: int) -> Any:
             above = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 7}
             axes.text((left + right) / 2, 1.0, printable(name), **above)
     axes.set(xlim=(0, total), xlabel="ms")
-    return np.arange(count) * 1e3 * curves.seconds
+    return np.arange(count) * 1e3 * series.stretch_seconds
 
 
 def _legend_below(axes: Any) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
 
-def _memory(axes: Any, drawn: Drawn, curves: Curves) -> None:
-    known = {kind: values for kind, values in curves.memory.items() if kind != "host" or max(values) >= _DRAWN_BYTES}
-    most = max(max(values) for values in known.values())
-    unit, name = (_GIB, "GiB") if most >= 0.1 * _GIB else (1 << 20, "MiB")
+def _most(values: list[int | None]) -> int:
+    return max((one for one in values if one is not None), default=0)
+
+
+def _memory(axes: Any, drawn: Drawn, series: Series) -> None:
+    known = {
+        kind: values for kind, values in series.memory_bytes.items() if kind != "host" or _most(values) >= _DRAWN_BYTES
+    }
+    most = max(map(_most, known.values()))
+    unit, name = (GIB, "GiB") if most >= 0.1 * GIB else (MIB, "MiB")
     looks = {"allocated": _ALLOCATED, "reserved": INK, "host": _HOST}
-    moments = _over_time(axes, drawn, curves, len(next(iter(known.values()))))
+    moments = _over_time(axes, drawn, series, len(next(iter(known.values()))))
     for kind, counted in known.items():
-        values = np.array(counted, float)
-        values[values < 0] = np.nan
+        values = np.array(counted, float)  # not a number where it is not known
         if kind == "allocated":
             axes.fill_between(moments, values / unit, step="post", color=looks[kind], linewidth=0, label=kind)
         else:
@@ -132,16 +138,16 @@ def _memory_by_phase(axes: Any, drawn: Drawn) -> None:
     axes.set_title("memory of each phase, at the most", fontsize=10)
 
 
-def _traffic(axes: Any, drawn: Drawn, curves: Curves) -> None:
+def _traffic(axes: Any, drawn: Drawn, series: Series) -> None:
     shown = [link for link in drawn.found.links if (link.num_bytes or 0) >= _DRAWN_BYTES]
-    moments = _over_time(axes, drawn, curves, len(curves.traffic[shown[0].link]))
+    moments = _over_time(axes, drawn, series, len(series.link_bytes_per_second[shown[0].link]))
     for link in shown:
         color = _LINKS[link.link]
-        rate = np.array(curves.traffic[link.link]) / _GIB
+        rate = np.array(series.link_bytes_per_second[link.link]) / GIB
         used = "" if link.used is None else f", used to {link.used:.1%}"
         axes.fill_between(moments, rate, step="post", color=color, alpha=0.8, linewidth=0, label=f"{link.link}{used}")
         if link.peak_rate is not None:
-            axes.axhline(link.peak_rate / _GIB, color=color, linestyle="--", linewidth=1)
+            axes.axhline(link.peak_rate / GIB, color=color, linestyle="--", linewidth=1)
     axes.set(ylim=(0, None), ylabel="GiB/s")
     kind = "estimated" if drawn.found.is_estimated else "measured"
     axes.set_title(f"traffic; dashed: the {kind} peak", fontsize=10, pad=14)

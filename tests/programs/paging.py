@@ -28,7 +28,7 @@ from torch import nn  # noqa: E402
 import stalloc  # noqa: E402
 from stalloc.techniques.applying import apply_settings  # noqa: E402
 from stalloc.techniques.host_store import held_bytes  # noqa: E402
-from stalloc.techniques.technique_settings import Settings  # noqa: E402
+from stalloc.techniques.technique_settings import TechniqueSettings  # noqa: E402
 from stalloc.techniques.tier_settings import TierSettings  # noqa: E402
 
 torch.set_num_threads(1)
@@ -411,7 +411,7 @@ def made_again() -> dict[str, Any]:
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         tiers = TierSettings(host_bytes=48 << 10, disk_bytes=1 << 20, paged_window_bytes=1)
-        in_host = apply_settings(Settings(tiers=tiers), said.append, folder=Path(folder))
+        in_host = apply_settings(TechniqueSettings(tiers=tiers), said.append, folder=Path(folder))
         is_same = same(in_turn(), as_it_is)
         gc.collect()
     return {"equal": is_same, "said": said, **in_host.told()}

@@ -6,7 +6,8 @@ import json
 import torch
 
 from stalloc.techniques.applying import apply_settings
-from stalloc.techniques.technique_settings import Settings
+from stalloc.techniques.gradient_access import own_gradient
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.01},
@@ -137,6 +138,16 @@ def logged(model, optimizer, step):
     optimizer.step()
 
 
+def logged_later(model, optimizer, step):
+    plain(model, optimizer, step)
+    sum(0.0 if one.grad is None else float(one.grad.sum()) for one in model.parameters())
+
+
+def never_zeroed(model, optimizer, step):
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
 def replaced(model, optimizer, step):
     loss_of(model, step).backward()
     for one in model.parameters():
@@ -177,7 +188,8 @@ def penalized(model, optimizer, step):
 
 LOOPS = {one.__name__: one for one in (
     plain, zeroed_after, scheduled, frozen_later, reloaded, clipped, clipped_later, scaled, accumulated,
-    accumulated_in_turn, accumulated_by_hand, logged, replaced, skipped, warmed_up, by_closure, penalized,
+    accumulated_in_turn, accumulated_by_hand, logged, logged_later, never_zeroed,
+    replaced, skipped, warmed_up, by_closure, penalized,
 )}  # fmt: skip
 
 
@@ -190,7 +202,7 @@ def trained(name: str, loop):
     for step in range(5):
         loop(model, optimizer, step)
     state = [value for one in model.parameters() for value in optimizer.state.get(one, {}).values()]
-    gradients_left = sum(one.grad is not None for one in model.parameters())
+    gradients_left = sum(own_gradient(one) is not None for one in model.parameters())
     return [*model.parameters(), *state], gradients_left
 
 
@@ -209,7 +221,7 @@ def main() -> None:
     loops = {name: trained("AdamW", loop)[0] for name, loop in LOOPS.items()}
     lbfgs = torch.optim.LBFGS
     said = []
-    apply_settings(Settings(step_in_backward=True), said.append)
+    apply_settings(TechniqueSettings(step_in_backward=True), said.append)
     found = {name: compared(as_is[name], name, plain) for name in OPTIMIZERS}
     found |= {name: compared(loops[name], "AdamW", loop) for name, loop in LOOPS.items()}
     assert said == []

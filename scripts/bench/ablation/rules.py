@@ -351,9 +351,27 @@ RULES = (
         "a pair of requests is looked for in the next 64 entries",
         (
             CORE + "tape_cursor.py",
-            "    position = _pair_ahead(state, first, end)\n    if position < 0:",
-            "    position = -1\n    if position < 0:",
+            " else _pair_ahead(state, first, end)\n    if position < 0:",
+            " else -1\n    if position < 0:",
         ),
+    ),
+    _rule(
+        "alignment",
+        230,
+        "what steps have in common that differ in part is planned",
+        (RUNTIME + "controller.py", "elif not (may_be_aligned and self._follow_aligned()) and", "elif"),
+    ),
+    _rule(
+        "alignment again",
+        14,
+        "steps are aligned again where much was missed",
+        (RUNTIME + "controller.py", "if not again or self.status.effort.is_spent:", "if again or not again:"),
+    ),
+    _rule(
+        "room",
+        75,
+        "the plan of a ring leaves room for dynamic requests",
+        (RUNTIME + "planning_job.py", "plan = leave_room(plan, self.with_dynamic)", "del leave_room"),
     ),
     _rule(
         "remnants",

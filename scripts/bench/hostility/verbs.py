@@ -28,7 +28,7 @@ _ON_TRACES = (
     Verb("stats", lambda file, _, __: ["stats", str(file)], 4),
     Verb("explain", lambda file, _, __: ["explain", str(file)], 3),
     Verb("top", lambda file, _, __: ["top", str(file)], 2),
-    Verb("tree", lambda file, _, __: ["tree", str(file)]),
+    Verb("top --tree", lambda file, _, __: ["top", "--tree", str(file)]),
     Verb("timeline", lambda file, _, __: ["timeline", str(file)]),
     Verb("report", lambda file, _, out: ["report", str(file), "-o", str(out / "r.html")], 2),
     Verb("report markdown", lambda file, _, out: ["report", str(file), "-o", str(out / "r.md")]),

@@ -6,10 +6,10 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner import plan
+from stalloc.sizes import ALIGNMENT_BYTES
 from stalloc.trace import Action, Trace
 from stalloc.writers.placing import covered_ranges, recorded_addresses
 
-UNIT_BYTES = 512
 _MAX_SECONDS = 5.0
 _MAX_SEARCHED = 200_000  # requests; a plan of more takes one order of them, and no search
 
@@ -53,22 +53,23 @@ def side_by_side(
 
     def unit(at: Column) -> Column:
         row = np.searchsorted(covered, at, side="right") - 1
-        return (bottom[row] + (at - covered[row]).astype(np.int64)) // UNIT_BYTES
+        return (bottom[row] + (at - covered[row]).astype(np.int64)) // ALIGNMENT_BYTES
 
     top = unit(high - np.uint64(1)) + 1 if len(high) else np.zeros(0, np.int64)
     rows = np.stack([begin, end, unit(low), top], axis=1) if len(low) else np.zeros((0, 4), np.int64)
-    return AddressMap(name=name, place=unit(address), height=int(size.sum()) // UNIT_BYTES, segments=rows, note=note)
+    height = int(size.sum()) // ALIGNMENT_BYTES
+    return AddressMap(name=name, place=unit(address), height=height, segments=rows, note=note)
 
 
 def planned_map(trace: Trace) -> AddressMap:
     """A plan of the whole record by stalloc, all streams in one arena: a real run does not know what is to come."""
     method = "auto" if trace.num_requests <= _MAX_SEARCHED else "greedy"
     lifespans = trace.start, trace.end, np.maximum(trace.size, 1)
-    made = plan(lifespans, alignment=UNIT_BYTES, method=method, time_budget_seconds=_MAX_SECONDS)
-    height = max(-(-made.peak_bytes // UNIT_BYTES), 1)
+    made = plan(lifespans, alignment=ALIGNMENT_BYTES, method=method, time_budget_seconds=_MAX_SECONDS)
+    height = max(-(-made.peak_bytes // ALIGNMENT_BYTES), 1)
     arena = np.array([[0, max(trace.num_events, 1) + 1, 0, height]], np.int64)
     return AddressMap(
-        name="stalloc's plan, in hindsight", place=made.offset // UNIT_BYTES, height=height, segments=arena
+        name="stalloc's plan, in hindsight", place=made.offset // ALIGNMENT_BYTES, height=height, segments=arena
     )
 
 

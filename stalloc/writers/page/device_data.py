@@ -23,16 +23,16 @@ from stalloc.errors import BadInputError
 from stalloc.lifespans.named_phases import named_phases
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
+from stalloc.sizes import ALIGNMENT_BYTES
 from stalloc.trace import MARK_STEP, Action, DeviceRecord, Trace
 from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import read_sites
+from stalloc.writers.drawn_study import drawn_study
 from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map
 from stalloc.writers.page.detail import detail_levels
 from stalloc.writers.page.replayed_map import replayed_map
 from stalloc.writers.page.story import headline, remarks
-from stalloc.writers.study_curves import drawn_study
 
-_ALIGNMENT = 512
 _MAX_MARKS = 2000
 _MAX_NAME = 60  # characters of the name of a GPU
 
@@ -77,7 +77,7 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
     rows = np.arange(trace.num_requests)
     kinds, kind = _numbered(class_keys(trace, rows))
     sites, stacks, stack = _sites(trace)
-    size = trace.aligned_size(_ALIGNMENT)
+    size = trace.aligned_size()
     level = detail_levels(trace.start, trace.end, size)
     order = np.lexsort((trace.start, -level.astype(np.int64)))
     replayed = [replayed_map(trace, candidate) for candidate in allocators]
@@ -86,7 +86,7 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
     columns = {
         "start": start,
         "duration": trace.end + 1 - start,
-        "size": size // _ALIGNMENT,
+        "size": size // ALIGNMENT_BYTES,
         "kind": kind,
         "stream": trace.stream,
         "stack": stack,

@@ -73,7 +73,7 @@ function legendLine(name, color, look = "") {
 
 // Values over time above shaded phases; the axis upwards has the highest value, the one below the seconds.
 function overTime(element, title, study, series, shown, limit = null) {
-  const { seconds, stretches } = study.found, every = study.curves.seconds;
+  const { seconds, stretches } = study.found, every = study.series.stretch_seconds;
   const panel = new Panel(element, title, TOP + TALL + 24, [
     ...series.map(([name, , color, filled]) => [name, color, filled || color ? "" : "line"]), ...(limit ? [[limit[0], "", "dashed line"]] : []),
   ]);
@@ -85,7 +85,7 @@ function overTime(element, title, study, series, shown, limit = null) {
     if (x(end) - x(begin) > 7.5 * name.length + 8) panel.text((x(begin) + x(end)) / 2, TOP - 6, name, "middle", "quiet");
   }
   for (const [name, values, color, filled] of series) {
-    const points = values.flatMap((value, at) => (value < 0 ? [] : [[x(at * every), y(value)], [x(Math.min(seconds, (at + 1) * every)), y(value)]]));
+    const points = values.flatMap((value, at) => (value === null ? [] : [[x(at * every), y(value)], [x(Math.min(seconds, (at + 1) * every)), y(value)]]));
     if (!points.length) continue;
     if (filled) panel.line([[points[0][0], y(0)], ...points, [points[points.length - 1][0], y(0)]], "none", { fill: color, "fill-opacity": 0.75 });
     else panel.line(points, color || "var(--ink)");
@@ -121,14 +121,14 @@ function drawStudy(study, told = []) {
   byId("study").hidden = !study;
   charts.replaceChildren();
   if (!study) return;
-  const { found, curves } = study;
+  const { found, series } = study;
   fill("findings", "li", study.findings.filter((text) => !told.includes(text)));
   fill("missing", "li", found.missing.map((text) => "Not drawn: " + text + "."));
   const kind = found.is_estimated ? "estimated" : "measured";
   if (found.phases.some((phase) => phase.compute_seconds + phase.overlap_seconds > 0)) drawSplit(charts, found.phases, found.is_estimated ? ", estimated" : "");
-  if (curves) drawMemory(charts, study);
+  if (series) drawMemory(charts, study);
   else drawMemoryByPhase(charts, found.phases);
-  if (curves) drawTraffic(charts, study, kind);
+  if (series) drawTraffic(charts, study, kind);
   if (found.links.length) drawLinks(charts, found, found.is_estimated ? ", estimated" : "");
   if (found.phases.some((phase) => phase.headroom_bytes !== null)) drawHeadroom(charts, found);
   for (const phase of new Set(found.parts.map((part) => part.phase))) {
@@ -147,7 +147,7 @@ function drawSplit(charts, phases, how) {
 }
 
 function drawMemory(charts, study) {
-  const { memory } = study.curves, total = study.found.total_bytes;
+  const memory = study.series.memory_bytes, total = study.found.total_bytes;
   const device = MEMORY.filter(([kind]) => kind !== "host" && memory[kind]).map(([kind, color]) => [kind, memory[kind], color, kind === "allocated"]);
   const held = Math.max(0, ...device.flatMap(([, values]) => values));
   const full = total !== null && held > total / 4 ? ["all that the device has", total] : null;
@@ -168,7 +168,7 @@ function drawTraffic(charts, study, kind) {
   for (const link of study.found.links.filter((one) => one.num_bytes >= DRAWN_BYTES)) {
     const peak = link.peak_rate === null ? null : [kind + " peak", link.peak_rate];
     const used = link.used === null ? "" : `, link used to ${percent(link.used)}`;
-    overTime(charts, `Traffic ${link.link}: ${humanBytes(link.num_bytes)} in ${copiesText(link.copies)}${used}`, study, [[link.link, study.curves.traffic[link.link], LINK_COLORS[link.link], true]], rateText, peak);
+    overTime(charts, `Traffic ${link.link}: ${humanBytes(link.num_bytes)} in ${copiesText(link.copies)}${used}`, study, [[link.link, study.series.link_bytes_per_second[link.link], LINK_COLORS[link.link], true]], rateText, peak);
   }
 }
 

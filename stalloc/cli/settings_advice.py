@@ -1,21 +1,7 @@
-"""Rank the settings of PyTorch's allocator for a program that was recorded, and print the line to export.
+"""`stalloc simulate --advise`: the settings of PyTorch's allocator, ranked, and the line to export.
 
-  stalloc advise snapshot.pickle
-
-FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. Its requests are replayed with each
-of the common settings, from an empty device, by an exact model of PyTorch's allocator; where the file ends with an
-out-of-memory error, on a device of that size, the refused request included. --capacity gives another size. What runs
-on all devices of the file and reserves least on the fullest is best; the settings of the file stay where nothing is
-better by a per cent.
-
-The line names the variable that the recorded release of PyTorch reads, or that --torch names: PYTORCH_ALLOC_CONF from
-2.9 on, PYTORCH_CUDA_ALLOC_CONF before and where the release is unknown. expandable_segments is there from 2.1 on.
-A history that allocates less than is held at its peak, where most of that was there before, is too short to rank
-settings: then no order and no line are given.
-
-JSON: `variable`, `recorded_settings`, `recorded_reserved_peak_bytes` (what the file says was reserved), `too_short`,
-`best_settings`, `export` (the line, null where nothing is better), and `ranking` (empty where the history is too
-short): `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
+What runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where
+nothing is better by a per cent.
 """
 
 import argparse
@@ -28,8 +14,6 @@ from stalloc.allocator_conf import has_expandable_segments, variable_to_set
 from stalloc.analysis.moments import device_free, last_oom
 from stalloc.analysis.peaks import recorded as recorded_peaks
 from stalloc.cli.output import (
-    add_json_argument,
-    add_top_argument,
     command_text,
     file_label,
     table_console,
@@ -60,35 +44,26 @@ class Ranked:
     """Memory asked of the driver and given back, on all devices."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc advise`."""
-    parser.add_argument("file", metavar="FILE", help="trace to replay, such as a memory snapshot of PyTorch")
-    parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB")
-    parser.add_argument("--torch", metavar="RELEASE", help="the release that will run the program, such as 2.8")
-    add_top_argument(parser, 5, "settings shown")
-    add_json_argument(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def advise(args: argparse.Namespace) -> int:
     """Rank settings; 0 also when nothing fits, which is a finding."""
+    (file,) = args.files
     given = memory_option("--capacity", args.capacity) if args.capacity else None
-    with working(f"reading {file_label(args.file)}"):
-        traces = load_traces(args.file)
-    too_short = [trace for trace in traces if _is_too_short(trace)]
-    with working("replaying settings"):
-        ranking = [] if too_short else _rank(traces, given, _release(args, traces[0]))
-    recorded = recorded_conf(traces[0])
-    peaks = [peak for peak in (recorded_peaks(trace).reserved_peak_bytes for trace in traces) if peak is not None]
-    release = _release(args, traces[0])
+    with working(f"reading {file_label(file)}"):
+        traces = load_traces(file)
+    recorded, release = recorded_conf(traces[0]), args.torch or str(traces[0].info.get("torch", ""))
     variable = variable_to_set(release)
-    result: dict[str, Any] = {"file": args.file, "variable": variable, "recorded_settings": recorded}
+    peaks = [peak for peak in (recorded_peaks(trace).reserved_peak_bytes for trace in traces) if peak is not None]
     recorded_bytes = max(peaks, default=None)
-    result |= {"recorded_reserved_peak_bytes": recorded_bytes, "too_short": bool(too_short)}
-    if too_short:
+    too_short = next(filter(_is_too_short, traces), None)
+    result: dict[str, Any] = {"file": file, "variable": variable, "recorded_settings": recorded}
+    result |= {"recorded_reserved_peak_bytes": recorded_bytes, "too_short": too_short is not None}
+    if too_short is not None:
         write_json(args, result | {"best_settings": None, "export": None, "ranking": []})
         if wants_text(args):
-            _print_too_short(args, too_short[0], recorded)
+            _print_too_short(file, too_short, recorded)
         return 0
+    with working("replaying settings"):
+        ranking = _rank(traces, given, release)
     best, usual = ranking[0], next(one for one in ranking if one.settings == recorded)
     usual_bytes = usual.reserved_peak_bytes
     if recorded_bytes is not None:  # a program that returns its cache itself reserves less than a replay
@@ -97,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
     line = f"export {variable}={command_text(best.settings)}" if is_better and best.settings else None
     if is_better and not best.settings:
         line = f"unset {variable}"
-    write_json(
-        args, result | {"best_settings": best.settings, "export": line, "ranking": [asdict(one) for one in ranking]}
-    )
+    ranked = [asdict(one) for one in ranking]
+    write_json(args, result | {"best_settings": best.settings, "export": line, "ranking": ranked})
     if wants_text(args):
         _print(args, ranking, usual, line, recorded_bytes, any(map(_returns_cache, traces)))
     return 0
@@ -113,12 +87,7 @@ def _is_too_short(trace: Trace) -> bool:
     return allocated < int(trace.live_bytes(trace.size).max(initial=0))
 
 
-def _release(args: argparse.Namespace, trace: Trace) -> str:
-    """The release of torch that will run the program; empty if it is unknown."""
-    return args.torch or str(trace.info.get("torch", ""))
-
-
-def _print_too_short(args: argparse.Namespace, trace: Trace, recorded: str) -> None:
+def _print_too_short(file: str, trace: Trace, recorded: str) -> None:
     console = table_console()
     allocated, held = int(trace.size[trace.start >= 0].sum()), int(trace.live_bytes(trace.size).max(initial=0))
     reserved = recorded_peaks(trace).reserved_peak_bytes
@@ -126,11 +95,11 @@ def _print_too_short(args: argparse.Namespace, trace: Trace, recorded: str) -> N
     said = f" The recorded settings ({conf}) reserved {human_bytes(reserved)}." if reserved else ""
     print_prose(
         console,
-        f"The history of {file_label(args.file)} is too short to rank settings: it allocates {human_bytes(allocated)}, "
+        f"The history of {file_label(file)} is too short to rank settings: it allocates {human_bytes(allocated)}, "
         f"and {human_bytes(held)} is held at its peak, most of it from before.{said} Record whole steps, best from the "
         "start of the program.",
     )
-    console.print(f"Next: stalloc explain {command_text(args.file)}")
+    console.print(f"Next: stalloc explain {command_text(file)}")
 
 
 def _rank(traces: list[Trace], capacity: int | None, release: str) -> list[Ranked]:
@@ -208,4 +177,4 @@ def _print(
         print_prose(console, f"{kept}; `stalloc run SCRIPT` plans where blocks live.")
     else:
         console.print(line)
-    console.print(f"Next: stalloc explain {command_text(args.file)}")
+    console.print(f"Next: stalloc explain {command_text(args.files[0])}")

@@ -1,19 +1,4 @@
-"""Fail if a trace allocates more than a limit or a committed baseline allows: a guard for CI without pytest.
-
-  stalloc record -o step.trace.npz train.py --steps 4
-  stalloc check step.trace.npz --max 20GiB --baseline memory.json
-
-TRACE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The allocated peak of each device is
-judged, with sizes rounded up to 512 bytes; reserved is told and never judged, since it hangs on what the pool did
-before. What fails is told with the call sites and classes that grew.
-
-The baseline is a JSON file to commit, the same kind as of the pytest plugin (docs/guard.md); --update writes what was
-measured to it. An entry is called as its file, with the device after it where the file has several; --name gives
-another name. --junit writes a report that CI systems show; on GitHub, failures are annotations at the lines that grew.
-
-JSON: for each of `entries` the `name`, `device`, `allocated_peak_bytes`, `reserved_peak_bytes`, `limit_bytes`,
-`baseline_bytes`, and `failure`, null where there is none. The exit code is 1 if a check failed.
-"""
+"""`stalloc diff --check`: traces judged by a limit and by a committed baseline, without a second trace."""
 
 import argparse
 import os
@@ -22,7 +7,7 @@ from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.check_outputs import annotation, write_junit
-from stalloc.cli.output import add_json_argument, command_text, file_label, table_console, wants_text, write_json
+from stalloc.cli.output import command_text, file_label, table_console, wants_text, write_json
 from stalloc.cli.tables import print_table
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
@@ -35,9 +20,13 @@ from stalloc.trace import Trace, load_traces
 Judged = tuple[Trace, Measured, Finding | None]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc check`."""
-    parser.add_argument("files", nargs="+", metavar="TRACE", help="trace to judge")
+OPTIONS = ("max", "baseline", "update", "tolerance", "name", "junit", "github")  #: that are of --check
+
+
+def add_check_arguments(whole: argparse.ArgumentParser) -> None:
+    """Declare --check and the options that go with it."""
+    parser = whole.add_argument_group("guard by a limit or a baseline")
+    parser.add_argument("--check", action="store_true", help="judge each TRACE by --max, --baseline or both")
     parser.add_argument("--max", metavar="SIZE", help="the most that may be allocated at once, such as 20GiB")
     parser.add_argument("--baseline", metavar="FILE", help="the JSON file of what was agreed to")
     parser.add_argument("--update", action="store_true", help="write what is measured to the baseline instead")
@@ -50,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("GITHUB_ACTIONS") == "true",
         help="print annotations for GitHub (the default where GITHUB_ACTIONS is true)",
     )
-    add_json_argument(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Judge each device of each file."""
     limit, baseline = _allowed(args)
     if args.name and len(args.files) > 1:

@@ -1,0 +1,343 @@
+"""The gradients of one optimizer's parameters, which leave for the host as backward makes them.
+
+Contract: a program finds the gradients that it would find without this, to the last bit: one that it reads is on the
+device again first. What is accumulated is added in the host, in the same order. A gradient stays on the device where it
+is differentiated or is no plain dense tensor, where the host has no room, as long as somebody may hold it who read it,
+and in a step after one in which the program read any. Two are on their way at once, so that one is copied while the
+next is computed. (Pudipeddi et al., L2L, 2020, section 3; Ren et al., ZeRO-Offload, 2021, section 4.1.)
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stalloc.techniques.device_threads import threads_at
+from stalloc.techniques.gradient_access import (
+    has_gradient,
+    own_gradient,
+    set_own_gradient,
+    unwatch_gradient,
+    watch_gradient,
+)
+from stalloc.techniques.host_slots import HostSlots
+from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.parts import aligned
+from stalloc.techniques.streamed_layers import device_of, put_gradient
+from stalloc.techniques.transfers import Transfers, phase
+from stalloc.techniques.update_order import Parameters
+
+
+class HostGradients:
+    """As of `Tier` and `GradientWatcher`.
+
+    Invariant: the gradient of a parameter in `_held` is what its slot will have when the work that is named there is
+    done, plus the parameter's own, which backward has made since.
+    """
+
+    def __init__(
+        self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """`goes` says whose gradients leave; `stays`, whose are used in the host."""
+        self._store, self._goes, self._stays = store, goes, stays
+        self._slots: Any = WeakIdKeyDictionary()  # parameter -> its place in the host
+        self._held: Any = WeakIdKeyDictionary()  # parameter -> list of work in the host that is to be waited for
+        self._lent: Any = WeakIdKeyDictionary()  # parameter -> count of changes of its gradient, which a part brought
+        self._seen: Any = WeakIdKeyDictionary()  # parameters whose gradient the program has read
+        self._hooks: Any = WeakIdKeyDictionary()
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._backward = -1  # the number of the last backward pass in which any left
+        self._lock = threading.RLock()  # backward passes of the processor and of the device have a thread each
+        self._was_read = self._is_read = self._is_unseen = self._is_over = False
+        self._left: Any = None  # event after the last copy to the host
+        self._brought: Any = None  # and after the last from there
+        self._adding: deque[Future[None]] = deque()
+        self._transfers: Transfers | None = None
+        self._rooms: HostSlots | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def watch(self, optimizer: Any) -> None:
+        """Let gradients of its parameters leave, of those that it has got, or that are trained, since included."""
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if one.requires_grad and one.is_leaf and one not in self._hooks:
+                    self._hooks[one] = one.register_post_accumulate_grad_hook(self._came)
+                    watch_gradient(one, self)
+
+    def undo(self) -> None:
+        """Bring all gradients back, for good."""
+        self.forget()
+        self.bring(list(self._held))()
+        for parameter, hook in list(self._hooks.items()):
+            hook.remove()
+            unwatch_gradient(parameter, self)
+
+    def forget(self) -> None:
+        """The optimizer is gone: no more gradients leave, and those that have come back when somebody asks."""
+        self._is_over = True
+        self._give_room_back()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What reads gradients here is not the program."""
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            yield
+        finally:
+            self._is_unseen = before
+
+    def about_to_step(self, optimizer: Any) -> None:
+        """Gradients that others hold come back, and what the program has read since the last step decides the next."""
+        self.watch(optimizer)
+        self._was_read, self._is_read = self._is_read, False
+        if self._was_read:
+            self._give_room_back()
+        with self.unseen():
+            for group in optimizer.param_groups:
+                for one in group["params"]:
+                    if not self.holds(one) and own_gradient(one) is None and has_gradient(one):
+                        _ = one.grad
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """As of `GradientWatcher`."""
+        return parameter in self._held
+
+    def about_to_read(self, parameter: torch.Tensor) -> None:
+        """As of `GradientWatcher`."""
+        if self._is_unseen:
+            return
+        with self._lock:
+            if parameter in self._held or own_gradient(parameter) is not None:
+                self._is_read = self._seen[parameter] = True
+            self.bring([parameter])()
+
+    def about_to_set(self, parameter: torch.Tensor) -> None:
+        """As of `GradientWatcher`."""
+        self._seen.pop(parameter, None)
+        self.drop(parameter)
+
+    def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
+        """As of `GradientWatcher`."""
+        if parameter not in self._held:
+            return
+        if set_to_none:
+            self.drop(parameter)
+        elif has_values(device_of(parameter)):
+            slot = self.in_host(parameter)
+            if self._brought is not None:
+                self._brought.synchronize()
+            slot.zero_()
+
+    def in_host(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A gradient that is held, whole: the processor waits for it."""
+        slot: torch.Tensor = self._slots[parameter]
+        self._work_done(parameter)
+        if self._transfers is not None:
+            self._transfers.settle()
+        return slot
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """What is held is not needed any more."""
+        if parameter in self._held:
+            self._work_done(parameter)
+            self._held.pop(parameter, None)
+
+    def send(self, parameter: torch.Tensor) -> bool:
+        """Begin to take the parameter's own gradient away, onto what is held; False where there is no room."""
+        gradient = own_gradient(parameter)
+        assert gradient is not None
+        transfers, is_held = self._transfers_of(gradient), parameter in self._held
+        room = None
+        if not is_held:
+            target = self._slot_for(parameter, gradient)
+        elif gradient.is_cuda:
+            while len(self._adding) > 1:  # so two rooms are enough
+                self._adding.popleft().result()
+            room = self._rooms_of(gradient).take(gradient.nbytes)
+            target = room if room is None else _like(room, gradient)
+        else:
+            self.in_host(parameter).add_(gradient)
+            set_own_gradient(parameter, None)
+            return True
+        if target is None:
+            return False
+        self._leave(most=1)
+        with phase("backward"):
+            event = self._left = transfers.to_host([(target, gradient)])
+        self._leaving.append((gradient, event))
+        number = torch._C._current_graph_task_id()
+        if number not in (-1, self._backward):
+            self._backward = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+        set_own_gradient(parameter, None)
+        if room is None:
+            self._held[parameter] = []
+        else:
+            self._adding.append(self._add(parameter, room, target))
+            self._held[parameter].append(self._adding[-1])
+        return True
+
+    def use(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> "Future[None] | None":
+        """Take the parameter's own gradient away for good, for an update in another thread when it is in the host.
+
+        None where it cannot go.
+        """
+        gradient = own_gradient(parameter)
+        with self._lock:
+            if gradient is None or not self._can_go(parameter, gradient) or not self.send(parameter):
+                return None
+            del self._held[parameter]
+            slot = self._slots[parameter]
+            return self._after_copies(lambda: update(slot))
+
+    def bring(self, part: Parameters) -> Callable[[], None]:
+        """Begin to bring gradients that are held; what comes back makes them the parameters' own."""
+        wanted = [one for one in part if one in self._held]
+        if not wanted:
+            return _nothing
+        self._leave()
+        for one in wanted:
+            self._work_done(one)
+        here = [torch.empty_like(self._slots[one], device=device_of(one)) for one in wanted]
+        transfers = self._transfers_of(here[0])
+        transfers.wait(self._left)
+        arrived = self._brought = transfers.to_device(
+            [(it, self._slots[one]) for it, one in zip(here, wanted, strict=True)]
+        )
+
+        def put() -> None:
+            transfers.wait(arrived)
+            while wanted:
+                one, gradient = wanted.pop(), here.pop()
+                new = own_gradient(one)
+                if new is not None:
+                    with torch.no_grad() if not new.requires_grad else torch.enable_grad():
+                        gradient = gradient + new if new.requires_grad else gradient.add_(new)
+                self._held.pop(one, None)
+                put_gradient(one, gradient)
+
+        return put
+
+    def bytes_of(self, part: Parameters) -> int:
+        """As of `Tier`."""
+        return sum(aligned(self._slots[one].nbytes) for one in part if one in self._held and not self._stays(one))
+
+    def fetch(self, part: Parameters) -> Callable[[], None]:
+        """As of `Tier`."""
+        wanted = [one for one in part if one in self._held and not self._stays(one)]
+        put = self.bring(wanted)
+
+        def arrived() -> None:
+            put()
+            for one in wanted:
+                gradient = own_gradient(one)
+                self._lent[one] = -1 if gradient is None else gradient._version
+            wanted.clear()
+
+        return arrived
+
+    def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
+        """As of `Tier`: what the optimizer has not changed is in the host yet."""
+        for one in part:
+            version, gradient = self._lent.pop(one, None), own_gradient(one)
+            if version is None or gradient is None:
+                continue
+            if version != gradient._version:
+                self.send(one)
+            else:
+                set_own_gradient(one, None)
+                self._held[one] = []
+        return 0, self._leave
+
+    def _came(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            gradient = own_gradient(parameter)
+            if gradient is None:  # somebody who heard of it first has taken it
+                return
+            if not (self._goes(parameter) and self._can_go(parameter, gradient) and self.send(parameter)):
+                self.bring([parameter])()
+
+    def _can_go(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        return (
+            not (self._is_over or self._was_read)
+            and parameter not in self._seen
+            and type(gradient) is torch.Tensor
+            and gradient.layout == torch.strided
+            and not gradient.requires_grad
+            and gradient.dtype == parameter.dtype
+            and gradient.stride() == dense_strides(parameter)  # as the processor's updates go through them
+        )
+
+    def _slot_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        slot = self._slots.get(parameter)
+        if slot is None or slot.shape != gradient.shape or slot.dtype != gradient.dtype:
+            self._slots.pop(parameter, None)
+            slot = next(iter(self._store.take_like([gradient], pinned=gradient.is_cuda) or ()), None)
+            if slot is not None:
+                self._slots[parameter] = slot
+        found: torch.Tensor | None = slot
+        return found
+
+    def _add(self, parameter: torch.Tensor, room: torch.Tensor, new: torch.Tensor) -> "Future[None]":
+        slot, rooms, computes = self._slots[parameter], self._rooms, has_values(device_of(parameter))
+
+        def add() -> None:
+            if computes:
+                slot.add_(new)
+            if rooms is not None:
+                rooms.give_back(room)
+
+        return self._after_copies(add)
+
+    def _after_copies(self, work: Callable[[], None]) -> "Future[None]":
+        event = self._left
+
+        def work_then() -> None:
+            if event is not None:
+                event.synchronize()
+            work()
+
+        self._thread = self._thread or threads_at(self._device, 1, "stalloc-gradients")
+        return self._thread.submit(work_then)
+
+    def _work_done(self, parameter: torch.Tensor) -> None:
+        for one in self._held.get(parameter, ()):
+            one.result()
+        if parameter in self._held:
+            self._held[parameter] = []
+
+    def _leave(self, most: int = 0) -> None:
+        """Let memory go that was copied, but for so many gradients that may be on their way yet."""
+        while len(self._leaving) > most:
+            gradient, event = self._leaving.popleft()
+            self._transfers_of(gradient).wait(event)
+
+    def _give_room_back(self) -> None:
+        """The host's memory is for others, but for what is held."""
+        for one in [one for one in list(self._slots) if one not in self._held]:
+            del self._slots[one]
+        self._rooms = None
+
+    def _transfers_of(self, tensor: torch.Tensor) -> Transfers:
+        if self._transfers is None:
+            self._device = tensor.device
+            self._transfers = Transfers(tensor.device)
+        return self._transfers
+
+    def _rooms_of(self, gradient: torch.Tensor) -> HostSlots:
+        if self._rooms is None:
+            self._rooms = HostSlots(self._store, _nothing, pinned=gradient.is_cuda)
+        return self._rooms
+
+
+def _like(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return room[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,74 @@
+"""A plan of a ring leaves room for requests that are none of it, where that costs nothing."""
+
+import numpy as np
+import pytest
+
+from stalloc.lifespans.tape import Tape
+from stalloc.planner import plan_tape, validate
+from stalloc.planner.room import leave_room
+
+UNIT = 100  # of the finer clock, to one of the ring's entries
+
+
+def ring(*requests: tuple[int, int, int], length: int, planned: bool = True) -> Tape:
+    """(start, end, KiB) each."""
+    start, end, size = np.array(requests, np.int64).T
+    return Tape(
+        size=size * 1024,
+        stream=np.zeros(len(size), np.int64),
+        start=start,
+        end=end,
+        planned=np.full(len(size), planned),
+        row=np.arange(len(size)),
+        num_prologue=0,
+        ring_start=0,
+        ring_end=length,
+        period_requests=len(size),
+        covered_requests=len(size),
+        minimum_size=513,
+    )
+
+
+def with_more(tape: Tape, *requests: tuple[int, int, int]) -> Tape:
+    """The same on the finer clock with others among them: (start, end, KiB) in hundredths of entries."""
+    own = list(zip(tape.start * UNIT, tape.end * UNIT, tape.size // 1024, tape.row, strict=True))
+    rows = sorted([*own, *((*request, -1) for request in requests)])
+    made = ring(*(row[:3] for row in rows), length=tape.ring_end * UNIT)
+    made.row[:] = [row[3] for row in rows]
+    return made
+
+
+def largest_idle(plan, begin: int, end: int) -> int:
+    """The largest piece, in KiB, that no request has that lives in a part of [begin, end)."""
+    meets = (plan.tape_offset >= 0) & (plan.tape_start < end) & (plan.tape_end > begin)
+    taken = sorted(zip(plan.tape_offset[meets], (plan.tape_offset + plan.tape_size)[meets], strict=True))
+    largest, last = 0, 0
+    for low, high in [*taken, (plan.peak_bytes, plan.peak_bytes)]:
+        largest, last = max(largest, low - last), max(last, high)
+    return int(largest) // 1024
+
+
+#: two that live long, one after the other, and small ones beside them; at the end something as large as the arena
+STEP = ring((0, 3, 8), (1, 7, 40), (2, 4, 8), (3, 6, 8), (4, 7, 8), (5, 7, 8), (6, 7, 8), (7, 8, 128), length=8)
+
+
+@pytest.mark.parametrize("size", [48, 56, 64])
+def test_room_is_left_for_as_long_as_such_a_request_lives(size: int) -> None:
+    made = leave_room(plan_tape(STEP), with_more(STEP, (250, 600, size)))
+    assert largest_idle(made, 2, 6) >= size
+    assert (made.peak_bytes, made.lower_bound_bytes) == (128 << 10, 128 << 10)
+    assert validate(made).ok
+
+
+def test_the_peak_does_not_rise_for_it() -> None:
+    plan = plan_tape(STEP)
+    made = leave_room(plan, with_more(STEP, (250, 600, 100), (610, 650, 16)))
+    assert made.peak_bytes == plan.peak_bytes, "with the first of them more than the ring's own load would live"
+    assert validate(made).ok
+    assert largest_idle(made, 6, 7) >= 16, "the other has room"
+
+
+def test_what_has_no_place_gets_none() -> None:
+    step = ring((0, 2, 8), (1, 3, 8), length=3, planned=False)
+    made = leave_room(plan_tape(step), with_more(step, (50, 150, 4)))
+    assert (made.tape_offset == -1).all()
