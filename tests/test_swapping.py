@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from stalloc.cost import swap_amount
-from stalloc.cost.chunk_cache import least_capacity, replay_chunks
-from stalloc.cost.chunk_search import replayed, search_chunks, usual_sizes
-from stalloc.cost.chunk_uses import ModelData, Moment, in_chunks
 from stalloc.cost.layer_costs import LayerCost, LinkCost, least_budget
-from stalloc.cost.layer_packs import pack_layers, pass_cost
-from stalloc.cost.near_storage import update_near_storage
-from stalloc.cost.parameter_pages import lay_out, replay_pages
-from stalloc.cost.pipeline_stages import Pipeline, contention, cross_mapping, partition_stages, step_seconds
 from stalloc.cost.stream_window import smallest_window, stall_seconds
+from stalloc.cost.swapping import lohan
+from stalloc.cost.swapping.angel_ptm import lay_out, replay_pages
+from stalloc.cost.swapping.chunk_cache import least_capacity, replay_chunks
+from stalloc.cost.swapping.elixir import replayed, search_chunks, usual_sizes
+from stalloc.cost.swapping.harmony import pack_layers, pass_cost
+from stalloc.cost.swapping.mobius import Pipeline, contention, cross_mapping, partition_stages, step_seconds
+from stalloc.cost.swapping.patrickstar import ModelData, Moment, in_chunks
+from stalloc.cost.swapping.smart_infinity import update_near_storage
 from stalloc.errors import BadInputError
 
 MIB = 1 << 20
@@ -304,22 +304,22 @@ def test_the_window_is_the_smallest_without_a_stall(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_amount_that_is_swapped_is_the_best_of_all_amounts_and_of_all_choices_of_layers(seed: int) -> None:
     layers = random_layers(seed, 3 + seed)
-    found = swap_amount.best_amount(layers, LINK)
+    found = lohan.best_amount(layers, LINK)
     given = sum(min(one.boundary_bytes, one.saved_bytes) for one in layers)
     most = sum(max(0, one.saved_bytes - one.boundary_bytes) for one in layers)
-    grid = [swap_amount.step_seconds(layers, LINK, most * share // 500) for share in range(501)]
+    grid = [lohan.step_seconds(layers, LINK, most * share // 500) for share in range(501)]
     assert found.seconds <= min(grid) * (1 + 1e-12)
-    assert found.seconds == swap_amount.step_seconds(layers, LINK, found.swapped_bytes - given)
+    assert found.seconds == lohan.step_seconds(layers, LINK, found.swapped_bytes - given)
     for swapped in itertools.product((False, True), repeat=len(layers)):
         chosen = [one for one, is_swapped in zip(layers, swapped, strict=True) if is_swapped]
         left = [one for one, is_swapped in zip(layers, swapped, strict=True) if not is_swapped]
         size_bytes = given + sum(max(0, one.saved_bytes - one.boundary_bytes) for one in chosen)
         again = sum(one.forward_seconds for one in left if one.saved_bytes > one.boundary_bytes)
-        assert found.seconds <= swap_amount.passes_seconds(layers, LINK, size_bytes, again) * (1 + 1e-12)
+        assert found.seconds <= lohan.passes_seconds(layers, LINK, size_bytes, again) * (1 + 1e-12)
 
 
 def test_a_slow_link_swaps_what_layers_are_given_alone_and_a_quick_one_all() -> None:
     layers = [LayerCost(0, 64 * MIB, 4 * MIB, 0.01, 0.02) for _ in range(4)]
-    slow, quick = (swap_amount.best_amount(layers, LinkCost(rate)) for rate in (1e6, 1e15))
+    slow, quick = (lohan.best_amount(layers, LinkCost(rate)) for rate in (1e6, 1e15))
     assert (slow.swapped_bytes, slow.recomputed_seconds) == (4 * 4 * MIB, 0.04)
     assert (quick.swapped_bytes, quick.recomputed_seconds) == (4 * 64 * MIB, 0.0)

@@ -28,7 +28,7 @@ from stalloc.cli import EXIT_DONE
 from stalloc.cli.output import add_json_argument, file_label, note_texts, table_console, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.cost.swapping import Machine, Swapping, replay_swapping
+from stalloc.cost.swapping.replayed_systems import Machine, Swapping, replay_swapping
 from stalloc.device import find_gpu, parse_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds, plural

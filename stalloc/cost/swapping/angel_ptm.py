@@ -10,9 +10,9 @@ needed latest, by Belady.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.chunk_cache import least_capacity
-from stalloc.cost.chunk_search import replayed
-from stalloc.cost.chunk_uses import Chunks, ModelData, Moment
+from stalloc.cost.swapping.chunk_cache import least_capacity
+from stalloc.cost.swapping.elixir import replayed
+from stalloc.cost.swapping.patrickstar import Chunks, ModelData, Moment
 
 PAGE_BYTES = 4 << 20  #: the paper's
 _MOST_TENSORS = 2  #: in a page

@@ -5,19 +5,19 @@ Contract: nothing is run; what a system cannot do with the step is left out, and
 
 from dataclasses import dataclass, replace
 
-from stalloc.cost.chunk_cache import Moved, least_capacity, replay_chunks
-from stalloc.cost.chunk_search import ChunkSearch, search_chunks, usual_sizes
-from stalloc.cost.chunk_uses import ModelData, in_chunks, model_data
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs, least_budget
-from stalloc.cost.layer_packs import PackPlan, pack_layers
-from stalloc.cost.near_storage import NearStorage, update_near_storage
-from stalloc.cost.parameter_pages import PageReplay, replay_pages
-from stalloc.cost.pipeline_stages import Pipeline, StagePlan, cross_mapping, partition_stages
-from stalloc.cost.saved_tensors import saved_tensors
-from stalloc.cost.shared_link import LinkSharing, share_link
 from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
-from stalloc.cost.swap_amount import SwapAmount, best_amount
+from stalloc.cost.swapping.angel_ptm import PageReplay, replay_pages
+from stalloc.cost.swapping.chunk_cache import Moved, least_capacity, replay_chunks
+from stalloc.cost.swapping.elixir import ChunkSearch, search_chunks, usual_sizes
+from stalloc.cost.swapping.harmony import PackPlan, pack_layers
+from stalloc.cost.swapping.lohan import SwapAmount, best_amount
+from stalloc.cost.swapping.mobius import Pipeline, StagePlan, cross_mapping, partition_stages
+from stalloc.cost.swapping.patrickstar import ModelData, in_chunks, model_data
+from stalloc.cost.swapping.saved_tensors import saved_tensors
+from stalloc.cost.swapping.smart_infinity import NearStorage, update_near_storage
+from stalloc.cost.swapping.tmo import LinkSharing, share_link
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.trace import Trace

@@ -10,8 +10,8 @@ is more than what the best moves. The first chunks in the order of their use are
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stalloc.cost.chunk_cache import least_capacity, replay_chunks
-from stalloc.cost.chunk_uses import Chunks, ModelData, in_chunks
+from stalloc.cost.swapping.chunk_cache import least_capacity, replay_chunks
+from stalloc.cost.swapping.patrickstar import Chunks, ModelData, in_chunks
 
 
 @dataclass(frozen=True)

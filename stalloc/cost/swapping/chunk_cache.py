@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stalloc.cost.chunk_uses import Moment
+from stalloc.cost.swapping.patrickstar import Moment
 from stalloc.errors import BadInputError
 
 Policy = Literal["belady", "lru"]
