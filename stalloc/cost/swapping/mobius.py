@@ -10,20 +10,24 @@ stage again.
 """
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from stalloc.columns import Column
 from stalloc.cost.layer_costs import LayerCost, LinkCost, backward_bytes, forward_bytes, together
 from stalloc.integer_program import IntegerProgram, Terms, find_solver
 
 Stage = tuple[int, int]
 """Layers [begin, end)."""
-_MANY_GPUS = 8  #: more are mapped to roots in turn, without looking for better
+Event = tuple[str, int, int]
+"""When forward (f), backward (b) or the load before it (u and v) ends: which, of which stage, of which microbatch."""
+Delay = tuple[tuple[str, int, int], ...]
+"""A sum of figures of stages: the figure, the stage, and 1 or -1."""
+_LIMIT_SECONDS = 60.0
+_BESIDE = (("rest", "forward_work", -1), ("back_rest", "backward_work", 1))
+"""The seconds of a load for which there is no room beside the stage before it on its GPU, what that one needs, and
+whether it is the one before or after in the order of stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,234 +50,150 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """One stage."""
+class MobiusPlan:
+    """Stages, and the root of the bus for each GPU in the order of stages."""
 
-    forward: float
-    backward: float
-    load: float
-    hand_on: float
-    num_bytes: int
-    forward_work: int
-    backward_work: int
+    plan: StagePlan
+    roots: tuple[int, ...]
+    contention: float
 
 
-def partition_stages(
-    layers: Sequence[LayerCost], pipeline: Pipeline, *, limit_seconds: float = 60.0
-) -> StagePlan | None:
+def partition_stages(layers: Sequence[LayerCost], pipeline: Pipeline) -> StagePlan | None:
     """The best stages; None if there are none that fit. Raises SetupError without SciPy."""
-    even = [_even(len(layers), count) for count in range(1, len(layers) + 1)]
+    num = len(layers)
+    even = [tuple(itertools.pairwise(num * row // count for row in range(count + 1))) for count in range(1, num + 1)]
     known = sorted(
         (seconds, stages) for stages in even if (seconds := step_seconds(layers, stages, pipeline)) is not None
     )
-    best, is_optimal, until = (known[0] if known else None), True, time.monotonic() + limit_seconds
+    best, is_optimal, until = (known[0] if known else None), True, time.monotonic() + _LIMIT_SECONDS
     find_solver()
     likely = {len(stages): seconds for seconds, stages in known}
-    for count in sorted(range(1, len(layers) + 1), key=lambda one: likely.get(one, np.inf)):
-        program = _Program(layers, count, pipeline, best[0] if best else np.inf)
-        values, is_proven = program.program.solve(max(0.1, until - time.monotonic()))
+    for count in sorted(range(1, num + 1), key=lambda one: likely.get(one, math.inf)):
+        most_seconds = best[0] if best else math.inf
+        solved, is_proven = _solved(layers, count, pipeline, most_seconds, max(0.1, until - time.monotonic()))
         is_optimal &= is_proven
-        if values is not None:
-            stages = program.stages(values)
-            seconds = step_seconds(layers, stages, pipeline)
-            if seconds is not None and (best is None or seconds < best[0]):
-                best = seconds, stages
+        seconds = step_seconds(layers, solved, pipeline) if solved else None
+        if solved and seconds is not None and (best is None or seconds < best[0]):
+            best = seconds, solved
     return best and StagePlan(best[1], best[0], is_optimal)
-
-
-def _even(num_layers: int, count: int) -> tuple[Stage, ...]:
-    """As many layers in each stage as in the others, or one more."""
-    bounds = [num_layers * row // count for row in range(count + 1)]
-    return tuple(itertools.pairwise(bounds))
 
 
 def step_seconds(layers: Sequence[LayerCost], stages: Sequence[Stage], pipeline: Pipeline) -> float | None:
     """The modelled time of a step in these stages; None if they do not fit."""
-    weights = [_weights(layers, stage, pipeline.link) for stage in stages]
-    num, gpus = len(stages), pipeline.num_gpus
-    if any(max(one.forward_work, one.backward_work) > pipeline.budget_bytes for one in weights):
+    figures = [_figures(layers, stage, pipeline.link) for stage in stages]
+    if any(max(one["forward_work"], one["backward_work"]) > pipeline.budget_bytes for one in figures):
         return None
-
-    def late(row: int, beside_bytes: int) -> float:
-        return max(0, weights[row].num_bytes + beside_bytes - pipeline.budget_bytes) / pipeline.link.rate
-
-    forward = [late(row, weights[row - gpus].forward_work) if row >= gpus else 0.0 for row in range(num)]
-    backward = [late(row, weights[row + gpus].backward_work) if row + gpus < num else 0.0 for row in range(num)]
-    end: dict[str, float] = {}
-
-    def at_least(name: str, *after: tuple[str, float]) -> None:
-        end[name] = max((end[one] + seconds for one, seconds in after), default=0.0)
-
-    _constrain(num, pipeline, weights, (forward, backward), at_least)
-    return end[_name("b", 0, pipeline.num_microbatches - 1)]
-
-
-_After = tuple[str, float]
+    for row, one in enumerate(figures):
+        for rest, work, way in _BESIDE:
+            other = row + way * pipeline.num_gpus
+            beside = figures[other][work] if 0 <= other < len(stages) else -math.inf
+            one[rest] = max(0, one["bytes"] + beside - pipeline.budget_bytes) / pipeline.link.rate
+    end: dict[Event, float] = {}
+    for event, waits in _schedule(len(stages), pipeline):
+        end[event] = max(
+            (end[before] + sum(sign * figures[row][name] for name, row, sign in delay) for before, delay in waits),
+            default=0.0,
+        )
+    return end[event]
 
 
-def _name(kind: str, stage: int, microbatch: int = 0) -> str:
-    return f"{kind}{stage}.{microbatch}"
+def _figures(layers: Sequence[LayerCost], stage: Stage, link: LinkCost) -> dict[str, float]:
+    """What a stage takes, in seconds, and needs, in bytes."""
+    one = together(layers[slice(*stage)])
+    return {
+        "forward": one.forward_seconds,
+        "backward": one.forward_seconds + one.backward_seconds,
+        "load": link.seconds(one.parameter_bytes),
+        "hand_on": link.seconds(one.boundary_bytes),
+        "bytes": one.parameter_bytes,
+        "forward_work": forward_bytes(layers, *stage),
+        "backward_work": backward_bytes(layers, *stage),
+    }
 
 
-def _constrain(
-    num: int,
-    pipeline: Pipeline,
-    weights: Sequence[Any],
-    late: tuple[Sequence[Any], Sequence[Any]],
-    at_least: Callable[..., None],
-) -> None:
-    """When everything ends, each after what it waits for: f forward, b backward, u and v the loads before them.
-
-    `weights` are those of stages, or sums over those that they may be; `late`, for the forward and the backward pass,
-    the seconds of each load for which there is no room before the stage at hand has gone.
+def _schedule(num: int, pipeline: Pipeline) -> Iterator[tuple[Event, list[tuple[Event, Delay]]]]:
+    """Each event of a step, the last one last, with what it waits for and for how long after that.
 
     A stage is loaded when the one before the last of its GPU has gone; in backward the last stage of each GPU is there,
-    and the others come once forward is over on it. `at_least` gets a name, and (name, seconds) of what comes before.
+    and the others come once forward is over on it.
     """
     gpus, last = pipeline.num_gpus, pipeline.num_microbatches - 1
-    later, back_later = late
-    at_least("start")
+    start: Event = ("start", 0, 0)
+    yield start, []
     for j in range(num):
-        rest, compute = later[j], weights[j].forward
-        early = weights[j].load - rest
+        compute, load = ("forward", j, 1), (("load", j, 1), ("rest", j, -1))
+        waits: list[tuple[Event, Delay]] = [(start, load)]
         if j >= gpus:
-            came = (_name("u", j - gpus), later[j - gpus] + early)
-            room = [(_name("f", j - 2 * gpus, last), later[j - gpus] + early)] if j >= 2 * gpus else []
-            at_least(_name("u", j), came, *room)
-        else:
-            at_least(_name("u", j), ("start", early))
+            before = (*load, ("rest", j - gpus, 1))
+            waits = [(("u", j - gpus, 0), before)]
+            waits += [(("f", j - 2 * gpus, last), before)] if j >= 2 * gpus else []
+        yield ("u", j, 0), waits
         for m in range(last + 1):
-            after: list[_After] = [(_name("f", j, m - 1), compute)] if m else [(_name("u", j), rest + compute)]
-            after += [(_name("f", j - 1, m), compute + weights[j - 1].hand_on)] if j else []
-            after += [(_name("f", j - gpus, last), rest + compute)] if j >= gpus and not m else []
-            at_least(_name("f", j, m), *after)
-    for j in range(num - 1, -1, -1):
-        rest, compute = back_later[j], weights[j].backward
-        early = weights[j].load - rest
-        there = j + gpus >= num
-        if not there:
-            room = [(_name("f", j + gpus, last), early)]
+            waits = [(("f", j, m - 1), (compute,))] if m else [(("u", j, 0), (("rest", j, 1), compute))]
+            waits += [(("f", j - 1, m), (compute, ("hand_on", j - 1, 1)))] if j else []
+            waits += [(("f", j - gpus, last), (("rest", j, 1), compute))] if j >= gpus and not m else []
+            yield ("f", j, m), waits
+    for j in reversed(range(num)):
+        compute, load = ("backward", j, 1), (("load", j, 1), ("back_rest", j, -1))
+        is_loaded = j + gpus < num
+        if is_loaded:
+            waits = [(("f", j + gpus, last), load)]
             if j + 2 * gpus < num:
-                before = back_later[j + gpus] + early
-                room += [(_name("v", j + gpus), before), (_name("b", j + 2 * gpus, last), before)]
-            at_least(_name("v", j), *room)
+                before = (*load, ("back_rest", j + gpus, 1))
+                waits += [(("v", j + gpus, 0), before), (("b", j + 2 * gpus, last), before)]
+            yield ("v", j, 0), waits
         for m in range(last + 1):
-            after = [(_name("b", j, m - 1), compute)] if m else [(_name("f", j, last), compute)]
-            if not there and not m:
-                after += [(_name("v", j), rest + compute), (_name("b", j + gpus, last), rest + compute)]
-            after += [(_name("b", j + 1, m), compute + weights[j].hand_on)] if j + 1 < num else []
-            at_least(_name("b", j, m), *after)
+            waits = [(("b", j, m - 1), (compute,))] if m else [(("f", j, last), (compute,))]
+            if is_loaded and not m:
+                waits += [(one, (("back_rest", j, 1), compute)) for one in (("v", j, 0), ("b", j + gpus, last))]
+            waits += [(("b", j + 1, m), (compute, ("hand_on", j, 1)))] if j + 1 < num else []
+            yield ("b", j, m), waits
 
 
-def _weights(layers: Sequence[LayerCost], stage: Stage, link: LinkCost) -> _Weights:
-    one = together(layers[slice(*stage)])
-    return _Weights(
-        one.forward_seconds,
-        one.forward_seconds + one.backward_seconds,
-        link.seconds(one.parameter_bytes),
-        link.seconds(one.boundary_bytes),
-        one.parameter_bytes,
-        forward_bytes(layers, *stage),
-        backward_bytes(layers, *stage),
-    )
+def _solved(
+    layers: Sequence[LayerCost], count: int, pipeline: Pipeline, most_seconds: float, limit_seconds: float
+) -> tuple[tuple[Stage, ...] | None, bool]:
+    """(the best of so many stages, whether that is proven). Times count in those of all layers, memory in budgets."""
+    program, num, budget = IntegerProgram(), len(layers), max(1, pipeline.budget_bytes)
+    unit = sum(one.forward_seconds + one.backward_seconds for one in layers) or 1.0
+    possible = list(itertools.combinations(range(num + 1), 2))
+    known = {stage: _figures(layers, stage, pipeline.link) for stage in possible}
+    chosen = [
+        {stage: program.variable(0.0) for stage in possible if _may_be(*stage, row, count, num)} for row in range(count)
+    ]
 
+    def figure(row: int, name: str, scale: float) -> Terms:
+        return [(variable, known[stage][name] / scale) for stage, variable in chosen[row].items()]
 
-class _Sum:
-    """A figure of a stage that is to be chosen: a sum over the stages that it may be."""
-
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-
-    def __add__(self, other: "_Sum") -> "_Sum":
-        return _Sum(self.terms + other.terms)
-
-    def __sub__(self, other: "_Sum") -> "_Sum":
-        return self + _Sum([(variable, -factor) for variable, factor in other.terms])
-
-
-class _Program:
-    """Which layers each of so many stages has. Times are counted in those of all layers, memory in budgets."""
-
-    def __init__(self, layers: Sequence[LayerCost], count: int, pipeline: Pipeline, most_seconds: float) -> None:
-        self.program, self._count = IntegerProgram(), count
-        num, unit = len(layers), sum(one.forward_seconds + one.backward_seconds for one in layers) or 1.0
-        possible = [(begin, end) for begin in range(num) for end in range(begin + 1, num + 1)]
-        known = {stage: _weights(layers, stage, pipeline.link) for stage in possible}
-        self._chosen = [
-            {
-                (begin, end): self.program.variable(0.0)
-                for begin, end in possible
-                if _may_be(begin, end, row, count, num)
-            }
-            for row in range(count)
-        ]
-        for row, choices in enumerate(self._chosen):
-            self.program.limit([(one, 1) for one in choices.values()], 1, 1)
-            if row:
-                ends = [(one, float(end)) for (_, end), one in self._chosen[row - 1].items()]
-                self.program.limit([*ends, *((one, -float(begin)) for (begin, _), one in choices.items())], 0, 0)
-
-        def figure(row: int, name: str, scale: float) -> Terms:
-            return [(one, getattr(known[stage], name) / scale) for stage, one in self._chosen[row].items()]
-
-        budget = max(1, pipeline.budget_bytes)
-        late: tuple[list[_Sum], list[_Sum]] = ([], [])
-        for row in range(count):
-            for name in ("forward_work", "backward_work"):
-                self.program.limit(figure(row, name, budget), -np.inf, 1)
-            for sums, name, other in (
-                (late[0], "forward_work", row - pipeline.num_gpus),
-                (late[1], "backward_work", row + pipeline.num_gpus),
-            ):
-                rest = (
-                    [(self.program.variable(0.0, is_integer=False, highest=np.inf), 1.0)] if 0 <= other < count else []
-                )
-                if rest:  # in those times, what does not fit beside the stage at hand
-                    together_bytes = [*figure(row, "num_bytes", budget), *figure(other, name, budget)]
-                    moved = pipeline.link.rate * unit / budget
-                    more = [(variable, -share) for variable, share in together_bytes]
-                    self.program.limit([(rest[0][0], moved), *more], -1, np.inf)
-                sums.append(_Sum(rest))
-        self._times(count, pipeline, figure, late, unit, most_seconds)
-
-    def stages(self, values: Column) -> tuple[Stage, ...]:
-        """What was chosen."""
-        return tuple(max(choices, key=lambda stage: values[choices[stage]]) for choices in self._chosen)
-
-    def _times(
-        self,
-        count: int,
-        pipeline: Pipeline,
-        figure: Callable[[int, str, float], Terms],
-        late: tuple[list[_Sum], list[_Sum]],
-        unit: float,
-        most_seconds: float,
-    ) -> None:
-        """The same constraints as of `step_seconds`, with sums in place of figures."""
-        end: dict[str, int] = {}
-        sums = [
-            _Symbols(*(_Sum(figure(row, name, unit)) for name in ("forward", "backward", "load", "hand_on")))
-            for row in range(count)
-        ]
-        final = _name("b", 0, pipeline.num_microbatches - 1)
-
-        def at_least(name: str, *after: tuple[str, _Sum]) -> None:
-            highest = most_seconds / unit if name == final else np.inf
-            end[name] = self.program.variable(float(name == final), is_integer=False, highest=highest)
-            for one, seconds in after:
-                self.program.limit([(end[name], 1), (end[one], -1), *((v, -f) for v, f in seconds.terms)], 0, np.inf)
-
-        _constrain(count, pipeline, sums, late, at_least)
-
-
-@dataclass(frozen=True)
-class _Symbols:
-    """As _Weights, of a stage that is to be chosen."""
-
-    forward: _Sum
-    backward: _Sum
-    load: _Sum
-    hand_on: _Sum
+    for row, choices in enumerate(chosen):
+        program.limit([(one, 1) for one in choices.values()], 1, 1)
+        if row:
+            ends = [(one, float(end)) for (_, end), one in chosen[row - 1].items()]
+            program.limit([*ends, *((one, -float(begin)) for (begin, _), one in choices.items())], 0, 0)
+    sums: list[dict[str, Terms]] = []
+    for row in range(count):
+        sums.append({name: figure(row, name, unit) for name in ("forward", "backward", "load", "hand_on")})
+        for rest, work, way in _BESIDE:
+            program.limit(figure(row, work, budget), -math.inf, 1)
+            other, sums[row][rest] = row + way * pipeline.num_gpus, []
+            if 0 <= other < count:  # in those times, what does not fit beside the other stage
+                late = program.variable(0.0, is_integer=False, highest=math.inf)
+                sums[row][rest] = [(late, 1.0)]
+                both = [*figure(row, "bytes", budget), *figure(other, work, budget)]
+                moved = pipeline.link.rate * unit / budget
+                program.limit([(late, moved), *((one, -share) for one, share in both)], -1, math.inf)
+    end: dict[Event, int] = {}
+    for event, waits in _schedule(count, pipeline):
+        is_last = event == ("b", 0, pipeline.num_microbatches - 1)
+        highest = most_seconds / unit if is_last else math.inf
+        end[event] = program.variable(float(is_last), is_integer=False, highest=highest)
+        for before, delay in waits:
+            terms = [(one, -sign * factor) for name, row, sign in delay for one, factor in sums[row][name]]
+            program.limit([(end[event], 1), (end[before], -1), *terms], 0, math.inf)
+    values, is_proven = program.solve(limit_seconds)
+    if values is None:
+        return None, is_proven
+    return tuple(max(choices, key=lambda stage: values[choices[stage]]) for choices in chosen), is_proven
 
 
 def _may_be(begin: int, end: int, row: int, count: int, num: int) -> bool:
@@ -281,18 +201,12 @@ def _may_be(begin: int, end: int, row: int, count: int, num: int) -> bool:
     return begin >= row and num - end >= count - 1 - row and (row > 0 or not begin) and (row < count - 1 or end == num)
 
 
-def cross_mapping(num_gpus: int, num_roots: int) -> tuple[tuple[int, ...], float]:
-    """(the root of each GPU in the order of stages, its contention): as equal shares of GPUs as there can be.
-
-    The contention is the sum of 1 / distance over pairs of GPUs under one root (their section 3.3), the least there is.
-    """
-    shares = [gpu % num_roots for gpu in range(num_gpus)]
-    ways = set(itertools.permutations(shares)) if num_gpus <= _MANY_GPUS else {tuple(shares)}
-    best = min(ways, key=lambda way: (contention(way), way))
-    return best, contention(best)
+def cross_mapping(num_gpus: int, num_roots: int) -> tuple[int, ...]:
+    """The root of each GPU in the order of stages: in turn, which has the least contention for up to eight GPUs."""
+    return tuple(gpu % num_roots for gpu in range(num_gpus))
 
 
 def contention(roots: Sequence[int]) -> float:
-    """How much neighbours in the order of stages share a root."""
+    """How much neighbours in the order of stages share a root: 1 / distance for each pair under one (section 3.3)."""
     pairs = itertools.combinations(enumerate(roots), 2)
     return sum(1 / (second - first) for (first, one), (second, other) in pairs if one == other)

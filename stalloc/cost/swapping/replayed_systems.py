@@ -13,7 +13,7 @@ from stalloc.cost.swapping.chunk_cache import Moved, least_capacity, replay_chun
 from stalloc.cost.swapping.elixir import ChunkSearch, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import PackPlan, pack_layers
 from stalloc.cost.swapping.lohan import SwapAmount, best_amount
-from stalloc.cost.swapping.mobius import Pipeline, StagePlan, cross_mapping, partition_stages
+from stalloc.cost.swapping.mobius import MobiusPlan, Pipeline, contention, cross_mapping, partition_stages
 from stalloc.cost.swapping.patrickstar import ModelData, in_chunks, model_data
 from stalloc.cost.swapping.saved_tensors import saved_tensors
 from stalloc.cost.swapping.smart_infinity import NearStorage, update_near_storage
@@ -58,15 +58,6 @@ class Window:
     num_bytes: int  #: of their parameters, at the most
     moved_bytes: int
     seconds: float  #: estimated
-
-
-@dataclass(frozen=True)
-class MobiusPlan:
-    """Stages, and the root of the bus for each GPU in the order of stages."""
-
-    plan: StagePlan
-    roots: tuple[int, ...]
-    contention: float
 
 
 @dataclass(frozen=True)
@@ -161,7 +152,8 @@ def _with_packs(made: Swapping, layers: list[LayerCost], machine: Machine, link:
         notes.append(f"Mobius: {error}")
     else:
         assert stages is not None, "stages of one layer fit"
-        mobius = MobiusPlan(stages, *cross_mapping(machine.num_gpus, machine.num_roots))
+        roots = cross_mapping(machine.num_gpus, machine.num_roots)
+        mobius = MobiusPlan(stages, roots, contention(roots))
     packs = pack_layers(layers, machine.budget_bytes, link)
     return replace(made, harmony=packs, mobius=mobius, notes=tuple(notes))
 
