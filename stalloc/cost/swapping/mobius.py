@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost, backward_bytes, forward_bytes, together
+from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.swapping.recorded_layers import backward_bytes, forward_bytes, together
 from stalloc.integer_program import IntegerProgram, Terms, find_solver
 
 Stage = tuple[int, int]

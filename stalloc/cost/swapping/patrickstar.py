@@ -1,43 +1,23 @@
-"""Parameters in chunks of one size, and which chunks each moment of a recorded step needs on the device.
+"""Parameters in chunks of one size, which come to the device when they are needed and go when others need their place.
 
 Source: Fang et al., "PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Memory Management", 2021:
 parameters lie in chunks of one size in the order in which they are used, none over a border; the state of the optimizer
-lies in further lists of chunks, each a mirror of that of the parameters.
-Contract: the moments are those of one whole step. A parameter larger than a chunk, such as an embedding, is in none.
+lies in further lists of chunks, each a mirror of that of the parameters. It knows a step from the one before, so what
+is needed latest can go first, which moves least where all are of one size (Belady, "A study of replacement algorithms
+for a virtual-storage computer", 1966).
+Contract: what a moment needs is there at that moment, all at once; nothing goes that need not. A step begins with
+nothing on the device. A parameter larger than a chunk, such as an embedding, is in none.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-
+from stalloc.cost.swapping.model_data import ModelData, Moment, in_turn
 from stalloc.errors import BadInputError
-from stalloc.lifespans import recorded_step
-from stalloc.lifespans.roles import within
-from stalloc.trace import Trace
-from stalloc.trace.operations import RangeKind, Role
 
-Moment = tuple[int, ...]
-"""What has to be on the device at once: parameters, or chunks."""
-_LEAST_STATE = 4096  #: bytes of a state that is no counter
-
-
-@dataclass(frozen=True)
-class ModelData:
-    """Parameters by number, in the order of their first use."""
-
-    sizes: tuple[int, ...]  #: bytes of each
-    uses: tuple[Moment, ...]  #: parameters that operations of the forward and the backward pass use, in order
-    state_bytes: int  #: of the optimizer, all parameters together
-
-    @property
-    def parameter_bytes(self) -> int:
-        """All together."""
-        return sum(self.sizes)
-
-    @property
-    def num_states(self) -> int:
-        """How many lists of chunks the state takes: 2 for Adam in the precision of the parameters."""
-        return -(-self.state_bytes // self.parameter_bytes) if self.sizes else 0
+Policy = Literal["belady", "lru"]
 
 
 @dataclass(frozen=True)
@@ -60,31 +40,6 @@ class Chunks:
         return (*self.moments, *update)
 
 
-def model_data(trace: Trace) -> ModelData:
-    """What the last recorded step does with parameters. Raises BadInputError for a trace that does not tell."""
-    operations, step = recorded_step(trace)
-    in_update = within(operations, RangeKind.OPTIMIZER)
-    is_parameter = operations.role == Role.PARAMETER
-    bounds = np.searchsorted(operations.access_op, np.stack([step.operations, step.operations + 1]))
-    number: dict[int, int] = {}
-    uses: list[Moment] = []
-    for row, low, high in zip(step.operations.tolist(), *bounds.tolist(), strict=True):
-        used = operations.access_request[low:high]
-        used = used[is_parameter[used]].tolist()
-        if used and not in_update[row]:
-            moment = tuple(sorted({number.setdefault(one, len(number)) for one in used}))
-            if not uses or uses[-1] != moment:
-                uses.append(moment)
-    if not number:
-        raise BadInputError(
-            f"trace of device {trace.device} has a step that uses no parameters: there is no model in it."
-        )
-    state = trace.size[(operations.role == Role.OPTIMIZER_STATE) & (trace.start < step.end_event)]
-    return ModelData(
-        tuple(int(trace.size[row]) for row in number), tuple(uses), int(state[state >= _LEAST_STATE].sum())
-    )
-
-
 def in_chunks(data: ModelData, chunk_bytes: int) -> Chunks:
     """Parameters one behind the other; one that does not fit into what is left of a chunk begins the next."""
     chunk_of: dict[int, int] = {}
@@ -97,9 +52,81 @@ def in_chunks(data: ModelData, chunk_bytes: int) -> Chunks:
             last, used = last + 1, 0
         chunk_of[row] = last
         used += size
-    moments: list[Moment] = []
-    for needed in data.uses:
-        moment = tuple(sorted({chunk_of[row] for row in needed if row in chunk_of}))
-        if moment and (not moments or moments[-1] != moment):
-            moments.append(moment)
-    return Chunks(chunk_bytes, last + 1, data.num_states, tuple(moments), outside)
+    moments = in_turn((chunk_of[row] for row in needed if row in chunk_of) for needed in data.uses)
+    return Chunks(chunk_bytes, last + 1, data.num_states, moments, outside)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Chunks that a step moves."""
+
+    to_device: int
+    to_host: int
+
+    @property
+    def chunks(self) -> int:
+        """Both ways."""
+        return self.to_device + self.to_host
+
+
+def least_capacity(moments: Sequence[Moment]) -> int:
+    """Chunks that have to be on the device at once."""
+    return max(map(len, moments), default=0)
+
+
+def replay_chunks(moments: Sequence[Moment], capacity: int, policy: Policy) -> Moved:
+    """What is moved if so many chunks have room. Raises BadInputError if a moment needs more."""
+    if capacity < least_capacity(moments):
+        raise BadInputError(
+            f"{capacity} chunks have room on the device, and {least_capacity(moments)} are needed at once: "
+            "give a larger budget, or smaller chunks."
+        )
+    used_at: dict[int, list[int]] = {}
+    for now, needed in enumerate(moments):
+        for chunk in needed:
+            used_at.setdefault(chunk, []).append(now)
+    last: dict[int, int] = {}  # of what is here: when it was used
+
+    def next_use(chunk: int, now: int) -> int:
+        later = bisect_right(used_at[chunk], now)
+        return used_at[chunk][later] if later < len(used_at[chunk]) else len(moments)
+
+    to_device = to_host = 0
+    for now, needed in enumerate(moments):
+        missing = [chunk for chunk in needed if chunk not in last]
+        surplus = len(last) + len(missing) - capacity
+        if surplus > 0:
+            others = (chunk for chunk in last if chunk not in needed)
+            if policy == "lru":
+                goes = sorted(others, key=lambda chunk: (last[chunk], chunk))
+            else:
+                goes = sorted(others, key=lambda chunk, now=now: (-next_use(chunk, now), chunk))  # type: ignore[misc]
+            for chunk in goes[:surplus]:
+                del last[chunk]
+            to_host += surplus
+        to_device += len(missing)
+        last.update(dict.fromkeys(needed, now))
+    return Moved(to_device, to_host)
+
+
+@dataclass(frozen=True)
+class ChunkReplay:
+    """One size of chunks under two policies."""
+
+    chunk_bytes: int
+    count: int  #: of parameters; the state has as many for each of its lists
+    capacity: int
+    belady: Moved
+    lru: Moved
+
+
+def best_chunks(data: ModelData, sizes: Iterable[int], budget_bytes: int) -> ChunkReplay | None:
+    """The size with which Belady moves least; None if what is needed at once has no room with any."""
+    found = []
+    for chunk_bytes in sizes:
+        chunks = in_chunks(data, chunk_bytes)
+        moments, capacity = chunks.with_update, (budget_bytes - chunks.outside_bytes) // chunk_bytes
+        if moments and capacity >= least_capacity(moments):
+            belady, lru = (replay_chunks(moments, capacity, policy) for policy in ("belady", "lru"))
+            found.append(ChunkReplay(chunk_bytes, chunks.count, capacity, belady, lru))
+    return min(found, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)

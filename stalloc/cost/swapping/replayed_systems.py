@@ -6,17 +6,19 @@ Contract: nothing is run; what a system cannot do with the step is left out, and
 from dataclasses import dataclass, replace
 
 from stalloc.cost.gpu_rates import rates_of
-from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs, least_budget
-from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
+from stalloc.cost.layer_costs import LayerCost, LinkCost
 from stalloc.cost.swapping.angel_ptm import PageReplay, replay_pages
-from stalloc.cost.swapping.chunk_cache import Moved, least_capacity, replay_chunks
 from stalloc.cost.swapping.elixir import ChunkSearch, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import PackPlan, pack_layers
 from stalloc.cost.swapping.lohan import SwapAmount, best_amount
 from stalloc.cost.swapping.mobius import MobiusPlan, Pipeline, contention, cross_mapping, partition_stages
-from stalloc.cost.swapping.patrickstar import ModelData, in_chunks, model_data
+from stalloc.cost.swapping.model_data import ModelData, model_data
+from stalloc.cost.swapping.patrickstar import ChunkReplay, best_chunks
+from stalloc.cost.swapping.recorded_layers import layer_costs, least_budget
+from stalloc.cost.swapping.recorded_passes import recorded_passes
 from stalloc.cost.swapping.saved_tensors import saved_tensors
 from stalloc.cost.swapping.smart_infinity import NearStorage, update_near_storage
+from stalloc.cost.swapping.stronghold import Window, stream_layers
 from stalloc.cost.swapping.tmo import LinkSharing, share_link
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
@@ -34,30 +36,8 @@ class Machine:
     num_gpus: int
     num_roots: int
     num_microbatches: int
-    num_drives: int = 4
-    num_ranks: int = 4  #: on one link
-
-
-@dataclass(frozen=True)
-class ChunkReplay:
-    """One size of chunks under two policies."""
-
-    chunk_bytes: int
-    count: int  #: of parameters; the state has as many for each of its lists
-    capacity: int
-    belady: Moved
-    lru: Moved
-
-
-@dataclass(frozen=True)
-class Window:
-    """Layers that are streamed."""
-
-    layers: int  #: on the device at once
-    num_layers: int
-    num_bytes: int  #: of their parameters, at the most
-    moved_bytes: int
-    seconds: float  #: estimated
+    num_drives: int
+    num_ranks: int  #: on one link
 
 
 @dataclass(frozen=True)
@@ -81,89 +61,61 @@ class Swapping:
 
 def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
     """All of them. Raises BadInputError for a trace without operations, or without parameters."""
-    data = model_data(trace)
-    sizes = usual_sizes(data)
-    replays = [one for size in sizes if (one := _in_chunks(data, size, machine.budget_bytes))]
-    best = min(replays, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)
-    notes = [] if best else ["PatrickStar: no size of chunks has room for what is needed at once"]
-    host_bytes = trace.info.get("host_bytes")
+    rates, budget_bytes = rates_of(machine.gpu), machine.budget_bytes
+    passes, link = recorded_passes(trace, rates), LinkCost(rates.link_bytes_per_second)
+    data = model_data(passes)
+    sizes, host_bytes = usual_sizes(data), trace.info.get("host_bytes")
+    made = Swapping(
+        data,
+        best_chunks(data, sizes, budget_bytes),
+        search_chunks(data, budget_bytes, sizes),
+        replay_pages(data, budget_bytes),
+        update_near_storage(data, machine.num_drives, link),
+        tmo=share_link(saved_tensors(passes), budget_bytes, machine.num_ranks, link),
+    )
+    notes = [] if made.patrickstar else ["PatrickStar: no size of chunks has room for what is needed at once"]
     if isinstance(host_bytes, int) and host_bytes > 0:
         notes.append(
             f"the program keeps {human_bytes(host_bytes)} in host memory itself, which is not among its parameters and "
             "state here: record it without that"
         )
-    pages, rates = replay_pages(data, machine.budget_bytes), rates_of(machine.gpu)
-    if pages is None:
+    if made.angel is None:
         notes.append("Angel-PTM: the pages that are needed at once have no room")
-    link = LinkCost(rates.link_bytes_per_second)
-    sharing = share_link(saved_tensors(trace, rates), machine.budget_bytes, machine.num_ranks, link)
-    if sharing is None:
+    if made.tmo is None:
         notes.append("TMO: what the backward pass uses at once has no room")
-    made = Swapping(
-        data,
-        best,
-        search_chunks(data, machine.budget_bytes, sizes),
-        pages,
-        update_near_storage(data, machine.num_drives, link),
-        tmo=sharing,
-        notes=tuple(notes),
-    )
+    made = replace(made, notes=tuple(notes))
     try:
-        layers, parts = layer_costs(trace, rates), layer_costs(trace, rates, ends_apart=True)
+        layers, parts = layer_costs(passes), layer_costs(passes, ends_apart=True)
     except BadInputError as error:
         return replace(made, notes=(*notes, str(error)))
-    made = replace(made, stronghold=_window(layers, link), lohan=best_amount(layers, link))
+    made = replace(made, stronghold=stream_layers(layers, link), lohan=best_amount(layers, link))
     return _with_packs(made, parts, machine, link)
-
-
-def _in_chunks(data: ModelData, chunk_bytes: int, budget_bytes: int) -> ChunkReplay | None:
-    chunks = in_chunks(data, chunk_bytes)
-    moments = chunks.with_update
-    capacity = (budget_bytes - chunks.outside_bytes) // chunk_bytes
-    if not moments or capacity < least_capacity(moments):
-        return None
-    belady, lru = (replay_chunks(moments, capacity, policy) for policy in ("belady", "lru"))
-    return ChunkReplay(chunk_bytes, chunks.count, capacity, belady, lru)
 
 
 def _with_packs(made: Swapping, layers: list[LayerCost], machine: Machine, link: LinkCost) -> Swapping:
     """With packs and stages of `layers`, of which the first and the last are what is outside of blocks."""
-    notes, least = list(made.notes), least_budget(layers)
+    least = least_budget(layers)
     made = replace(made, least_layers_bytes=least.num_bytes)
     if machine.budget_bytes < least.num_bytes:
         named = {0: "what comes before the first block", len(layers) - 1: "what comes after the last block"}
         layer = named.get(least.layer, f"block {least.layer} of {len(layers) - 2}")
         when = "backward" if least.is_backward else "forward"
-        notes.append(
+        note = (
             f"Harmony, Mobius: the least budget is {-(-least.num_bytes // _MIB):,} MiB, which {layer} needs in its "
             f"{when} pass, with what it works on"
         )
-        return replace(made, notes=tuple(notes))
+        return replace(made, notes=(*made.notes, note))
+    made = replace(made, harmony=pack_layers(layers, machine.budget_bytes, link))
     pipeline = Pipeline(
         num_gpus=machine.num_gpus,
         num_microbatches=machine.num_microbatches,
         budget_bytes=machine.budget_bytes,
         link=link,
     )
-    mobius = None
     try:
         stages = partition_stages(layers, pipeline)
     except SetupError as error:
-        notes.append(f"Mobius: {error}")
-    else:
-        assert stages is not None, "stages of one layer fit"
-        roots = cross_mapping(machine.num_gpus, machine.num_roots)
-        mobius = MobiusPlan(stages, roots, contention(roots))
-    packs = pack_layers(layers, machine.budget_bytes, link)
-    return replace(made, harmony=packs, mobius=mobius, notes=tuple(notes))
-
-
-def _window(layers: list[LayerCost], link: LinkCost) -> Window:
-    """The smallest window that is never waited for."""
-    count = smallest_window(layers, link)
-    sizes = [one.parameter_bytes for one in layers]
-    at_once = max(sum(sizes[first : first + count]) for first in range(len(sizes) - count + 1))
-    passes = pass_turns(layers)
-    moved = sum(num_bytes for turns in passes for num_bytes, _ in turns[count:])
-    seconds = sum(taken for turns in passes for _, taken in turns) + stall_seconds(layers, count, link)
-    return Window(count, len(layers), at_once, moved, seconds)
+        return replace(made, notes=(*made.notes, f"Mobius: {error}"))
+    assert stages is not None, "stages of one layer fit"
+    roots = cross_mapping(machine.num_gpus, machine.num_roots)
+    return replace(made, mobius=MobiusPlan(stages, roots, contention(roots)))
