@@ -7,11 +7,11 @@ PatrickStar: parameters and optimizer state in chunks of one size, of which thos
 that were used longest ago (LRU). Elixir: the size of chunks, and how many stay on the device with their state, searched
 together; what was rejected is shown. Angel-PTM: pages of 4 MiB. Harmony: packs of layers, for the forward and the
 backward pass apart. STRONGHOLD: the smallest window of layers without a modelled stall. LoHan: how much of what layers
-save is swapped, where the rest is recomputed. Mobius: stages that take turns on several GPUs (needs SciPy:
-`pip install 'stalloc[solver]'`). TMO: ranks on one link that swap saved tensors in turn, one copy at a time each way,
-either of sets that have as little in common as can be or of the same, whichever is quicker; beside ranks that all swap
-the same at the same moment. Smart-Infinity: the optimizer's update alone, in drives that compute, which share a link
-such as the GPU's. Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's. All are models made from the
+save is swapped, where the rest is recomputed. Mobius: stages that take turns on several GPUs (needs SciPy: `pip install
+'stalloc[solver]'`). TMO: ranks on one link that swap saved tensors in turn, one copy at a time each way, either of sets
+that have as little in common as can be or of the same, whichever is quicker; beside ranks that all swap the same at the
+same moment. Smart-Infinity: the optimizer's update alone, in drives that compute, which share a link such as the GPU's.
+Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's. All are models made from the
 papers: none was compared with the system it is named after, which a line below the tables says, too.
 
 JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `angel`, `harmony`, `stronghold`, `lohan`, `mobius`,
