@@ -17,7 +17,7 @@ from stalloc.errors import (
 )
 from stalloc.lazy import loaded_on_use
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0.dev0"
 
 _MODULES = {
     "Trace": ".trace",

@@ -33,8 +33,8 @@ QUICK: dict[str, list[str]] = {
     "tiers": ["--quick", "--only", "page"],
     "values": ["--size", "tiny", "--pairs", "1"],
 }
-#: by tests of their own (test_fidelity.py has recordings), and what needs a GPU
-ELSEWHERE = {"ablate", "fidelity", "kernels", "mutate"}
+#: by tests of their own (test_fidelity.py has recordings, test_bench_paper.py runs a step), and what needs a GPU
+ELSEWHERE = {"ablate", "fidelity", "kernels", "mutate", "paper"}
 NEEDS_TRACES = ("cost", "replay")
 
 

@@ -24,8 +24,7 @@ _LONG = (
     "A memory budget",
     "What a program",
     "Ask before",
-    "A program that does not fit",
-    "Try it",
+    "Compare with PyTorch",
     "Memory grows with each step",
     "Guarding GPU memory in CI",
     "Use it on a cluster",
@@ -34,10 +33,10 @@ _PYTEST = "import sys, pytest; sys.path.insert(0, ''); sys.exit(pytest.main(sys.
 
 
 def with_answers() -> list[object]:
-    """The pages that show what commands answer; parts of the README and of troubleshooting.md, which stand alone."""
+    """The pages that show what commands answer; parts of usage.md and of troubleshooting.md, which stand alone."""
     found = []
     for name, page in PAGES.items():
-        for part in page.split("\n## ")[1:] if name.endswith(("troubleshooting.md", "README.md")) else [page]:
+        for part in page.split("\n## ")[1:] if name.endswith(("troubleshooting.md", "usage.md")) else [page]:
             title = part.splitlines()[0].lstrip("# ")
             if commands(part):
                 found.append(pytest.param(part, id=title, marks=[pytest.mark.slow] * title.startswith(_LONG)))

@@ -10,8 +10,8 @@ from warm_programs import told_by_file
 
 from stalloc.cost.disjoint_sets import DisjointSets
 from stalloc.cost.layer_costs import LinkCost
-from stalloc.cost.saved_tensors import SavedTensor, SavedTensors
-from stalloc.cost.shared_link import LinkSharing, RanksSwap, share_link
+from stalloc.cost.swapping.saved_tensors import SavedTensor, SavedTensors
+from stalloc.cost.swapping.tmo import LinkSharing, RanksSwap, share_link
 from stalloc.techniques.offload_order import OffloadOrder
 
 MIB = 1 << 20

@@ -1,6 +1,7 @@
-"""Every command of the README runs: those with an answer in test_docs.py, the others here, on small programs and files.
+"""Every command of the README and of docs/usage.md runs, on small programs and files.
 
-The names that the README gives to what is the reader's stand for a program that trains, and for our recordings.
+Those that are shown with an answer run in test_docs.py. The names that both pages give to what is the reader's stand for
+a program that trains, and for our recordings.
 """
 
 import gzip
@@ -18,7 +19,7 @@ from recordings import path_of
 from test_docs import ROOT, answer
 from warm_programs import run_stalloc, without_compiling
 
-README = (ROOT / "README.md").read_text()
+PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/usage.md"))
 TRAIN = """
 import argparse
 import torch
@@ -38,7 +39,7 @@ import torch
 def test_it_allocates():
     torch.ones(1 << 20, device="cuda")
 """
-#: what the README calls the reader's files and choices, where it does not name one
+#: what the pages call the reader's files and choices, where they do not name one
 MEANT = {
     "stalloc swap FILE… --budget SIZE": "stalloc swap operations.trace.npz --budget 16MiB",
     "SCRIPT": "train.py", "FILE…": "snapshot.pickle", "FILE": "snapshot.pickle", "PLAN": "step.plan.npz",
@@ -49,7 +50,7 @@ MEANT = {
 ELSEWHERE = {
     "pip install": "needs a network; scripts/lib/packaging_trial.py installs it",
     "./scripts/test": "runs this",
-    "./scripts/demo": "is the first command of the README that shows its report, and one more of its kind",
+    "./scripts/demo": "is the command of docs/usage.md that shows its report, and one more of its kind",
     "./scripts/site": "installs MkDocs: test_site.py",
     "./scripts/gpu_check": "needs a GPU",
     "stalloc live": "needs a program beside it: test_live.py",
@@ -72,7 +73,7 @@ _GUARD = ("--stalloc-baseline", "memory.json", "--stalloc-gpu", "virtual:H100")
 
 def typed() -> list[str]:
     """The lines that a reader may type: of blocks, of the table's first column, and those of the text with a script."""
-    text = re.sub(r"```(console|python)\n.*?```", "", README, flags=re.DOTALL)
+    text = re.sub(r"```(console|python)\n.*?```", "", PAGES, flags=re.DOTALL)
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
     prose = re.sub(r"^```\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -89,7 +90,7 @@ def typed() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the README names: a program, a package, a test, a snapshot, a log, and plans of both."""
+    """A folder with what the pages name: a program, a package, a test, a snapshot, a log, and plans of both."""
     made = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "examples", made / "examples")
     (made / "train.py").write_text(TRAIN)
@@ -128,14 +129,14 @@ def test_a_command_runs(command: str, folder: Path) -> None:
 
 
 def test_the_code_runs(run_program: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
     names = "data = [1 << 20] * 6\ndef train(size):\n    import cupy\n    cupy.zeros(size)\n"
     done = run_program(names + code.replace("install()", "install(device='virtual')"))
     assert done.returncode == 0, done.stderr
     assert "running on the plan" in done.stdout
 
 
-def test_what_is_not_run_here_stands_in_the_readme() -> None:
+def test_what_is_not_run_here_stands_in_the_pages() -> None:
     commands = typed()
     assert len(commands) > 40
     for start in ELSEWHERE:

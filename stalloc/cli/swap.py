@@ -7,11 +7,12 @@ PatrickStar: parameters and optimizer state in chunks of one size, of which thos
 that were used longest ago (LRU). Elixir: the size of chunks, and how many stay on the device with their state, searched
 together; what was rejected is shown. Angel-PTM: pages of 4 MiB. Harmony: packs of layers, for the forward and the
 backward pass apart. STRONGHOLD: the smallest window of layers without a modelled stall. LoHan: how much of what layers
-save is swapped, where the rest is recomputed. Mobius: stages that take turns on several GPUs (needs SciPy:
-`pip install 'stalloc[solver]'`). TMO: ranks on one link that swap saved tensors in turn, one copy at a time each way,
-either of sets that have as little in common as can be or of the same, whichever is quicker; beside ranks that all swap
-the same at the same moment. Smart-Infinity: the optimizer's update alone, in drives that compute, which share a link
-such as the GPU's. Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's.
+save is swapped, where the rest is recomputed. Mobius: stages that take turns on several GPUs (needs SciPy: `pip install
+'stalloc[solver]'`). TMO: ranks on one link that swap saved tensors in turn, one copy at a time each way, either of sets
+that have as little in common as can be or of the same, whichever is quicker; beside ranks that all swap the same at the
+same moment. Smart-Infinity: the optimizer's update alone, in drives that compute, which share a link such as the GPU's.
+Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's. All are models made from the
+papers: none was compared with the system it is named after, which a line below the tables says, too.
 
 JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `angel`, `harmony`, `stronghold`, `lohan`, `mobius`,
 `least_layers_bytes` (from where on Harmony and Mobius have an answer), `tmo`, `smart_infinity` and `notes`, in bytes
@@ -28,12 +29,13 @@ from stalloc.cli import EXIT_DONE
 from stalloc.cli.output import add_json_argument, file_label, note_texts, table_console, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.cost.swapping import Machine, Swapping, replay_swapping
+from stalloc.cost.swapping.replayed_systems import Machine, Swapping, replay_swapping
 from stalloc.device import find_gpu, parse_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds, plural
 from stalloc.trace import load_traces
 
+_NO_ORACLE = "all of these are models made from the papers, without an oracle: not compared with the systems themselves"
 _SHOWN = 6  #: candidates of Elixir's that were rejected
 
 
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
             _print_layers(console, made, machine)
             _print_ranks(console, made)
             _print_update(console, made)
+            print_prose(console, _NO_ORACLE, indent="  ")
             for note in note_texts(made.notes):
                 print_prose(console, f"note: {note}", indent="  ")
     return EXIT_DONE

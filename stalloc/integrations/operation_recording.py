@@ -16,7 +16,6 @@ import numpy as np
 from stalloc.figures import human_bytes, plural
 from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
 from stalloc.lifespans.roles import event_of, find_roles
-from stalloc.techniques.gradient_access import own_gradient
 from stalloc.techniques.module_calls import Call, ModuleCalls
 from stalloc.techniques.repeated_blocks import find_blocks
 from stalloc.trace import MARK_STEP, Trace
@@ -152,6 +151,8 @@ class OperationRecording:
     def _about_to_step(self, optimizer: Any) -> None:
         if self._stopped:
             return
+        from stalloc.techniques.gradient_access import own_gradient  # imports torch: the script does first
+
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._seen.get(optimizer) is None:
             self._look_at(Role.PARAMETER, parameters)

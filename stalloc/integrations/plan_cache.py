@@ -56,8 +56,10 @@ def _version(package: str) -> str:
 
 
 def _versions() -> dict[str, str]:
+    from stalloc import __version__
+
     cupy = next((v for v in map(_version, ("cupy", "cupy-cuda13x", "cupy-cuda12x")) if v), "")
-    return {"python": sys.version, "stalloc": _version("stalloc"), "torch": _version("torch"), "cupy": cupy}
+    return {"python": sys.version, "stalloc": __version__, "torch": _version("torch"), "cupy": cupy}
 
 
 def _devices() -> list[tuple[str, int]]:

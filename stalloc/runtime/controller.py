@@ -793,7 +793,7 @@ class Controller:
         """Before the first allocation: take no more from the device, and keep a plan that the budget was tried with.
 
         What the program does beside it is served by the heap, and the next step that is planned has its addresses
-        again, as when it was tried; only a request that could not be served otherwise ends it.
+        again, as when it was tried; it ends where a request could not be served otherwise, or the program has left it.
         """
         self.memory.keep_within(budget_bytes)
         self.steps.keep_plan = self._is_planned

@@ -10,9 +10,9 @@ needed latest, by Belady.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.chunk_cache import least_capacity
-from stalloc.cost.chunk_search import replayed
-from stalloc.cost.chunk_uses import Chunks, ModelData, Moment
+from stalloc.cost.swapping.elixir import replayed
+from stalloc.cost.swapping.model_data import ModelData, in_turn
+from stalloc.cost.swapping.patrickstar import Chunks, least_capacity
 
 PAGE_BYTES = 4 << 20  #: the paper's
 _MOST_TENSORS = 2  #: in a page
@@ -42,20 +42,17 @@ def lay_out(sizes: Sequence[int], page_bytes: int) -> list[range]:
     return found
 
 
-def replay_pages(data: ModelData, budget_bytes: int, page_bytes: int = PAGE_BYTES) -> PageReplay | None:
+def replay_pages(data: ModelData, budget_bytes: int) -> PageReplay | None:
     """What a step moves within so much memory of the device; None if what is needed at once has no room.
 
     State stays in the host, where it is updated; gradients go there page by page.
     """
+    page_bytes = PAGE_BYTES
     pages = lay_out(data.sizes, page_bytes)
     count = pages[-1].stop if pages else 0
-    moments: list[Moment] = []
-    for needed in data.uses:
-        moment = tuple(sorted({page for row in needed for page in pages[row]}))
-        if not moments or moments[-1] != moment:
-            moments.append(moment)
+    moments = in_turn((page for row in needed for page in pages[row]) for needed in data.uses)
     capacity = budget_bytes // page_bytes
     if capacity < least_capacity(moments):
         return None
-    moved = replayed(Chunks(page_bytes, count, 0, tuple(moments), 0), 0, capacity).moved_bytes
+    moved = replayed(Chunks(page_bytes, count, 0, moments, 0), 0, capacity).moved_bytes
     return PageReplay(page_bytes, count, capacity, count * page_bytes - data.parameter_bytes, moved)

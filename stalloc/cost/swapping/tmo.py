@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from stalloc.cost.disjoint_sets import DisjointSets
 from stalloc.cost.layer_costs import LinkCost
-from stalloc.cost.saved_tensors import SavedTensor, SavedTensors, Use
+from stalloc.cost.swapping.saved_tensors import SavedTensor, SavedTensors, Use
 
 _SHARES = 256  # ratios that are tried
 

@@ -10,9 +10,9 @@ one way of the link that the drives share.
 
 from dataclasses import dataclass
 
-from stalloc.cost.chunk_uses import ModelData
 from stalloc.cost.host_rates import DISK_READ_BYTES_PER_SECOND, DISK_WRITE_BYTES_PER_SECOND
 from stalloc.cost.layer_costs import LinkCost
+from stalloc.cost.swapping.model_data import ModelData
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ is more than what the best moves. The first chunks in the order of their use are
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stalloc.cost.chunk_cache import least_capacity, replay_chunks
-from stalloc.cost.chunk_uses import Chunks, ModelData, in_chunks
+from stalloc.cost.swapping.model_data import ModelData, Moment
+from stalloc.cost.swapping.patrickstar import Chunks, in_chunks, least_capacity, replay_chunks
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _choices(chunks: Chunks, budget_bytes: int) -> Iterable[ChunkChoice]:
         yield ChunkChoice(chunks.chunk_bytes, chunks.count, 0, max(blocks, 0), 0, is_replayed=False, refused=reason)
 
 
-def _without(chunks: Chunks, residents: int) -> list[tuple[int, ...]]:
+def _without(chunks: Chunks, residents: int) -> list[Moment]:
     moments = (tuple(chunk for chunk in moment if chunk >= residents) for moment in chunks.moments)
     return [moment for moment in moments if moment]
 

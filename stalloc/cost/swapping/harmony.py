@@ -7,10 +7,12 @@ Contract: of all ways to pack layers in a row that fit, the one with the fewest 
 that moves least. A pack fits with what it needs itself; what of the next one has no room beside it comes after it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost, backward_bytes, forward_bytes, together
+from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.swapping.recorded_layers import backward_bytes, forward_bytes, together
 
 Pack = tuple[int, int]
 """Layers [begin, end)."""
@@ -38,30 +40,31 @@ class _Turn:
 
 def pack_layers(layers: Sequence[LayerCost], budget_bytes: int, link: LinkCost) -> PackPlan | None:
     """The best packs within so much memory of the device; None if not even single layers fit."""
-    forward = _best(layers, budget_bytes, link, is_backward=False)
-    backward = _best(layers, budget_bytes, link, is_backward=True)
-    if forward is None or backward is None:
+    forward, backward = (_best(layers, budget_bytes, link, is_backward=back) for back in (False, True))
+    there = pass_cost(layers, forward, budget_bytes, link, is_backward=False)
+    back = pass_cost(layers, backward, budget_bytes, link, is_backward=True)
+    if there is None or back is None:
         return None
-    last = len(layers)
-    return PackPlan(
-        forward[0],
-        tuple((last - end, last - begin) for begin, end in backward[0]),
-        forward[1] + backward[1],
-        forward[2] + backward[2],
-    )
+    in_order = tuple((len(layers) - end, len(layers) - begin) for begin, end in backward)
+    return PackPlan(forward, in_order, there[0] + back[0], there[1] + back[1])
 
 
 def pass_cost(
     layers: Sequence[LayerCost], packs: Sequence[Pack], budget_bytes: int, link: LinkCost, *, is_backward: bool
 ) -> tuple[float, int] | None:
-    """(seconds, bytes moved) of a pass in these packs, in its own order of layers; None if it does not fit."""
+    """(seconds, bytes moved) of a pass in these packs, in its own order of layers; None if there is none that fits."""
     turns = [_turn(layers, pack, is_backward=is_backward) for pack in packs]
-    seconds = link.seconds(turns[0].in_bytes)
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        if turn.here_bytes > budget_bytes:
-            return None
+    if not turns or any(turn.here_bytes > budget_bytes for turn in turns):
+        return None
+    seconds = 0.0
+    for turn, following in zip([_first(budget_bytes), *turns][::-1], [None, *turns[::-1]], strict=True):
         seconds += _seconds(turn, following, budget_bytes, link)
     return seconds, sum(turn.in_bytes + turn.out_bytes for turn in turns)
+
+
+def _first(budget_bytes: int) -> _Turn:
+    """What comes before the first pack: nothing computes, and no part of the pack can come earlier."""
+    return _Turn(0.0, 0, 0, budget_bytes)
 
 
 def _turn(layers: Sequence[LayerCost], pack: Pack, *, is_backward: bool) -> _Turn:
@@ -72,19 +75,13 @@ def _turn(layers: Sequence[LayerCost], pack: Pack, *, is_backward: bool) -> _Tur
     begin, end = pack
     if not is_backward:
         one = together(layers[begin:end])
-        is_last = end == len(layers)
-        out = 0 if is_last else one.boundary_bytes
+        out = 0 if end == len(layers) else one.boundary_bytes
         return _Turn(one.forward_seconds, one.parameter_bytes, out, forward_bytes(layers, begin, end))
     low, high = len(layers) - end, len(layers) - begin
     one = together(layers[low:high])
     handed = layers[low - 1].boundary_bytes if low else 0
-    gradients = one.parameter_bytes
-    return _Turn(
-        one.forward_seconds + one.backward_seconds,
-        one.parameter_bytes + handed,
-        gradients,
-        backward_bytes(layers, low, high),
-    )
+    seconds, gradients = one.forward_seconds + one.backward_seconds, one.parameter_bytes
+    return _Turn(seconds, one.parameter_bytes + handed, gradients, backward_bytes(layers, low, high))
 
 
 def _seconds(turn: _Turn, following: _Turn | None, budget_bytes: int, link: LinkCost) -> float:
@@ -95,38 +92,31 @@ def _seconds(turn: _Turn, following: _Turn | None, budget_bytes: int, link: Link
     return meanwhile + link.seconds(coming - beside)
 
 
-def _best(
-    layers: Sequence[LayerCost], budget_bytes: int, link: LinkCost, *, is_backward: bool
-) -> tuple[tuple[Pack, ...], float, int] | None:
-    """(packs, seconds, bytes) by dynamic programming over the pack at hand: the rest depends on nothing else."""
+def _best(layers: Sequence[LayerCost], budget_bytes: int, link: LinkCost, *, is_backward: bool) -> tuple[Pack, ...]:
+    """The best packs by dynamic programming over the pack at hand: the rest depends on nothing else. () if none fit."""
     num = len(layers)
-    turns = {
-        (begin, end): _turn(layers, (begin, end), is_backward=is_backward)
-        for begin in range(num)
-        for end in range(begin + 1, num + 1)
-    }
-    rest: dict[Pack, tuple[float, int, Pack | None]] = {}  # from the begin of this pack on
-    for begin in range(num - 1, -1, -1):
-        for end in range(begin + 1, num + 1):
-            turn = turns[begin, end]
-            moved = turn.in_bytes + turn.out_bytes
-            following: list[Pack | None] = [(end, after) for after in range(end + 1, num + 1) if (end, after) in rest]
-            found = []
-            for one in following if end < num else [None]:
-                after = turns[one] if one else None
-                if turn.here_bytes <= budget_bytes:
-                    later = rest[one] if one else (0.0, 0, None)
-                    found.append((_seconds(turn, after, budget_bytes, link) + later[0], moved + later[1], one))
-            if found:
-                rest[begin, end] = min(found, key=lambda one: one[:2])
-    first = [(0, end) for end in range(1, num + 1) if (0, end) in rest]
-    if not first:
-        return None
-    pack: Pack | None = min(first, key=lambda one: (link.seconds(turns[one].in_bytes) + rest[one][0], rest[one][1]))
-    assert pack is not None
-    seconds, moved = link.seconds(turns[pack].in_bytes) + rest[pack][0], rest[pack][1]
-    packs = []
-    while pack is not None:
-        packs.append(pack)
-        pack = rest[pack][2]
-    return tuple(packs), seconds, moved
+    possible = itertools.combinations(range(num + 1), 2)
+    turns = {pack: _turn(layers, pack, is_backward=is_backward) for pack in possible}
+    rest: dict[Pack, tuple[float, int, tuple[Pack, ...]]] = {}  # seconds, bytes and packs from this pack on
+
+    def then(turn: _Turn, begin: int) -> tuple[float, int, tuple[Pack, ...]] | None:
+        """A turn, and the best that can follow it from a layer on."""
+        moved = turn.in_bytes + turn.out_bytes
+        if begin == num:
+            return _seconds(turn, None, budget_bytes, link), moved, ()
+        ways = [
+            (_seconds(turn, turns[one], budget_bytes, link) + rest[one][0], moved + rest[one][1], one)
+            for one in ((begin, end) for end in range(begin + 1, num + 1))
+            if one in rest
+        ]
+        if not ways:
+            return None
+        seconds, moved, pack = min(ways, key=lambda way: way[:2])
+        return seconds, moved, (pack, *rest[pack][2])
+
+    for pack in reversed(turns):
+        found = then(turns[pack], pack[1]) if turns[pack].here_bytes <= budget_bytes else None
+        if found:
+            rest[pack] = found
+    found = then(_first(budget_bytes), 0)
+    return found[2] if found else ()

@@ -6,17 +6,14 @@ Tensors of less than 64 KiB, which are not worth swapping, are left out.
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
-from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.step_seconds import operation_seconds
-from stalloc.lifespans import recorded_step
-from stalloc.lifespans.roles import within
-from stalloc.trace import Trace
-from stalloc.trace.operations import RangeKind, Role
+from stalloc.cost.swapping.recorded_passes import RecordedPasses
+from stalloc.trace.operations import Role
 
 
 class Use(enum.IntEnum):
@@ -73,17 +70,11 @@ class SavedTensors:
         return sorted(found)
 
 
-def saved_tensors(trace: Trace, rates: GpuRates) -> SavedTensors:
-    """Those of the last recorded step. Raises BadInputError for a trace that does not tell."""
-    operations, step = recorded_step(trace)
-    in_update, in_backward = (within(operations, kind) for kind in (RangeKind.OPTIMIZER, RangeKind.BACKWARD))
-    rows = step.operations[~in_update[step.operations]]
-    times: dict[int, tuple[float, float]] = {}  # begin and end of each operation
-    seconds = 0.0
-    for row in rows.tolist():
-        begin = seconds
-        seconds += operation_seconds(operations, row, rates)[1]
-        times[row] = begin, seconds
+def saved_tensors(passes: RecordedPasses) -> SavedTensors:
+    """Those of a recorded step."""
+    trace, operations, in_backward = passes.trace, passes.operations, passes.in_backward
+    ends = list(itertools.accumulate(passes.seconds, initial=0.0))
+    times = dict(zip(passes.rows.tolist(), itertools.pairwise(ends), strict=True))  # begin and end of each operation
     uses: dict[int, tuple[list[int], list[int]]] = {}  # of each request: operations of the forward, and the other pass
     for operation, request in zip(operations.access_op.tolist(), operations.access_request.tolist(), strict=True):
         if operation in times and operations.role[request] == Role.SAVED_ACTIVATION:
@@ -98,4 +89,4 @@ def saved_tensors(trace: Trace, rates: GpuRates) -> SavedTensors:
         needed = max(saved, needed)
         over = max(over, math.nextafter(needed, math.inf))  # some operations take no time
         found.append(SavedTensor(int(trace.size[request]), saved, needed, over))
-    return SavedTensors(tuple(sorted(found, key=lambda one: (one.saved, one.needed))), seconds)
+    return SavedTensors(tuple(sorted(found, key=lambda one: (one.saved, one.needed))), ends[-1])

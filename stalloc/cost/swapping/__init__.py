@@ -1,0 +1,1 @@
+"""Published ways to keep a model in host memory, replayed on a recorded step: one model a file."""
