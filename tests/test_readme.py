@@ -1,7 +1,7 @@
 """Every command of the README and of docs/usage.md runs, on small programs and files.
 
-Those that are shown with an answer run in test_docs.py. The names that both pages give to what is the reader's stand for
-a program that trains, and for our recordings.
+Those that are shown with an answer run in test_docs.py. The names that both pages give to what is the reader's stand
+for a program that trains, and for our recordings.
 """
 
 import gzip
