@@ -13,9 +13,9 @@ LITTLE_BYTES = PAGE_BYTES >> 5  #: requests below it lie together: one that live
 Size = TypeVar("Size", int, "Column")
 
 
-def aligned(size_bytes: Size) -> Size:
-    """What a request takes: the next multiple of ALIGNMENT_BYTES, of one size or of each in a column."""
-    return (size_bytes + (ALIGNMENT_BYTES - 1)) & -ALIGNMENT_BYTES
+def aligned(size_bytes: Size, alignment: int = ALIGNMENT_BYTES) -> Size:
+    """What a request takes: the next multiple of a power of two, of one size or of each in a column."""
+    return (size_bytes + (alignment - 1)) & -alignment
 
 
 def whole_pages(size_bytes: Size) -> Size:

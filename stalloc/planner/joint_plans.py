@@ -14,6 +14,7 @@ from stalloc.planner.layout import columns
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.planning import Arrays, plan, plan_tape, tape_bound
 from stalloc.planner.problem import epochs, load_curve
+from stalloc.sizes import aligned
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:
@@ -57,4 +58,4 @@ def _bound(source: "Trace | Tape | Arrays", alignment: int) -> int:
     start, end, size = columns(*given)
     rows = start < end
     a, b, num_epochs = epochs(start[rows], end[rows])
-    return int(load_curve(a, b, (size[rows] + (alignment - 1)) & -alignment, num_epochs).max(initial=0))
+    return int(load_curve(a, b, aligned(size[rows], alignment), num_epochs).max(initial=0))

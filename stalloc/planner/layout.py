@@ -20,6 +20,7 @@ from stalloc.planner.constraints import Constraints, Ranges, check_places, const
 from stalloc.planner.intervals import Layout, place_line
 from stalloc.planner.problem import load_curve
 from stalloc.planner.ring import place_ring, ring_bound
+from stalloc.sizes import aligned
 from stalloc.trace.record import MAX_BYTES
 
 
@@ -110,7 +111,7 @@ def _checked(start: Column, end: Column, size: Column, given: Constraints, ring:
         if wrong.any():
             row = int(wrong.argmax())
             raise BadInputError(f"row {row} ([{start[row]}, {end[row]}), {size[row]} bytes) {sentence}: correct it.")
-    rounded = (size + (granule - 1)) & -granule
+    rounded = aligned(size, granule)
     most = np.maximum(rounded, (size + (given.alignment - 1)) & -given.alignment)
     total = np.cumsum(most.astype(np.float64))
     if len(total) and total[-1] >= MAX_BYTES:

@@ -25,6 +25,7 @@ from stalloc.planner.methods import check_method
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.ring import ring_bound
 from stalloc.planner.sharing import Streams, handovers, place_streams
+from stalloc.sizes import aligned
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def plan(
     layout = plan_arrays(
         start, end, size, alignment=alignment, fixed=given.fixed, forbidden=forbidden, ids=ids, budget=budget
     )
-    rounded = (size + (given.granule - 1)) & -given.granule
+    rounded = aligned(size, given.granule)
     fixed_end = np.where(given.fixed >= 0, given.fixed + rounded, 0).max(initial=0)  # of requests of no time as well
     peak = max(layout.peak_bytes, int(fixed_end))
     made = Plan(
@@ -189,7 +190,7 @@ def plan_tape(
 
 def tape_bound(tape: "Tape", alignment: int) -> int:
     """The maximum load of what a tape plans."""
-    rounded = (tape.size + (alignment - 1)) & -alignment
+    rounded = aligned(tape.size, alignment)
     counted = np.flatnonzero(tape.planned & (rounded > 0) & (tape.start < tape.end))
     return ring_bound(tape.start[counted], tape.end[counted], rounded[counted], tape.ring_start, tape.ring_end)
 

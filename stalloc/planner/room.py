@@ -14,6 +14,7 @@ from stalloc.columns import Column
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.planning import plan_tape
 from stalloc.planner.problem import epochs, load_curve
+from stalloc.sizes import aligned
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
@@ -32,7 +33,7 @@ def leave_room(plan: Plan, wider: "Tape") -> Plan:
     own = np.flatnonzero(taken.row >= 0)
     offset = np.full(len(plan.tape_size), -1, np.int64)
     offset[taken.row[own]] = made.tape_offset[own]
-    rounded = (plan.tape_size + (plan.alignment - 1)) & -plan.alignment
+    rounded = aligned(plan.tape_size, plan.alignment)
     if ((offset >= 0) & (offset + rounded > plan.peak_bytes)).any() or ((offset < 0) & (plan.tape_offset >= 0)).any():
         return plan
     return replace(plan, offset=offset, tape_offset=offset, method=made.method)
@@ -40,7 +41,7 @@ def leave_room(plan: Plan, wider: "Tape") -> Plan:
 
 def _that_fit(wider: "Tape", alignment: int) -> Column:
     """The rows of the ring, and of what else comes in it those that do not raise its load, in order."""
-    size, period = (wider.size + (alignment - 1)) & -alignment, wider.ring_end - wider.ring_start
+    size, period = aligned(wider.size, alignment), wider.ring_end - wider.ring_start
     wraps = np.flatnonzero(wider.end > wider.ring_end)
     begin, end, num_epochs = epochs(
         np.concatenate([wider.start, np.full(len(wraps), wider.ring_start)]),
