@@ -103,7 +103,8 @@ def test_the_share_that_is_static_is_that_of_the_step_with_least() -> None:
 
 def test_the_ring_with_dynamic_requests_has_those_of_the_last_step_where_they_came() -> None:
     aligned = AlignedSteps(steps_of([[50, 70], [300, 20], [90, 110], [60, 0]]))
-    ring, wider = aligned.tape(), aligned.with_dynamic()
+    ring = aligned.tape()
+    wider = aligned.with_dynamic(ring)
     own = wider.row >= 0
     assert wider.row[own].tolist() == list(range(ring.num_requests))
     unit = wider.ring_end // ring.ring_end

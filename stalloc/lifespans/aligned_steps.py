@@ -230,13 +230,13 @@ class AlignedSteps:
             minimum_size=TINY_BYTES + 1,
         )
 
-    def with_dynamic(self) -> Tape:
-        """That ring with the dynamic requests of the last step among its own, on a clock that counts these too.
+    def with_dynamic(self, ring: Tape) -> Tape:
+        """The ring that `tape` made, with the dynamic requests of the last step, on a clock that counts these too.
 
-        `row` is the entry of `tape()`, -1: a dynamic one. Little ones, and those that live on after the step, are none
+        `row` is the entry of the ring, -1: a dynamic one. Little ones, and those that live on after the step, are none
         of it: the heap has them.
         """
-        ring, sites, begin = self.tape(), self._aligned.sites[-1], int(self._bounds[-2])
+        sites, begin = self._aligned.sites[-1], int(self._bounds[-2])
         rows, births = (column[begin : int(self._bounds[-1])] for column in (self._rows, self._births))
         size, stream, number = self._trace.size[rows], self._trace.stream[rows].astype(np.int64), np.arange(len(rows))
         is_static, unit = sites >= 0, len(sites)

@@ -454,7 +454,7 @@ class Controller:
             self._settle()
 
     def _follow_aligned(self) -> bool:
-        """No marked step recurs: whether they are the same in a good part, which is planned then."""
+        """No marked step recurs: whether the last ones are the same in a good part, which is planned then."""
         from stalloc.lifespans.aligned_steps import AlignedSteps
 
         trace = self.recording.regular_trace(decisions.first_aligned(len(self.recording.step_events) - 1))
@@ -466,7 +466,7 @@ class Controller:
             self.arenas.drop_tape()
         else:
             self.arenas.give_back()
-        job = PlanJob(tape, self._streams, Between(*aligned.between()), aligned.with_dynamic())
+        job = PlanJob(tape, self._streams, Between(*aligned.between()), aligned.with_dynamic(tape))
         self._follow_recorded(trace, job, 0)
         self.steps.follow_aligned(tape)
         self.state.triggers.at_any_request()
