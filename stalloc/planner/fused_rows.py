@@ -86,8 +86,8 @@ def in_blocks(fused: Fused, limit: Column, edges: Column) -> Fused:
             load[first:last] = whole
             leader[group] = group[0]
             above[group] = np.cumsum(rows.size[group]) - rows.size[group]
-    _, block = np.unique(leader, return_inverse=True)
-    block = block.reshape(-1)
+    leads = leader == np.arange(len(leader))
+    block = (np.cumsum(leads) - 1)[leader]
     height = np.zeros(len(block), np.int64)
     np.add.at(height, block, rows.size)
     blocks = _of_blocks(rows, block, above, height[block], int(block.max(initial=-1)) + 1)
