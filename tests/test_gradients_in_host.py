@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_paging import BLOCK
 from warm_programs import run_stalloc, told_by_file
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
@@ -28,21 +29,15 @@ REFUSED_BESIDE = {
     "another optimizer between": "a gradient is read or set",
     "skipped": "a gradient is read or set",
 }
-TRAINS = """
+TRAINS = f"""
 import gc, json, torch, stalloc
 from torch import nn
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)
-    def forward(self, x):
-        return x + self.two(torch.relu(self.one(x)))
-def trained(depth, way):
+{BLOCK}def trained(depth, way):
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*[Block() for _ in range(depth)]).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    processor = {"processor": 1.0} if way != "streamed" else {}
+    processor = {{"processor": 1.0}} if way != "streamed" else {{}}
     stalloc.page_optimizer(optimizer, window="1MiB", **processor, beside_backward=way == "beside")
     if way != "processor":
         stalloc.stream_layers(model, window=1, microbatches=2)
@@ -131,16 +126,10 @@ def test_what_is_held_does_not_grow_with_depth_and_copies_are_in_order(tmp_path:
     assert peaks[0] <= small + 3 * given, "their activations"
 
 
-FITTED = """
+FITTED = f"""
 import sys, torch
 from torch import nn
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)
-    def forward(self, x):
-        return x + self.two(torch.relu(self.one(x)))
-MODEL = nn.Sequential(*[Block() for _ in range(8)]).cuda()
+{BLOCK}MODEL = nn.Sequential(*[Block() for _ in range(8)]).cuda()
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
 for step in range(6):
     MODEL(torch.ones(32, 256, device="cuda")).sum().backward()

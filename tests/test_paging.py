@@ -15,16 +15,19 @@ from stalloc.techniques.tier_settings import TierSettings
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
 PROGRAM = Path(__file__).parent / "programs" / "paging.py"
-TRAINS = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
+BLOCK = """
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)
     def forward(self, x):
         return x + self.two(torch.relu(self.one(x)))
+"""
+TRAINS = f"""
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+{BLOCK}
 MODEL = nn.Sequential(*[Block() for _ in range(6)]).cuda()
 OPTIMIZER = getattr(torch.optim, sys.argv[2])(MODEL.parameters())
 SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 2)
