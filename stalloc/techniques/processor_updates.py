@@ -149,9 +149,7 @@ class ProcessorUpdates:
         for one, value, gradient in zip(part, way.values, way.gradients, strict=True):
             copy = torch.nn.Parameter(value if computes else value.to("meta"))
             copy.grad = gradient if computes else gradient.to("meta")
-            values = state[one]
-            values |= {name: it.cpu() for name, it in values.items() if isinstance(it, torch.Tensor)}
-            state[copy] = values if computes else _on_meta(values)
+            state[copy] = _on_processor(state[one], computes)
             copies.append(copy)
         try:
             with _as_on_processor(optimizer, computes):
@@ -165,12 +163,10 @@ class ProcessorUpdates:
         """One update of what a parameter is in the host, by a gradient of the host, which another thread can make."""
         group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
         computes = has_values(device_of(parameter))
-        state = optimizer.state[parameter]
-        state |= {name: it.cpu() for name, it in state.items() if isinstance(it, torch.Tensor)}
         twin = object.__new__(type(optimizer))  # whose groups and state nobody else changes meanwhile
         copy = torch.nn.Parameter(value if computes else value.to("meta"))
         options = {**group, "params": [copy], "fused": computes, "foreach": False}
-        values = state if computes else _on_meta(state)
+        values = _on_processor(optimizer.state[parameter], computes)
         vars(twin).update({**vars(optimizer), "param_groups": [options], "state": {copy: values}})
 
         def update(gradient: torch.Tensor) -> None:
@@ -212,7 +208,11 @@ class ProcessorUpdates:
         return self._transfers
 
 
-def _on_meta(state: dict[str, Any]) -> dict[str, Any]:
+def _on_processor(state: dict[str, Any], computes: bool) -> dict[str, Any]:
+    """The state of a parameter, which moves to the processor; a stand-in where nothing is computed."""
+    state |= {name: it.cpu() for name, it in state.items() if isinstance(it, torch.Tensor)}
+    if computes:
+        return state
     return {
         name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it for name, it in state.items()
     }
