@@ -235,7 +235,7 @@ _PLACING = (
         "round-up",
         "planner/layout",
         "sizes are not rounded up to the alignment",
-        "rounded = (size + (granule - 1)) & -granule",
+        "rounded = aligned(size, granule)",
         "rounded = size",
     ),
     _rule(
