@@ -124,6 +124,7 @@ class State(Record):
     num_tapes: int
     stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
+    ask_above: int  # Python: enter Python before allocated_bytes become more than this; 0: never
 
     # the tape and the cells, set when a plan is installed
     num_entries: LineStart  # of the tape

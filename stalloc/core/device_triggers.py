@@ -36,6 +36,10 @@ class Triggers:
         """Ask at a miss once so many more requests were served."""
         self._record.doubt_at = self._record.total.num_allocs + count
 
+    def above(self, allocated_bytes: int) -> None:
+        """Ask before each request with which more than so many bytes would be allocated; 0: never."""
+        self._record.ask_above = allocated_bytes
+
     def at_recorded(self, num_requests: int) -> None:
         """Ask once the record has so many requests above TINY; 0: never."""
         self._record.check_at = num_requests

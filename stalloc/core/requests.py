@@ -8,7 +8,7 @@ Contract, upheld under one lock a device:
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
 
-A planned request that meets empty cells costs one atomic exchange, about 30 loads (five of them of four words) and 20
+A planned request that meets empty cells costs one atomic exchange, about 31 loads (five of them of four words) and 21
 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines of
 the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of cells.
 """
@@ -34,6 +34,7 @@ from stalloc.core.constants import (
     MODE_REPLAY,
     NEED_PAGES,
     OUT_OF_MEMORY,
+    OVER_CAP,
     POLL,
     POLL_FOR_PLACE,
     POLLED,
@@ -98,6 +99,8 @@ def _try(state, stream, size, requested, stage, position):
     """One try with the lock held; `position`: the entry that pages were asked for."""
     if stream < 0:
         return Outcome(0, REFUSED, FULL_STREAMS)
+    if stage == FIRST_TRY and state.total.allocated_bytes + size > state.ask_above > 0:
+        return Outcome(0, OVER_CAP, 0)
     # events must not be asked for while a graph is captured
     waiting = state.num_deferred > 0 and state.private_kind == 0
     if stage == FIRST_TRY and waiting and state.total.num_allocs & 31 == 0:
@@ -169,7 +172,7 @@ def _ask(state, reason, subject, size, stage):
     helped = polls and free_those_over(state)
     if not helped:
         helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
-    if reason in (AT_BOUNDARY, POLL, CHECK, IN_CAPTURE):
+    if reason in (AT_BOUNDARY, POLL, CHECK, IN_CAPTURE, OVER_CAP):
         return ASKED  # the tape has not moved yet
     if reason == POLL_FOR_PLACE:
         return POLLED

@@ -23,6 +23,7 @@ from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
 from stalloc.runtime.effort import Effort
+from stalloc.runtime.eviction import Evict
 from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.interruptions import is_interruption, is_passing
 from stalloc.runtime.kind_search import KindSearch
@@ -128,6 +129,9 @@ class Controller:
                     self.state.triggers.at_recorded(1)
                 else:
                     self._look()
+            elif reason == constants.OVER_CAP:
+                if not self.memory.is_capturing:
+                    self.memory.eviction.keep_cap(argument)
             elif reason == constants.STALE:
                 self._doubt_plan()
             elif reason == constants.NEED_EVENTS:
@@ -797,6 +801,12 @@ class Controller:
         """
         self.memory.keep_within(budget_bytes)
         self.steps.keep_plan = self._is_planned
+
+    def cap(self, cap_bytes: int, evict: Evict) -> None:
+        """Take no more than a cap from the device, and have `evict` let go of what does not fit; 0: the device's end."""
+        if cap_bytes:
+            self.memory.keep_within(cap_bytes)
+        self.memory.eviction.begin(cap_bytes, evict)
 
     def serve_recording(self, tape: ArenaTape) -> bool:
         """Serve the plan of a whole recording from the first request on, in one block; False if it does not fit."""

@@ -14,6 +14,7 @@ from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.device.capture import is_captured
 from stalloc.runtime.deferred import Deferred
+from stalloc.runtime.eviction import Eviction
 from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
@@ -45,6 +46,7 @@ class DeviceMemory:
         self.segments: dict[int, Any] = {}  #: base address -> what keeps it
         self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
         self.paging = Paging(self)
+        self.eviction = Eviction(self.state)
         self.kept: list[Any] = []  #: what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self.deferred = Deferred(self.state, device.index)

@@ -1,7 +1,7 @@
 """What happens when a request finds no memory: a segment from the device, or the reason why there is none.
 
-Contract: memory is refused only after everything that holds no live block was given back, and cycles of garbage were
-collected.
+Contract: memory is refused only after everything that holds no live block was given back, cycles of garbage were
+collected, and what the program can do without for now was evicted, if anything may be.
 """
 
 import gc
@@ -49,6 +49,9 @@ class Shortage:
             return True
         if self._collects(size_bytes) and memory.take_segment(pool, least):
             return True
+        while self._evicts(size_bytes):
+            if memory.take_segment(pool, least):
+                return True
         full = state.heap.full_table()
         if full:
             memory.release_unused()  # segments without blocks take rows too
@@ -68,7 +71,12 @@ class Shortage:
     def _grow(self, pool: int, size_bytes: int) -> bool:
         """The same by pages."""
         paging = self._memory.paging
-        return paging.grow(pool, size_bytes) or (self._collects(size_bytes) and paging.grow(pool, size_bytes))
+        if paging.grow(pool, size_bytes) or (self._collects(size_bytes) and paging.grow(pool, size_bytes)):
+            return True
+        while self._evicts(size_bytes):
+            if paging.grow(pool, size_bytes):
+                return True
+        return False
 
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
@@ -84,6 +92,12 @@ class Shortage:
             return False  # were all of it free
         gc.collect()
         return True
+
+    def _evicts(self, size_bytes: int) -> bool:
+        """Have so much let go of that the program can do without for now; False if there is nothing, or no use in it."""
+        if self._memory.is_capturing or self._state.heap.full_table():
+            return False
+        return self._memory.eviction.lets_go(size_bytes)
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
         """Say why a request of `size_bytes` is not served: a table is full, or (table 0) it is too large."""
@@ -107,6 +121,7 @@ class Shortage:
             by_pages=source.paged,
             call_sites=self._recording.call_sites,
         )
+        text += self._memory.eviction.told(size_bytes)
         self._state.set_out_of_memory_text(text)
 
     def explain_failure(self, size_bytes: int, error: BaseException) -> None:

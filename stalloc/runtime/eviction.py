@@ -1,0 +1,63 @@
+"""The last memory there is: what a program holds and can do without for now, let go of when a request does not fit.
+
+Contract: who lets go is called with the lock of its device's memory held, and without that of the core: it may free and
+copy, wait for streams and enter torch, but asks for no memory of the device. It is never called while a graph is
+captured. What is allocated decides first, which is the same in each step that does the same, so that steps with
+evictions can be planned; only what fragmentation costs beyond it is decided by what is held.
+"""
+
+from collections.abc import Callable
+
+from stalloc.core.state import DeviceState
+from stalloc.figures import human_bytes
+
+Evict = Callable[[int], int]
+"""Lets go of at least so many bytes, if it can; how many."""
+
+
+class Eviction:
+    """Of one device; without `evict` nothing can be let go of."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._evict: Evict | None = None
+        self._cap_bytes = 0
+        self._is_busy = False
+
+    def begin(self, cap_bytes: int, evict: Evict) -> None:
+        """Call `evict` when more than so many bytes would be allocated, or held; 0: only when the device has no more."""
+        self._evict, self._cap_bytes = evict, cap_bytes
+        self._state.triggers.above(cap_bytes)
+
+    def end(self) -> None:
+        """Call nobody any more."""
+        self._evict = None
+        self._state.triggers.above(0)
+
+    def keep_cap(self, size_bytes: int) -> None:
+        """A request (bytes, rounded) is about to make more than the cap allocated."""
+        self.lets_go(self._state.record.total.allocated_bytes + size_bytes - self._cap_bytes)
+
+    def lets_go(self, size_bytes: int) -> bool:
+        """Have so many bytes let go of; whether any were."""
+        if self._evict is None or size_bytes <= 0 or self._is_busy:
+            return False
+        self._is_busy = True
+        try:
+            return self._evict(size_bytes) > 0
+        finally:
+            self._is_busy = False
+
+    def told(self, size_bytes: int) -> str:
+        """What an out-of-memory error says about it, for a request (bytes) that was refused."""
+        if self._evict is None:
+            return ""
+        record = self._state.record
+        needed = human_bytes(record.total.allocated_bytes + size_bytes)
+        if not self._cap_bytes:
+            return " All that may be evicted was evicted before."
+        return (
+            f" The cap of {human_bytes(self._cap_bytes)} cannot be kept: what could be evicted was, and the rest "
+            f"(parameters, gradients, optimizer state, what is being computed with) needs {needed} with this request. "
+            f"Give --cap at least that, and some more for what comes after it."
+        )
