@@ -60,6 +60,7 @@ _MODULES = {
     "cache_experts": ".techniques",
     "report": ".writers.reporting",
     "budget": ".fitting",
+    "cap": ".fitting",
     "fit": ".fitting",
 }
 

@@ -12,6 +12,8 @@ Steps are marked by torch's optimizers or by stalloc.step(), and found from the 
 --budget holds the program to so much reserved memory from its first allocation: the settings and the plan of its fit
 (`stalloc fit`, which is made first if there is none in the current folder) are used, and what does not fit is an
 out-of-memory error. --fit names the file of a fit.
+--cap holds the program below a size whatever its shapes: what it saves for backward is evicted when a request does not
+fit, and is there again for backward. --host bounds the host memory for it (0: nothing is moved; default: all there is).
 On the virtual GPU every value is zero, so files that are there stay as they are whatever the program does to them; new
 ones are kept, and both are named. --keep-files writes for real.
 --compare-native runs the program under PyTorch's own allocator first, with its defaults and with
@@ -22,7 +24,7 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
 "fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
-`budget_by`; on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after
+`budget_by`; with a cap `cap`, what it cost; on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after
 Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
@@ -50,6 +52,7 @@ from stalloc.cli.program import (
 )
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
+from stalloc.cli.run_cap import Capped, add_cap_arguments, cap_outcome, print_cap, wanted_cap
 from stalloc.device import VirtualGPU, completion, order_checker
 from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import BadInputError
@@ -60,6 +63,7 @@ from stalloc.printable import printable
 from stalloc.sandbox import Ended
 
 if TYPE_CHECKING:
+    from stalloc.fitting.capping import Cap
     from stalloc.runtime import Runtime
     from stalloc.trace import Trace
 
@@ -68,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
     add_budget_arguments(parser)
+    add_cap_arguments(parser)
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
     parser.add_argument(
         "--observe-steps",
@@ -135,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
         form = format_of(Path(args.report), None)
         check_writable(args.report)
+    capped = wanted_cap(args)
     held = prepare(args, command, gpu) if args.budget or args.fit else None
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
@@ -152,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None
     if inside is not None and (ended := inside.fork(keep_new=not args.discard_files)) is not None:
         return _after(args, ended)
-    result = _run_here(args, command, gpu, held, peers)
+    result = _run_here(args, command, gpu, capped or held, peers)
     if args.report:
         recorded = result.runtime.recorded() if result.runtime is not None else []
         _report(recorded, Path(args.report), form, command_text(*program_command(args)))
@@ -173,12 +179,15 @@ def _run_here(
     args: argparse.Namespace,
     command: list[str],
     gpu: VirtualGPU | None,
-    held: Held | None,
+    limit: Held | Capped | None,
     peers: list[tuple[str, dict[str, Any]]],
 ) -> _Ran:
     """Run the program in this process, and report."""
     from stalloc import integrations
     from stalloc.integrations import plan_cache
+
+    held = limit if isinstance(limit, Held) else None
+    capped = limit if isinstance(limit, Capped) else None
     from stalloc.integrations.installing import read_plan_file
 
     settings = integrations.Settings(
@@ -190,12 +199,13 @@ def _run_here(
     )
     # what is wrong with the file is said before the program begins, which may write another one in its place
     plans = read_plan_file(args.plan) if args.plan else None
-    keeps = held is None and not args.plan and not args.save_plan and not args.observe_steps
+    keeps = limit is None and not args.plan and not args.save_plan and not args.observe_steps
     cache: plan_cache.PlanCache | None = None
     is_planned = False
+    cap: Cap | None = None
 
     def start(torch: bool, cupy: bool) -> None:
-        nonlocal cache, is_planned
+        nonlocal cache, is_planned, cap
         if keeps:
             cache = plan_cache.of_program(command, args.streams)
         known = held.plans if held is not None else cache.load() if cache is not None else None
@@ -204,9 +214,11 @@ def _run_here(
         )
         if held is not None:
             held.put_in_force(runtime)
+        if capped is not None:
+            cap = capped.put_in_force(runtime)
         is_planned = bool(known) and any(one.status.plan is not None for one in runtime.controllers)
 
-    if held is not None:  # its settings concern models that are made before CUDA is used
+    if limit is not None:  # its settings concern models that are made before CUDA is used
         start(torch=True, cupy=True)
     with program_output(to_stderr=args.json == "-"):
         code, runtime = run_served(command, start)
@@ -215,6 +227,8 @@ def _run_here(
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
     if held is not None:
         result |= held.outcome(reports)
+    if cap is not None:
+        result |= cap_outcome(cap, reports)
     if cache is not None and runtime is not None:
         cache.update(runtime)
     if wants_text(args):
@@ -337,11 +351,13 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
         print_report(console, report)
     if "budget_bytes" in result:
         print_outcome(console, result)
+    if "cap" in result:
+        print_cap(console, result["cap"])
     program = command_text(*program_command(args))
     if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
         verb = "dryrun" if args.stacks else "record -o run.trace.npz"
         console.print(f"next: stalloc {verb} {program}")
-    elif "budget_bytes" not in result:
+    elif "budget_bytes" not in result and "cap" not in result:
         _print_next(console, result, args, program, kept=kept)
 
 

@@ -9,14 +9,17 @@ from stalloc.lazy import loaded_on_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that has no budget pays for nothing
+    from stalloc.fitting.capping import Cap, cap
     from stalloc.fitting.fit_record import Candidate, Fit
     from stalloc.fitting.keeping import budget, fit
 
-__all__ = ["Candidate", "Fit", "budget", "fit"]
+__all__ = ["Candidate", "Cap", "Fit", "budget", "cap", "fit"]
 
 _MODULES = {
     "Candidate": ".fit_record",
     "Fit": ".fit_record",
+    "Cap": ".capping",
+    "cap": ".capping",
     "budget": ".keeping",
     "fit": ".keeping",
 }

@@ -808,6 +808,11 @@ class Controller:
             self.memory.keep_within(cap_bytes)
         self.memory.eviction.begin(cap_bytes, evict)
 
+    def end_cap(self) -> None:
+        """Have the device again, as far as the program allows itself."""
+        self.memory.eviction.end()
+        self.memory.keep_within(0)
+
     def serve_recording(self, tape: ArenaTape) -> bool:
         """Serve the plan of a whole recording from the first request on, in one block; False if it does not fit."""
         self.state.write(allocating_persistent=0, recording=0)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from stalloc.errors import RecomputeError
 from stalloc.techniques.cast_weights import CastWeights
 from stalloc.techniques.former_values import FormerValues, Read
+from stalloc.techniques.module_state import ModuleState
 from stalloc.techniques.operator_facts import OperatorFacts, changed_by, draws_random, facts_of, own_generator
 from stalloc.techniques.spare_statistics import SpareStatistics
 from stalloc.techniques.tensor_memory import sizes_of, storages_of, versions_of
@@ -93,6 +94,9 @@ class BlockTape:
         """To be entered for each run after it."""
         return _Mode(self.block, self.repeat)
 
+    def watch(self, state: ModuleState) -> None:
+        """The forward pass begins, with the module in this state."""
+
     def begin_again(self) -> None:
         """A run after the forward pass begins; what was kept is given to the first, any other computes it again."""
         if self._taken and self._lasting_random and self._random:
@@ -109,6 +113,12 @@ class BlockTape:
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do an operation of the forward pass."""
+        return self._record(operator, operator, args, kwargs)
+
+    def _record(
+        self, operator: Any, do: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The same, where `do` does it."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
         self._reads.append(self._former.reads(versions_of((args, kwargs))))
@@ -119,7 +129,7 @@ class BlockTape:
         if outside:
             self._check_given(outside, facts)
             self._former.before_change(outside, (args, kwargs))
-        results = operator(*args, **kwargs)
+        results = do(*args, **kwargs)
         self._casts.note(position, operator, args, results, read)
         if outside:
             self._former.changed(outside, counted=facts.is_declared)

@@ -41,6 +41,15 @@ class ModuleState:
         self._random = random.getstate()
         self._numpy = _numpy_state()
 
+    def sizes(self) -> list[tuple[str, int]]:
+        """How many entries each container of the modules, and of the functions that they call, has now."""
+        own = [
+            (f"{type(owner).__name__}.{name}", size)
+            for owner, target, _ in self._states
+            for name, size in _sizes(target).items()
+        ]
+        return own + self._functions.sizes()
+
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """This state in force for the block. Raises RecomputeError if a container of the module grows or shrinks."""

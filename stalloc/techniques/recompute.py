@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -29,6 +29,29 @@ MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
 """Makes the tape of one call: of the block's name, what is to be kept, and the tensors that it was given."""
 
 
+class Checkpoint(Protocol):
+    """How what the first run would save is let go of, and when the second run is made."""
+
+    def is_wanted(self) -> bool:
+        """Whether a block that is about to run is to be run in this way."""
+
+    def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape, /) -> Any:
+        """The results of `run(*values)`, of which the tape is recorded; the later run repeats it."""
+
+
+class AlwaysRecomputed:
+    """torch's checkpoint: all is let go of at once, and computed again when backward asks for the first of it."""
+
+    def is_wanted(self) -> bool:
+        """Every block is."""
+        return True
+
+    def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
+        """As of `Checkpoint`."""
+        contexts = tape.recording(), tape.repeating()
+        return torch_checkpoint(run, *values, use_reentrant=False, context_fn=lambda: contexts)
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap) is at work, in which nothing that is saved can be exchanged."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -37,16 +60,17 @@ def in_transform() -> bool:
 class RecomputedForward:
     """What takes the place of a block's `forward`."""
 
-    def __init__(self, name: str, block: Any, wanted: Wanted, make_tape: MakeTape) -> None:
+    def __init__(self, name: str, block: Any, wanted: Wanted, make_tape: MakeTape, checkpoint: Checkpoint) -> None:
         functools.update_wrapper(self, block.forward)
         self._name, self._block, self._wanted, self._make_tape = name, block, wanted, make_tape
+        self._checkpoint = checkpoint
         self._instance_forward = vars(block).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
             return self.original(*args, **kwargs)
-        if in_program_checkpoint() or self._is_hooked():
+        if in_program_checkpoint() or not self._checkpoint.is_wanted() or self._is_hooked():
             return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])
@@ -54,6 +78,7 @@ class RecomputedForward:
         del args, kwargs
         tape = self._make_tape(self._name, self._wanted, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         state = ModuleState(self._name, self._block)
+        tape.watch(state)
 
         def run(*held_now: Any) -> Any:
             if given:
@@ -68,8 +93,7 @@ class RecomputedForward:
             with ours(), state.as_before():
                 return self.original(*positional, **named)
 
-        contexts = tape.recording(), tape.repeating()
-        return torch_checkpoint(run, *held.values, use_reentrant=False, context_fn=lambda: contexts)
+        return self._checkpoint(run, held.take(), tape)
 
     def _is_hooked(self) -> bool:
         """Whether the program has put hooks into the block since it was wrapped; says so once."""
@@ -124,6 +148,11 @@ class _Held:
                 places[id(leaf)] = place
             self._places.append(place)
 
+    def take(self) -> list[Any]:
+        """The values, which are held here no more."""
+        values, self.values = self.values, []
+        return values
+
     def as_given(self, values: Sequence[Any]) -> list[Any]:
         """All leaves, of the values as they are now."""
         return [values[place] for place in self._places]
@@ -143,10 +172,15 @@ class Recomputation:
             forward.undo()
 
 
-def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted], make_tape: MakeTape = BlockTape) -> Recomputation:
+def wrap(
+    blocks: Sequence[Block],
+    wanted: Sequence[Wanted],
+    make_tape: MakeTape = BlockTape,
+    checkpoint: Checkpoint | None = None,
+) -> Recomputation:
     """Recompute blocks, each with what is wanted of it to be kept; those that cannot be are left as they are."""
     refuse_scripts_in_blocks()
-    names, left, forwards = [], {}, []
+    names, left, forwards, how = [], {}, [], checkpoint or AlwaysRecomputed()
     for block, keep in zip(blocks, wanted, strict=True):
         reason = why_not(block)
         if isinstance(vars(block.module).get("forward"), RecomputedForward):
@@ -154,7 +188,7 @@ def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted], make_tape: MakeTape 
         if reason:
             left[block.name] = reason
             continue
-        block.module.forward = RecomputedForward(block.name, block.module, keep, make_tape)
+        block.module.forward = RecomputedForward(block.name, block.module, keep, make_tape, how)
         names.append(block.name)
         forwards.append(block.module.forward)
     return Recomputation(tuple(names), left, tuple(forwards))

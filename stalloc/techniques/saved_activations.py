@@ -20,13 +20,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stalloc.cost.disjoint_sets import LEAST_BYTES
-from stalloc.errors import OffloadError
 from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.link_turns import LinkTurns, SharedLink
 from stalloc.techniques.offload_order import OffloadOrder
+from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
 from stalloc.techniques.transfers import Transfers, phase
 from stalloc.techniques.transfers_in_turn import TransfersInTurn, is_copying
 
@@ -73,32 +72,23 @@ class SavedActivations:
         self._late: deque[_Activation] = deque()  # that are over, as a thread has found that cannot wait for copies
         self._lock = RLock()  # backward passes of several devices have a thread each
         self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
-        self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._num_saved = 0
         self._entered: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> "SavedActivations":
-        self._entered.append(saved_tensors_hooks(self._pack, _Packed.unpacked))
+        self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
         self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._entered.pop().__exit__()
 
-    def _pack(self, tensor: torch.Tensor) -> "_Packed":
+    def _pack(self, tensor: torch.Tensor) -> PackedTensor:
         activation = self._activation_of(tensor) if self._may_leave(tensor) else None
-        return _Packed(self, activation, tensor)
+        return PackedTensor(self, activation, tensor)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or tensor.is_nested:
-            return False
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return False
-        owner = tensor if tensor._base is None else tensor._base
-        if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
-            return False
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES or storage._cdata in self._lasting:
+        if not may_be_kept_elsewhere(tensor, self._device_type) or tensor.untyped_storage()._cdata in self._lasting:
             return False
         in_backward = torch._C._current_graph_task_id() != -1
         return not in_backward and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -168,15 +158,6 @@ class SavedActivations:
         if self._watcher is not None:
             self._watcher.gone(activation.number)
 
-    def without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An alias of a tensor that knows how often it is changed in place, and holds no memory."""
-        kind = tensor.dtype, tensor.device
-        if kind not in self._empty:
-            self._empty[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
-        alias = tensor.detach()
-        alias.data = self._empty[kind]
-        return alias
-
     def _transfers_of(self, device: torch.device) -> Transfers | TransfersInTurn:
         if device not in self._transfers:
             turns = self.turns
@@ -188,35 +169,6 @@ class SavedActivations:
             transfers.settle()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-
-
-class _Packed:
-    """A tensor that autograd has saved. `_alias` shares its count of changes; its memory is the activation's."""
-
-    __slots__ = ("_activation", "_alias", "_layout", "_owner", "_version")
-
-    def __init__(self, owner: SavedActivations, activation: "_Activation | None", tensor: torch.Tensor) -> None:
-        self._owner, self._activation, self._version = owner, activation, tensor._version
-        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        if activation is not None:
-            self._alias = owner.without_memory(tensor)
-        else:
-            self._alias = tensor if tensor.is_leaf else tensor.detach()  # a result itself would hold what made it
-
-    def unpacked(self) -> torch.Tensor:
-        """The tensor as it was saved."""
-        if self._alias._version != self._version:
-            raise OffloadError(
-                f"a tensor of shape {tuple(self._layout[1])} that backward needs was changed in place after it was "
-                "saved: its gradients would be wrong. Do not change it before backward."
-            )
-        if self._activation is None:
-            return self._alias
-        storage = self._owner.needed(self._activation)
-        values = torch.empty(0, dtype=self._alias.dtype, device=self._alias.device)
-        tensor = self._alias.detach()
-        tensor.data = values.set_(storage, *self._layout)
-        return tensor
 
 
 class _Activation:

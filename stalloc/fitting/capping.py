@@ -1,0 +1,129 @@
+"""A cap in force in this process: what is saved for backward goes when a request does not fit, and comes back for backward.
+
+Contract: from the first allocation on no more than the cap is taken from the device. Nothing of the program is changed:
+losses and gradients are those without it, to the last bit. What cannot be evicted stays; where that is more than the
+cap, it is an out-of-memory error which says how much it is.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from stalloc.device.known_gpus import VirtualGPU, parse_memory
+from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
+from stalloc.fitting.trials import TRIAL_VARIABLE
+from stalloc.techniques.eviction_policies import policy_named
+
+if TYPE_CHECKING:
+    from stalloc.runtime import Runtime
+    from stalloc.techniques.evictable import EvictableMemory
+
+AUTO = "auto"  #: a cap of all that there is: eviction is the last resort before an out-of-memory error
+
+
+class Cap:
+    """A cap that is in force, from when torch is imported; a context, at whose end it is in force no more."""
+
+    def __init__(self, runtime: "Runtime", cap_bytes: int, host_bytes: int | None, policy: str) -> None:
+        from stalloc.imports import after_import
+
+        self.cap_bytes, self._host_bytes, self._policy = cap_bytes, host_bytes, policy
+        self._runtime = runtime
+        self._memory: EvictableMemory | None = None
+        if cap_bytes:
+            for controller in runtime.controllers:
+                controller.memory.keep_within(cap_bytes)
+        after_import("torch", self._begin)
+
+    def _begin(self) -> None:
+        import torch
+
+        from stalloc.cost.gpu_rates import rates_of
+        from stalloc.techniques.capped_blocks import drop_blocks_of_models
+        from stalloc.techniques.evictable import EvictableMemory
+        from stalloc.techniques.host_store import HostStore
+        from stalloc.techniques.late_checkpoint import LateCheckpoint
+
+        rates = rates_of(self._runtime.controllers[0].device.name)
+        memory = EvictableMemory(HostStore(self._host_bytes), rates, policy_named(self._policy))
+        drop_blocks_of_models(LateCheckpoint(memory))
+        memory.__enter__()  # for the rest of the program, or until `end`
+        for controller in self._runtime.controllers:
+            device = torch.device("cuda", controller.device.index)
+            controller.cap(self.cap_bytes, lambda size_bytes, device=device: memory.evict(device, size_bytes))
+        self._memory = memory
+
+    def told(self) -> dict[str, Any]:
+        """What it cost so far; `estimated_seconds` is an estimate."""
+        if self._memory is None:
+            return {"cap_bytes": self.cap_bytes, "evictions": 0}
+        evicted, store = self._memory.evicted, self._memory.store
+        return {
+            "cap_bytes": self.cap_bytes,
+            "evictions": evicted.num_evictions,
+            "dropped_bytes": evicted.dropped_bytes,
+            "recomputed_blocks": evicted.num_recomputed,
+            "recomputed_bytes": evicted.recomputed_bytes,
+            "moved_bytes": evicted.moved_bytes,
+            "brought_bytes": evicted.brought_bytes,
+            "estimated_seconds": evicted.seconds,
+            "host_bytes": store.peak_bytes,
+        }
+
+    def __enter__(self) -> "Cap":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._memory is not None:
+            self._memory.__exit__()
+        for controller in self._runtime.controllers:
+            controller.end_cap()
+
+
+def parse_cap(text: str | int) -> int:
+    """Bytes of a cap, 0 for "auto". Raises BadInputError for anything else."""
+    return 0 if text == AUTO else parse_memory(text)
+
+
+def cap(
+    size: str | int,
+    *,
+    host: str | int | None = None,
+    policy: str = "dtr",
+    device: Any = "auto",
+    gpu: VirtualGPU | None = None,
+) -> Cap | None:
+    """Hold what this process takes of each device below `size`, whatever the shapes; to be called before CUDA is used.
+
+    What is saved for backward is evicted when a request does not fit: its block runs again, or it is moved to pinned
+    host memory, of which `host` may be used (all there is by default; 0: nothing is moved). `policy` says what goes
+    first: "dtr", "lru", "size", "msps", "random". With a size of "auto" nothing is evicted before the device has no
+    more. `device` and `gpu` as of `install`. As a context it ends with the block, and then holds nothing back any
+    more; what it cost is in `told()`. None in a trial of stalloc's own.
+
+    Raises BadInputError for a size or a policy that is none, SetupError where CUDA was used.
+    """
+    cap_bytes, host_bytes = parse_cap(size), None if host is None else parse_memory(host, at_least=0)
+    policy_named(policy)
+    if os.environ.get(TRIAL_VARIABLE):
+        return None
+    from stalloc import integrations
+
+    if "torch" in sys.modules:
+        from stalloc.integrations.torch_allocator import check_untouched
+
+        check_untouched()
+    runtime = integrations.install(device=device, gpu=gpu)
+    check_cap(cap_bytes, runtime)
+    return Cap(runtime, cap_bytes, host_bytes, policy)
+
+
+def check_cap(cap_bytes: int, runtime: "Runtime") -> None:
+    """Raise BadInputError for a cap that is more than a device has."""
+    least = min(controller.device.total_bytes for controller in runtime.controllers)
+    if cap_bytes > least:
+        raise BadInputError(
+            f"a cap of {human_bytes(cap_bytes)} is not possible: the device has {human_bytes(least)}. Give less, or "
+            '"auto" for all there is.'
+        )

@@ -1,0 +1,293 @@
+"""What autograd saves for backward, evicted only when a request does not fit: dropped with its block, or moved to the host.
+
+Contract: memory that is evicted is held by nobody but autograd: what the program or a running operation holds stays, as
+evicting it would give nothing back. What was dropped is computed again by its block, what was moved is copied back,
+each when backward asks for it. Evicting asks for no memory of the device and runs no code of the program, so the
+allocator may ask for it in the middle of a request. Memory is let go after its streams have waited for the copy, never
+by record_stream. How stale memory is, is counted in uses of saved memory: steps that do the same evict the same.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
+from stalloc.techniques.eviction_policies import Score
+from stalloc.techniques.former_values import unseen
+from stalloc.techniques.host_slots import HostSlots
+from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
+from stalloc.techniques.parts import aligned
+from stalloc.techniques.transfers import Transfers, phase
+
+if TYPE_CHECKING:
+    from stalloc.techniques.late_checkpoint import Region
+
+
+@dataclass
+class Evicted:
+    """What a cap has cost so far; seconds are estimates."""
+
+    num_evictions: int = 0  #: times that something had to go
+    dropped_bytes: int = 0
+    recomputed_bytes: int = 0
+    num_recomputed: int = 0  #: blocks that ran again
+    moved_bytes: int = 0  #: to the host
+    brought_bytes: int = 0  #: back from there
+    seconds: float = 0.0  #: of recomputation and of copies, as if nothing else went on meanwhile
+
+
+class EvictableMemory:
+    """A context for all steps: what is saved in it may be evicted by `evict`."""
+
+    def __init__(self, store: HostStore, rates: GpuRates, score: Score, device_type: str = "cuda") -> None:
+        self.evicted = Evicted()
+        self.rates, self.store = rates, store
+        self._score, self._device_type = score, device_type
+        self._slots = HostSlots(store, self._settle, pinned=device_type == "cuda")
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._known: WeakValueDictionary[tuple[int, int], Saved] = WeakValueDictionary()  # by memory and version
+        self._live: WeakValueDictionary[int, Saved] = WeakValueDictionary()  # by number
+        self._uses = self._num_saved = 0
+        self._entered: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> "EvictableMemory":
+        self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().__exit__()
+
+    @property
+    def pinches(self) -> bool:
+        """Whether blocks are to be made ready to be dropped: something had to go before, or the host takes nothing."""
+        return bool(self._entered) and (self.evicted.num_evictions > 0 or self.store.limit_bytes == 0)
+
+    def _pack(self, tensor: torch.Tensor) -> PackedTensor:
+        return PackedTensor(self, self.saved(tensor), tensor)
+
+    def saved(self, tensor: torch.Tensor) -> "Saved | None":
+        """The memory of a tensor that is being saved; None if it stays where it is."""
+        if not may_be_kept_elsewhere(tensor, self._device_type) or torch._C._current_graph_task_id() != -1:
+            return None
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        found = self._known.get(key)
+        if found is None:
+            found = Saved(self, self._num_saved, storage, tensor.device)
+            self._num_saved += 1
+            self._known[key] = self._live[found.number] = found
+        self._use(found)
+        return found
+
+    def _use(self, saved: "Saved") -> None:
+        self._uses += 1
+        saved.last_use = self._uses
+        stream = saved.current_stream()
+        if stream not in saved.streams:
+            saved.streams.append(stream)
+
+    # --- backward asks for it
+
+    def needed(self, saved: "Saved") -> torch.UntypedStorage:
+        """As of `Keeper`."""
+        while True:
+            storage = saved.here or saved.held_elsewhere()
+            if storage is not None:
+                saved.here = storage
+                self._use(saved)
+                return storage
+            if saved.slot is not None:
+                self._bring(saved)
+            else:
+                assert saved.region is not None
+                saved.region.recompute()
+
+    def _bring(self, saved: "Saved") -> None:
+        assert saved.slot is not None
+        room = torch.empty(saved.size_bytes, dtype=torch.uint8, device=saved.device).untyped_storage()
+        transfers = self._transfers_of(saved.device)
+        with phase("backward"):
+            transfers.wait(transfers.to_device([(saved.numbers(room), saved.place())]))
+            transfers.follow()  # the next copy into this place of the host comes after this one from it
+        saved.streams = [saved.current_stream()]
+        saved.here = room
+        self.evicted.brought_bytes += saved.size_bytes
+        self.evicted.seconds += self.link_seconds(saved.size_bytes)
+
+    # --- the allocator asks for room
+
+    def evict(self, device: torch.device, size_bytes: int) -> int:
+        """Let go of at least so many bytes on a device, if so many may go; how many did."""
+        if _thread.evicts or torch._C._functorch.peek_interpreter_stack() is not None:
+            return 0
+        _thread.evicts = True
+        try:
+            with unseen(), torch.no_grad():
+                return self._evict(device, size_bytes)
+        finally:
+            _thread.evicts = False
+
+    def _evict(self, device: torch.device, size_bytes: int) -> int:
+        freed = 0
+        for lot in sorted(self._lots(device), key=lambda lot: (lot.score, lot.members[0].number)):
+            if freed >= size_bytes:
+                break
+            gone = self._drop(lot) if lot.is_dropped else sum(map(self._move, lot.members))
+            if gone == 0 and lot.is_dropped is False and lot.region is not None:
+                gone = self._drop(lot)  # the host has no room
+            freed += gone
+        self.evicted.num_evictions += freed > 0
+        return freed
+
+    def _lots(self, device: torch.device) -> "Iterator[_Lot]":
+        """What may go together: all that a block saved, or memory by itself."""
+        lots: dict[int, tuple[Region | None, list[Saved]]] = {}
+        for saved in list(self._live.values()):
+            if saved.device == device and saved.is_free_to_go():
+                region = saved.region if saved.region is not None and saved.region.may_be_dropped else None
+                lots.setdefault(-1 - saved.number if region is None else id(region), (region, []))[1].append(saved)
+        for region, members in lots.values():
+            lot_bytes = sum(one.size_bytes for one in members)
+            stale = 1 + self._uses - max(one.last_use for one in members)
+            link = sum(self.link_seconds(one.size_bytes) * (1 + (one.slot is None)) for one in members)
+            again = region.seconds_to_recompute() if region is not None else float("inf")
+            yield _Lot(region, members, self._score(lot_bytes, stale, min(link, again)), again <= link)
+
+    def _drop(self, lot: "_Lot") -> int:
+        assert lot.region is not None
+        for saved in lot.members:
+            saved.let_go()
+        lot_bytes = sum(aligned(one.size_bytes) for one in lot.members)
+        self.evicted.dropped_bytes += sum(one.size_bytes for one in lot.members if one.slot is None)
+        return lot_bytes
+
+    def _move(self, saved: "Saved") -> int:
+        """Bytes that went to the host; none where it has no room."""
+        transfers = self._transfers_of(saved.device)
+        if saved.slot is None:
+            slot = self._slots.take(saved.size_bytes)
+            if slot is None:
+                return 0
+            saved.slot = slot
+            saved.join_streams()
+            with phase("forward"):
+                assert saved.here is not None
+                copied = transfers.to_host([(saved.place(), saved.numbers(saved.here))])
+            for stream in saved.streams:
+                transfers.wait(copied, stream)
+            self.evicted.moved_bytes += saved.size_bytes
+            self.evicted.seconds += self.link_seconds(saved.size_bytes)
+        saved.let_go()
+        return aligned(saved.size_bytes)
+
+    def link_seconds(self, size_bytes: int) -> float:
+        """About how long a copy between device and host takes."""
+        return LINK_START + size_bytes / (LINK_SHARE * self.rates.link_bytes_per_second)
+
+    def gone(self, saved: "Saved") -> None:
+        """Nothing that was saved needs it any more."""
+        if saved.slot is not None:
+            self._slots.give_back(saved.slot)
+
+    def _transfers_of(self, device: torch.device) -> Transfers:
+        if device not in self._transfers:
+            self._transfers[device] = Transfers(device)
+        return self._transfers[device]
+
+    def _settle(self) -> None:
+        for device, transfers in self._transfers.items():
+            transfers.settle()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+class _Thread(threading.local):
+    evicts = False
+
+
+_thread = _Thread()
+
+
+@dataclass(frozen=True)
+class _Lot:
+    """What goes together. Members that are in the host already are let go of in either way."""
+
+    region: "Region | None"  #: None: it cannot be dropped
+    members: "list[Saved]"
+    score: float
+    is_dropped: bool  #: rather than moved
+
+
+class Saved:
+    """Memory that was saved, as it was then. Invariant: it is `here`, held by somebody else, in `slot`, or its region
+    computes it again."""
+
+    def __init__(
+        self, owner: EvictableMemory, number: int, storage: torch.UntypedStorage, device: torch.device
+    ) -> None:
+        self.number, self.size_bytes, self.device = number, storage.nbytes(), device
+        self.here: torch.UntypedStorage | None = storage
+        self.slot: torch.Tensor | None = None  #: a place in the host that has its bytes
+        self.region: Region | None = None  #: the block that made it, if that may compute it again
+        self.last_use = 0
+        self.streams: list[Any] = []  #: that it was used on, the one that it was asked for on first
+        self._memory = StorageWeakRef(storage)  # as long as this lives no other memory is taken for it
+        self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
+        self._owner = owner
+
+    def current_stream(self) -> Any:
+        """The program's."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def is_free_to_go(self) -> bool:
+        """Whether it is here and only here: nobody else holds it, nor uses it now."""
+        return self.here is not None and torch._C._storage_Use_Count(self.here._cdata) == 1
+
+    def held_elsewhere(self) -> torch.UntypedStorage | None:
+        """The memory as it was saved, if somebody has held it all the time."""
+        held = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
+        return held if held is not None and held.nbytes() == self.size_bytes else None
+
+    def join_streams(self) -> None:
+        """Let the current stream, and the one whose memory it is, wait for all that use it."""
+        here = self.current_stream()
+        for stream in self.streams:
+            if stream != here:
+                here.wait_stream(stream)
+        if self.streams and self.streams[0] != here:
+            self.streams[0].wait_stream(here)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has to be computed again."""
+        return self.here is None and self.slot is None and self.held_elsewhere() is None
+
+    def let_go(self) -> None:
+        """It is not held here any more."""
+        if len(self.streams) > 1 or self.streams[:1] != [self.current_stream()]:
+            self.join_streams()
+        self.here = None
+
+    def place(self) -> torch.Tensor:
+        """Where it is in the host."""
+        assert self.slot is not None
+        return self.slot[: self.size_bytes].view(self._kind)
+
+    def numbers(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A storage as numbers to be copied."""
+        return torch.empty(0, dtype=self._kind, device=self.device).set_(storage)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._owner.gone(self)
