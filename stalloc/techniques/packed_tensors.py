@@ -11,6 +11,7 @@ import torch
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.errors import OffloadError
+from stalloc.techniques.former_values import unseen
 
 Memory = TypeVar("Memory", contravariant=True)
 
@@ -70,7 +71,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of a tensor that knows how often it is changed in place, and holds no memory."""
     kind = tensor.dtype, tensor.device
     if kind not in _empty:
-        _empty[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+        with unseen():  # by the tape of a block that is running
+            _empty[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
     alias = tensor.detach()
     alias.data = _empty[kind]
     return alias

@@ -155,7 +155,7 @@ class Program:
         ).t().reshape(shape).to(self.device)
 
     def _tree(self, nodes: int) -> Tree:
-        made = Tree(self._tokens(self.size.batch * 8))
+        made = Tree(self._tokens(self.size.batch * 32))
         rest = nodes - 1
         while rest > 0:
             part = self.draw.randint(1, rest)
