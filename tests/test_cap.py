@@ -36,7 +36,9 @@ def test_they_are_so_whatever_a_program_does() -> None:
 def check_equal(twins: dict[str, Any], num_cases: int) -> None:
     cases = {name: one for name, one in twins.items() if not one["as_it_is"]}
     assert len(cases) == num_cases
-    assert [(name, way, one[way]["error"]) for name, one in cases.items() for way in WAYS if not one[way]["equal"]] == []
+    assert [
+        (name, way, one[way]["error"]) for name, one in cases.items() for way in WAYS if not one[way]["equal"]
+    ] == []
     assert min(one["both"]["num_evictions"] for one in cases.values()) > 0, "something was evicted in each"
 
 
@@ -56,4 +58,6 @@ def test_what_is_changed_in_place_before_backward_is_an_error_as_without_a_cap(t
     changed = twins["changed in place"]
     assert "modified by an inplace operation" in changed["as_it_is"]
     for way in WAYS:
-        assert changed[way]["error"].startswith("OffloadError: a tensor of shape (512, 64) that backward needs was chang")
+        assert changed[way]["error"].startswith(
+            "OffloadError: a tensor of shape (512, 64) that backward needs was chang"
+        )

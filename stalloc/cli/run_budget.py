@@ -30,7 +30,11 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--same", action="store_true", help="use that fit although the program's source, arguments or GPU are others"
     )
-    parser.add_argument("--host", metavar="SIZE", help="pinned host memory that a budget (default: none) or a cap (default: all there is) may use")
+    parser.add_argument(
+        "--host",
+        metavar="SIZE",
+        help="pinned host memory that a budget (default: none) or a cap (default: all there is) may use",
+    )
     parser.add_argument(
         "--disk", metavar="FOLDER:SIZE", help="a folder that a budget may use for what has no room in --host"
     )

@@ -29,6 +29,12 @@ def add_cap_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"what goes first under --cap: {', '.join(POLICIES)} (default: dtr)",
     )
+    parser.add_argument(
+        "--cap-caches",
+        action="store_true",
+        help="under --cap move what models make without gradients and keep (key and value caches) too; only where "
+        "nothing but operations of torch in the same thread reads it",
+    )
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,14 @@ class Capped:
     cap_bytes: int  #: 0: "auto"
     host_bytes: int | None  #: None: all there is
     policy: str
+    caches: bool
 
     def put_in_force(self, runtime: "Runtime") -> "Cap":
         """Hold the program to it from here on. Raises BadInputError where the device has less."""
         from stalloc.fitting.capping import Cap, check_cap
 
         check_cap(self.cap_bytes, runtime)
-        return Cap(runtime, self.cap_bytes, self.host_bytes, self.policy)
+        return Cap(runtime, self.cap_bytes, self.host_bytes, self.policy, caches=self.caches)
 
 
 def wanted_cap(args: argparse.Namespace) -> Capped | None:
@@ -52,8 +59,9 @@ def wanted_cap(args: argparse.Namespace) -> Capped | None:
     from stalloc.fitting.capping import AUTO
 
     if not args.cap:
-        if args.cap_policy:
-            raise BadInputError("--cap-policy is for --cap: add --cap SIZE.")
+        for option, value in (("--cap-policy", args.cap_policy), ("--cap-caches", args.cap_caches)):
+            if value:
+                raise BadInputError(f"{option} is for --cap: add --cap SIZE.")
         return None
     for option, value in (
         ("--budget", args.budget),
@@ -69,6 +77,7 @@ def wanted_cap(args: argparse.Namespace) -> Capped | None:
         0 if args.cap == AUTO else memory_option("--cap", args.cap),
         _host_bytes(args.host),
         args.cap_policy or "dtr",
+        args.cap_caches,
     )
 
 

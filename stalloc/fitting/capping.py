@@ -25,10 +25,13 @@ AUTO = "auto"  #: a cap of all that there is: eviction is the last resort before
 class Cap:
     """A cap that is in force, from when torch is imported; a context, at whose end it is in force no more."""
 
-    def __init__(self, runtime: "Runtime", cap_bytes: int, host_bytes: int | None, policy: str) -> None:
+    def __init__(
+        self, runtime: "Runtime", cap_bytes: int, host_bytes: int | None, policy: str, *, caches: bool
+    ) -> None:
         from stalloc.imports import after_import
 
         self.cap_bytes, self._host_bytes, self._policy = cap_bytes, host_bytes, policy
+        self._caches, self._idle = caches, None
         self._runtime = runtime
         self._memory: EvictableMemory | None = None
         if cap_bytes:
@@ -52,6 +55,11 @@ class Cap:
         for controller in self._runtime.controllers:
             device = torch.device("cuda", controller.device.index)
             controller.cap(self.cap_bytes, lambda size_bytes, device=device: memory.evict(device, size_bytes))
+        if self._caches:
+            from stalloc.techniques.idle_memory import IdleMemory
+
+            self._idle = IdleMemory(memory)
+            memory.more = self._idle.evict
         self._memory = memory
 
     def told(self) -> dict[str, Any]:
@@ -77,6 +85,8 @@ class Cap:
     def __exit__(self, *_: object) -> None:
         if self._memory is not None:
             self._memory.__exit__()
+        if self._idle is not None:
+            self._idle.end()
         for controller in self._runtime.controllers:
             controller.end_cap()
 
@@ -91,6 +101,7 @@ def cap(
     *,
     host: str | int | None = None,
     policy: str = "dtr",
+    caches: bool = False,
     device: Any = "auto",
     gpu: VirtualGPU | None = None,
 ) -> Cap | None:
@@ -98,7 +109,8 @@ def cap(
 
     What is saved for backward is evicted when a request does not fit: its block runs again, or it is moved to pinned
     host memory, of which `host` may be used (all there is by default; 0: nothing is moved). `policy` says what goes
-    first: "dtr", "lru", "size", "msps", "random". With a size of "auto" nothing is evicted before the device has no
+    first: "dtr", "lru", "size", "msps", "random". `caches`: what a model makes without gradients and keeps (key and value
+    caches) is moved too, which is right only where nothing reads it but operations of torch in the same thread. With a size of "auto" nothing is evicted before the device has no
     more. `device` and `gpu` as of `install`. As a context it ends with the block, and then holds nothing back any
     more; what it cost is in `told()`. None in a trial of stalloc's own.
 
@@ -116,7 +128,7 @@ def cap(
         check_untouched()
     runtime = integrations.install(device=device, gpu=gpu)
     check_cap(cap_bytes, runtime)
-    return Cap(runtime, cap_bytes, host_bytes, policy)
+    return Cap(runtime, cap_bytes, host_bytes, policy, caches=caches)
 
 
 def check_cap(cap_bytes: int, runtime: "Runtime") -> None:

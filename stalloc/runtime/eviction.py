@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from stalloc.core.state import DeviceState
 from stalloc.figures import human_bytes
+from stalloc.sizes import whole_pages
 
 Evict = Callable[[int], int]
 """Lets go of at least so many bytes, if it can; how many."""
@@ -52,12 +53,11 @@ class Eviction:
         """What an out-of-memory error says about it, for a request (bytes) that was refused."""
         if self._evict is None:
             return ""
-        record = self._state.record
-        needed = human_bytes(record.total.allocated_bytes + size_bytes)
+        enough = human_bytes(self._state.record.reserved_bytes + whole_pages(size_bytes))
         if not self._cap_bytes:
             return " All that may be evicted was evicted before."
         return (
-            f" The cap of {human_bytes(self._cap_bytes)} cannot be kept: what could be evicted was, and the rest "
-            f"(parameters, gradients, optimizer state, what is being computed with) needs {needed} with this request. "
-            f"Give --cap at least that, and some more for what comes after it."
+            f" The cap of {human_bytes(self._cap_bytes)} cannot be kept: what could be evicted was, and what is left "
+            "are parameters, gradients, optimizer state and what is being computed with. A cap of "
+            f"{enough} serves this request; what comes after it may need more."
         )

@@ -47,11 +47,11 @@ class Shortage:
             wanted = least
         if memory.take_segment(pool, wanted) or memory.take_segment(pool, least):
             return True
-        if self._collects(size_bytes) and memory.take_segment(pool, least):
-            return True
         while self._evicts(size_bytes):
             if memory.take_segment(pool, least):
                 return True
+        if self._collects(size_bytes) and memory.take_segment(pool, least):
+            return True
         full = state.heap.full_table()
         if full:
             memory.release_unused()  # segments without blocks take rows too
@@ -71,12 +71,12 @@ class Shortage:
     def _grow(self, pool: int, size_bytes: int) -> bool:
         """The same by pages."""
         paging = self._memory.paging
-        if paging.grow(pool, size_bytes) or (self._collects(size_bytes) and paging.grow(pool, size_bytes)):
+        if paging.grow(pool, size_bytes):
             return True
-        while self._evicts(size_bytes):
+        while self._evicts(size_bytes):  # before garbage is collected, which takes longer
             if paging.grow(pool, size_bytes):
                 return True
-        return False
+        return self._collects(size_bytes) and paging.grow(pool, size_bytes)
 
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""

@@ -115,9 +115,7 @@ class BlockTape:
         """Do an operation of the forward pass."""
         return self._record(operator, operator, args, kwargs)
 
-    def _record(
-        self, operator: Any, do: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _record(self, operator: Any, do: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same, where `do` does it."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)

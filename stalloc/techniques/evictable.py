@@ -9,7 +9,7 @@ by record_stream. How stale memory is, is counted in uses of saved memory: steps
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -49,9 +49,10 @@ class EvictableMemory:
 
     def __init__(self, store: HostStore, rates: GpuRates, score: Score, device_type: str = "cuda") -> None:
         self.evicted = Evicted()
+        self.more: Callable[[torch.device, int], int] | None = None  #: lets go of what is not saved for backward
         self.rates, self.store = rates, store
         self._score, self._device_type = score, device_type
-        self._slots = HostSlots(store, self._settle, pinned=device_type == "cuda")
+        self.slots = HostSlots(store, self._settle, pinned=device_type == "cuda", changing=True)
         self._transfers: dict[torch.device, Transfers] = {}
         self._known: WeakValueDictionary[tuple[int, int], Saved] = WeakValueDictionary()  # by memory and version
         self._live: WeakValueDictionary[int, Saved] = WeakValueDictionary()  # by number
@@ -116,14 +117,13 @@ class EvictableMemory:
     def _bring(self, saved: "Saved") -> None:
         assert saved.slot is not None
         room = torch.empty(saved.size_bytes, dtype=torch.uint8, device=saved.device).untyped_storage()
-        transfers = self._transfers_of(saved.device)
+        transfers = self.transfers_of(saved.device)
         with phase("backward"):
             transfers.wait(transfers.to_device([(saved.numbers(room), saved.place())]))
             transfers.follow()  # the next copy into this place of the host comes after this one from it
         saved.streams = [saved.current_stream()]
         saved.here = room
-        self.evicted.brought_bytes += saved.size_bytes
-        self.evicted.seconds += self.link_seconds(saved.size_bytes)
+        self.note_brought(saved.size_bytes)
 
     # --- the allocator asks for room
 
@@ -134,7 +134,11 @@ class EvictableMemory:
         _thread.evicts = True
         try:
             with unseen(), torch.no_grad():
-                return self._evict(device, size_bytes)
+                freed = self._evict(device, size_bytes)
+                if freed < size_bytes and self.more is not None:
+                    freed += self.more(device, size_bytes - freed)
+                self.evicted.num_evictions += freed > 0
+                return freed
         finally:
             _thread.evicts = False
 
@@ -147,7 +151,6 @@ class EvictableMemory:
             if gone == 0 and lot.is_dropped is False and lot.region is not None:
                 gone = self._drop(lot)  # the host has no room
             freed += gone
-        self.evicted.num_evictions += freed > 0
         return freed
 
     def _lots(self, device: torch.device) -> "Iterator[_Lot]":
@@ -174,9 +177,9 @@ class EvictableMemory:
 
     def _move(self, saved: "Saved") -> int:
         """Bytes that went to the host; none where it has no room."""
-        transfers = self._transfers_of(saved.device)
+        transfers = self.transfers_of(saved.device)
         if saved.slot is None:
-            slot = self._slots.take(saved.size_bytes)
+            slot = self.slots.take(saved.size_bytes)
             if slot is None:
                 return 0
             saved.slot = slot
@@ -186,10 +189,19 @@ class EvictableMemory:
                 copied = transfers.to_host([(saved.place(), saved.numbers(saved.here))])
             for stream in saved.streams:
                 transfers.wait(copied, stream)
-            self.evicted.moved_bytes += saved.size_bytes
-            self.evicted.seconds += self.link_seconds(saved.size_bytes)
+            self.note_moved(saved.size_bytes)
         saved.let_go()
         return aligned(saved.size_bytes)
+
+    def note_moved(self, size_bytes: int) -> None:
+        """Count bytes that went to the host."""
+        self.evicted.moved_bytes += size_bytes
+        self.evicted.seconds += self.link_seconds(size_bytes)
+
+    def note_brought(self, size_bytes: int) -> None:
+        """Count bytes that came back."""
+        self.evicted.brought_bytes += size_bytes
+        self.evicted.seconds += self.link_seconds(size_bytes)
 
     def link_seconds(self, size_bytes: int) -> float:
         """About how long a copy between device and host takes."""
@@ -198,9 +210,10 @@ class EvictableMemory:
     def gone(self, saved: "Saved") -> None:
         """Nothing that was saved needs it any more."""
         if saved.slot is not None:
-            self._slots.give_back(saved.slot)
+            self.slots.give_back(saved.slot)
 
-    def _transfers_of(self, device: torch.device) -> Transfers:
+    def transfers_of(self, device: torch.device) -> Transfers:
+        """The copies of a device."""
         if device not in self._transfers:
             self._transfers[device] = Transfers(device)
         return self._transfers[device]

@@ -150,9 +150,13 @@ class Program:
         return self._generate() if self.name == "generation" else self._train()
 
     def _tokens(self, *shape: int) -> torch.Tensor:
-        return torch.tensor([self.draw.randrange(256) for _ in range(shape[0])]).repeat(
-            *shape[1:], 1
-        ).t().reshape(shape).to(self.device)
+        return (
+            torch.tensor([self.draw.randrange(256) for _ in range(shape[0])])
+            .repeat(*shape[1:], 1)
+            .t()
+            .reshape(shape)
+            .to(self.device)
+        )
 
     def _tree(self, nodes: int) -> Tree:
         made = Tree(self._tokens(self.size.batch * 32))
