@@ -106,7 +106,7 @@ def print_cap(console: "Console", told: dict[str, Any]) -> None:
     print_prose(
         console,
         f"{plural(told['evictions'], 'eviction')}: {human_bytes(told['dropped_bytes'])} dropped, "
-        f"{human_bytes(told['recomputed_bytes'])} of it computed again by {plural(told['recomputed_blocks'], 'block')}; "
+        f"{human_bytes(told['recomputed_bytes'])} of it computed again in {told['recomputed_blocks']:,} calls of blocks; "
         f"{human_bytes(told['moved_bytes'])} moved to the host ({human_bytes(told['host_bytes'])} at once); "
         f"est. {told['estimated_seconds']:.3f} s in all, one after the other",
     )

@@ -1,10 +1,11 @@
-"""A cap in force in this process: what is saved for backward goes when a request does not fit, and comes back for backward.
+"""A cap in force in this process: what is saved for backward goes when a request does not fit, and comes back for it.
 
 Contract: from the first allocation on no more than the cap is taken from the device. Nothing of the program is changed:
 losses and gradients are those without it, to the last bit. What cannot be evicted stays; where that is more than the
 cap, it is an out-of-memory error which says how much it is.
 """
 
+import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from stalloc.techniques.eviction_policies import policy_named
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
     from stalloc.techniques.evictable import EvictableMemory
+    from stalloc.techniques.idle_memory import IdleMemory
 
 AUTO = "auto"  #: a cap of all that there is: eviction is the last resort before an out-of-memory error
 
@@ -31,7 +33,8 @@ class Cap:
         from stalloc.imports import after_import
 
         self.cap_bytes, self._host_bytes, self._policy = cap_bytes, host_bytes, policy
-        self._caches, self._idle = caches, None
+        self._caches = caches
+        self._idle: IdleMemory | None = None
         self._runtime = runtime
         self._memory: EvictableMemory | None = None
         if cap_bytes:
@@ -54,7 +57,7 @@ class Cap:
         memory.__enter__()  # for the rest of the program, or until `end`
         for controller in self._runtime.controllers:
             device = torch.device("cuda", controller.device.index)
-            controller.cap(self.cap_bytes, lambda size_bytes, device=device: memory.evict(device, size_bytes))
+            controller.cap(self.cap_bytes, functools.partial(memory.evict, device))
         if self._caches:
             from stalloc.techniques.idle_memory import IdleMemory
 

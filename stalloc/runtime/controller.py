@@ -803,7 +803,7 @@ class Controller:
         self.steps.keep_plan = self._is_planned
 
     def cap(self, cap_bytes: int, evict: Evict) -> None:
-        """Take no more than a cap from the device, and have `evict` let go of what does not fit; 0: the device's end."""
+        """Take no more than a cap from the device, `evict` what does not fit; 0: as much as the device has."""
         if cap_bytes:
             self.memory.keep_within(cap_bytes)
         self.memory.eviction.begin(cap_bytes, evict)

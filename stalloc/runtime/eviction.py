@@ -26,7 +26,7 @@ class Eviction:
         self._is_busy = False
 
     def begin(self, cap_bytes: int, evict: Evict) -> None:
-        """Call `evict` when more than so many bytes would be allocated, or held; 0: only when the device has no more."""
+        """Call `evict` before more than so many bytes are allocated, or held; 0: when the device has no more."""
         self._evict, self._cap_bytes = evict, cap_bytes
         self._state.triggers.above(cap_bytes)
 

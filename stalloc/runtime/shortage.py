@@ -94,7 +94,7 @@ class Shortage:
         return True
 
     def _evicts(self, size_bytes: int) -> bool:
-        """Have so much let go of that the program can do without for now; False if there is nothing, or no use in it."""
+        """Have so much let go of that the program can do without; False if there is nothing, or no use in it."""
         if self._memory.is_capturing or self._state.heap.full_table():
             return False
         return self._memory.eviction.lets_go(size_bytes)

@@ -1,4 +1,4 @@
-"""What autograd saves for backward, evicted only when a request does not fit: dropped with its block, or moved to the host.
+"""What autograd saves for backward, evicted when a request does not fit: dropped with its block, or moved to the host.
 
 Contract: memory that is evicted is held by nobody but autograd: what the program or a running operation holds stays, as
 evicting it would give nothing back. What was dropped is computed again by its block, what was moved is copied back,
@@ -51,7 +51,7 @@ class EvictableMemory:
         self.evicted = Evicted()
         self.more: Callable[[torch.device, int], int] | None = None  #: lets go of what is not saved for backward
         self.rates, self.store = rates, store
-        self._score, self._device_type = score, device_type
+        self._score, self.device_type = score, device_type
         self.slots = HostSlots(store, self._settle, pinned=device_type == "cuda", changing=True)
         self._transfers: dict[torch.device, Transfers] = {}
         self._known: WeakValueDictionary[tuple[int, int], Saved] = WeakValueDictionary()  # by memory and version
@@ -77,7 +77,7 @@ class EvictableMemory:
 
     def saved(self, tensor: torch.Tensor) -> "Saved | None":
         """The memory of a tensor that is being saved; None if it stays where it is."""
-        if not may_be_kept_elsewhere(tensor, self._device_type) or torch._C._current_graph_task_id() != -1:
+        if not may_be_kept_elsewhere(tensor, self.device_type) or torch._C._current_graph_task_id() != -1:
             return None
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None

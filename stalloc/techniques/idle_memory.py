@@ -40,12 +40,13 @@ class IdleMemory:
         self._mode = _Mode(self)
         self._blocks: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # of each model that was called
         self._called: Any = None  # the model that runs
-        self._is_captured = False
+        self._is_captured = self._is_over = False
         self._calls = ModuleCalls(self._watched)
 
     def end(self) -> None:
         """Watch no more; what is away comes back when it is read."""
-        self._calls.remove()
+        self._calls.remove()  # later, where somebody else watches in front of this
+        self._is_over = True
 
     def _watched(self, call: Call) -> Call:
         def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,7 @@ class IdleMemory:
                 if id(module) in self._blocks[self._called]:
                     self._block_began = self._operations
                 return call(module, *args, **kwargs)
-            if torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
+            if self._is_over or torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
                 return call(module, *args, **kwargs)
             if module not in self._blocks:
                 self._blocks[module] = {id(block.module) for block in find_blocks(module)}
@@ -104,7 +105,7 @@ class IdleMemory:
             self._busy = before
         if self._called is not None and facts_of(operator).is_fresh:
             for tensor in tensors_of(results):
-                if _is_plain(tensor) and tensor.is_cuda and not torch.is_grad_enabled():
+                if _is_plain(tensor) and tensor.device.type == self._memory.device_type and not torch.is_grad_enabled():
                     self._note(tensor)
         if not self._called and not self._num_away:
             self._finish()
@@ -112,7 +113,7 @@ class IdleMemory:
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._is_captured |= torch.cuda.is_current_stream_capturing()
+        self._is_captured |= tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         if storage.nbytes() < LEAST_BYTES or not storage.resizable() or self._is_captured:
             return
         if storage._cdata in self._known:

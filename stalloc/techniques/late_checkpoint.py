@@ -1,9 +1,9 @@
 """Blocks that can be dropped later: what one saves is kept, until memory is short; then the block runs again.
 
-Contract: as torch's checkpoint the second run has the random numbers and the autocast of the first; BlockTape sees to it
-that it does the same on the same numbers. Inputs and results of a block are never dropped, only moved, so a second run
-needs no other block's. A block that was seen to do what cannot be done twice is not dropped, and says nothing. One whose
-backward pass has begun is not dropped again: it would run once for each tensor.
+Contract: as with torch's checkpoint the second run has the random numbers and the autocast of the first; BlockTape sees
+to it that it does the same on the same numbers. Inputs and results of a block are never dropped, only moved, so a second
+run needs no other block's. A block that was seen to do what cannot be done twice is not dropped, and nothing is said.
+One whose backward pass has begun is not dropped again: it would run once for each tensor.
 """
 
 import contextlib
@@ -159,9 +159,9 @@ class Region:
             self._missing = {}
             for place, (reference, _) in enumerate(self._packed):
                 saved = reference() if reference is not None else None
-                if saved is not None and saved.region is self and saved.is_lost:
-                    if not any(one is saved for one in self._missing.values()):
-                        self._missing[place] = saved
+                is_wanted = saved is not None and saved.region is self and saved.is_lost
+                if saved is not None and is_wanted and saved not in self._missing.values():
+                    self._missing[place] = saved
             if not self._missing:
                 return
             self._in_backward = True
@@ -176,15 +176,15 @@ class Region:
             if lacking:
                 raise RecomputeError(
                     f"{self._tape.block} does not do the same when it is recomputed: it saves less for backward. "
-                    "Keep it from being dropped with stalloc.cap(keep=...)."
+                    "Without drops it would go on: try --cap-policy lru with a larger cap, or report it."
                 )
 
     def _run_again(self) -> None:
         values = [one.again() if isinstance(one, _Input) else one for one in self._inputs]
         hooks = saved_tensors_hooks(self._fill, _never_unpacked)
-        with self._surroundings.as_before(), torch.enable_grad(), hooks, self._tape.repeating():
-            with contextlib.suppress(_AllIsThere):
-                self._run(*values)
+        around = self._surroundings.as_before()
+        with contextlib.suppress(_AllIsThere), around, torch.enable_grad(), hooks, self._tape.repeating():
+            self._run(*values)
 
     def _fill(self, tensor: torch.Tensor) -> None:
         """The second run saves a tensor."""
@@ -192,7 +192,7 @@ class Region:
         if place >= len(self._packed) or self._packed[place][1] != _like(tensor):
             raise RecomputeError(
                 f"{self._tape.block} does not do the same when it is recomputed: it saves another tensor, of shape "
-                f"{tuple(tensor.shape)}. Keep it from being dropped with stalloc.cap(keep=...)."
+                f"{tuple(tensor.shape)}. Without drops it would go on: try --cap-policy lru with a larger cap, or report it."
             )
         saved = self._missing.pop(place, None)
         if saved is not None:

@@ -27,6 +27,7 @@ from stalloc.techniques.capped_blocks import drop_blocks_of_models  # noqa: E402
 from stalloc.techniques.evictable import EvictableMemory  # noqa: E402
 from stalloc.techniques.eviction_policies import policy_named  # noqa: E402
 from stalloc.techniques.host_store import HostStore  # noqa: E402
+from stalloc.techniques.idle_memory import IdleMemory  # noqa: E402
 from stalloc.techniques.late_checkpoint import LateCheckpoint  # noqa: E402
 
 torch.set_num_threads(1)
@@ -144,7 +145,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Run, Callable[[Net, torch.Tensor
     "double backward": (Recursive, straight, of_gradients),
     "changed in place": (Block, changed_in_place, once),
 }
-PROGRAMS = ("language", "mixture", "tree")
+PROGRAMS = ("language", "mixture", "tree", "generation")
 
 
 def steps_of_net(name: str) -> list[Any]:
@@ -198,6 +199,8 @@ def forced(name: str, *, drops: bool, host_bytes: int | None) -> tuple[list[Any]
             memory.evict(CPU, draw.choice((1, 1 << 20, ALL)))
 
     drop_blocks_of_models(LateCheckpoint(memory))
+    idle = IdleMemory(memory)
+    memory.more = idle.evict
     hooks = [torch.nn.modules.module.register_module_forward_pre_hook(evict)]
     known: set[int] = set()
 
@@ -212,6 +215,7 @@ def forced(name: str, *, drops: bool, host_bytes: int | None) -> tuple[list[Any]
         with memory:
             return run(name), memory
     finally:
+        idle.end()
         for hook in hooks:
             hook.remove()
 
