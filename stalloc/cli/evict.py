@@ -117,8 +117,8 @@ def _replay(
 def _print(told: dict[str, Any]) -> None:
     console = table_console()
     seconds = "" if told["seconds"] is None else f", est. {human_seconds(told['seconds'])} a step"
-    head = f"{file_label(told['file'])}, device {told['device']}: {human_bytes(told['peak_bytes'])} at the peak{seconds}"
-    print_prose(console, head)
+    peak = human_bytes(told["peak_bytes"])
+    print_prose(console, f"{file_label(told['file'])}, device {told['device']}: {peak} at the peak{seconds}")
     rows = [
         [
             human_bytes(one["budget_bytes"]),
@@ -135,7 +135,8 @@ def _print(told: dict[str, Any]) -> None:
     columns = ("budget", "policy", "overhead", "evictions", "evicted", "calls again", "made again", "apart")
     print_table(console, columns, rows, text_columns=2)
     if any(one["ending"] == "out of memory" for one in told["rows"]):
-        print_prose(console, "out of memory: what one call needs at once does not fit, whatever is evicted", indent="  ")
+        told_why = "out of memory: what has to be there at once does not fit, whatever is evicted"
+        print_prose(console, told_why, indent="  ")
 
 
 _ENDINGS = {"too long": "over 2", "out of memory": "out of memory", "fragmented": "fragmented"}

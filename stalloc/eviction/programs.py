@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from stalloc.cost.gpu_rates import GpuRates
+from stalloc.errors import BadInputError
 from stalloc.eviction.instructions import Instructions
 from stalloc.eviction.recorded_step import step_instructions
 from stalloc.eviction.simulator_log import looks_like_simulator_log, read_simulator_log
@@ -30,6 +31,9 @@ def read_programs(file: str | os.PathLike[str], rates: GpuRates) -> list[Program
         return [Program(0, read_simulator_log(name, data), read_simulator_log(name, data, in_place=True))]
     found = []
     for trace in load_traces(file):
-        program = step_instructions(trace, rates)
+        try:
+            program = step_instructions(trace, rates)
+        except BadInputError as error:
+            raise BadInputError(f"{shown_name(file)}: {error}") from error
         found.append(Program(trace.device, program, program))
     return found

@@ -73,8 +73,8 @@ class _Reader:
     def _call(self, row: int, low: int, high: int, queue: Queue) -> None:
         operations, trace = self._operations, self._trace
         used: dict[int, bool] = {}  # of each request: whether it is written
-        pairs = zip(operations.access_request[low:high].tolist(), operations.access_kind[low:high].tolist(), strict=True)
-        for request, kind in pairs:
+        requests, kinds = operations.access_request[low:high].tolist(), operations.access_kind[low:high].tolist()
+        for request, kind in zip(requests, kinds, strict=True):
             used[request] = used.get(request, False) or kind == ACCESS_WRITTEN
         end = int(operations.end[row])
         made = [one for one in self._made.get(row, ()) if trace.end[one] > end]

@@ -1,4 +1,4 @@
-"""Online eviction replayed: what a program would take under a budget, if a policy evicted whenever something did not fit.
+"""Online eviction replayed: what a program takes under a budget if a policy evicts whenever something does not fit.
 
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
@@ -64,7 +64,7 @@ class Replayed:
 
 
 _NAMES = tuple(POLICIES)
-_DTR, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
+_, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
 _NOTHING, _NEIGHBOURS, _CLASSES, _SOURCES = (int(one) for one in Around)
 _CONSTANT, _CALL, _HOLD, _LET_GO = (int(one) for one in Step)
 _COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)
@@ -119,7 +119,7 @@ def replay(
 
 @inner()
 def _score(policy, one):
-    if policy == _DTR or policy == _EQ:
+    if policy <= _EQ:
         return _dtr(one)
     if policy == _LOCAL:
         return _local(one)
@@ -391,7 +391,6 @@ def _make_outputs(t, c, op, is_first, density):
             needed += t.size[storage]
     if (not c.has_places or t.op_work_bytes[op] > 0) and not _make_room(t, c, needed):
         return False
-    c.peak = max(c.peak, c.allocated + needed)
     for row in range(low, high):
         tensor = t.outs[row]
         storage = t.tensor_storage[tensor]
@@ -403,6 +402,7 @@ def _make_outputs(t, c, op, is_first, density):
             if not is_first:
                 c.recomputed_bytes += t.size[storage]
         t.made_in[tensor] = t.version[storage]
+    c.peak = max(c.peak, c.allocated + t.op_work_bytes[op])
     c.clock += t.op_ticks[op]
     c.ticks += t.op_ticks[op]
     c.recomputed += not is_first

@@ -102,8 +102,8 @@ class _Reader:
         self.waiting.remove(name)
         argument = int(entry["ALIAS"])
         self._views[name] = -1 if argument < 0 else self._call[1][argument]
-        if argument < 0:
-            self._told_bytes[name]  # noqa: B018  its size has to be known
+        if argument < 0 and name not in self._told_bytes:
+            raise ValueError(f"nothing says how large {name[:30]!r} is")
         if not self.waiting:
             self._write_call()
 
