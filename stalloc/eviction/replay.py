@@ -3,7 +3,7 @@
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
 locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
-is made again first, and so on down. The clock counts calls, first ones and repeated ones alike; a storage was used when
+is made again first, and so on down; a call that is repeated first locks those of its arguments that are there. The clock counts calls, first ones and repeated ones alike; a storage was used when
 a call that reads it begins, and when one that makes it ends. What nobody holds any more is freed if it is not locked;
 if it has to be made again later, it stays until it is chosen. Of equal candidates the one that became evictable last
 goes. What the program still holds at the end has to be there. A run that takes twice its time is given up.
@@ -413,12 +413,22 @@ def _make_outputs(t, c, op, is_first, density):
         t.used[t.tensor_storage[t.outs[row]]] = c.clock
     for row in range(t.arg_begin[op], t.arg_begin[op + 1]):
         _unlock(t, c, t.tensor_storage[t.args[row]])
+        t.is_locked[row] = False
     for row in range(low, high):
         storage = t.tensor_storage[t.outs[row]]
         if t.fresh[storage]:
             t.fresh[storage] = False
             _unlock(t, c, storage)
     return True
+
+
+@inner()
+def _lock_those_there(t, c, op):
+    """Before arguments of a repeated call are made again: the others must not be evicted for them."""
+    for row in range(t.arg_begin[op], t.arg_begin[op + 1]):
+        if _is_made(t, t.args[row]):
+            _lock(t, c, t.tensor_storage[t.args[row]])
+            t.is_locked[row] = True
 
 
 @inner()
@@ -433,13 +443,17 @@ def _perform(t, c, op, is_first, density):
             if not _make_outputs(t, c, one, is_first and depth == 0, density):
                 return False
             continue
-        tensor = t.args[row]
         t.frame_row[depth - 1] = row + 1
+        if t.is_locked[row]:
+            continue
+        tensor = t.args[row]
         _lock(t, c, t.tensor_storage[tensor])
+        t.is_locked[row] = True
         if not _is_made(t, tensor):
             maker = t.tensor_op[tensor]
             t.frame_op[depth], t.frame_row[depth] = maker, t.arg_begin[maker]
             depth += 1
+            _lock_those_there(t, c, maker)
     return True
 
 

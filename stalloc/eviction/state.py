@@ -50,6 +50,7 @@ class Tables(NamedTuple):
     op_work_bytes: Column
     arg_begin: Column
     args: Column
+    is_locked: Column  #: of each argument of a call that waits or runs
     out_begin: Column
     outs: Column
     frame_op: Column  #: the calls that wait for their arguments, the innermost last
@@ -98,7 +99,7 @@ def make_tables(program: Instructions, *, classes: bool, seed: int) -> tuple[Tab
         program.tensor_storage, program.tensor_op, program.is_view,
         np.full(num_tensors, -1, np.int64), zeros(length=num_tensors),
         program.op_ticks, program.op_work_bytes,
-        program.arg_begin, program.args, program.out_begin, program.outs,
+        program.arg_begin, program.args, zeros(bool, len(program.args)), program.out_begin, program.outs,
         zeros(length=num_ops + 1), zeros(length=num_ops + 1),
         np.searchsorted(user[up], rows), source[up], by[up],
         np.searchsorted(source[down], rows), user[down], by[down],
