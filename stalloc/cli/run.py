@@ -24,9 +24,8 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
 "fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
-`budget_by`; with a cap
-`cap`, what it cost; on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after
-Ctrl-C (130) and SIGTERM (143), which leave the report.
+`budget_by`; with a cap `cap`, what it cost; on the virtual GPU `files`, what was kept and discarded. The exit code is
+the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse

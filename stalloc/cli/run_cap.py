@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
-from stalloc.techniques.eviction_policies import POLICIES, policy_named
+from stalloc.techniques.cap_policies import CAP_POLICIES, DEFAULT, policy_named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ def add_cap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cap-policy",
         metavar="NAME",
-        help=f"what goes first under --cap: {', '.join(POLICIES)} (default: dtr)",
+        help=f"what goes first under --cap: {', '.join(CAP_POLICIES)} (default: {DEFAULT})",
     )
     parser.add_argument(
         "--cap-caches",
@@ -72,11 +72,11 @@ def wanted_cap(args: argparse.Namespace) -> Capped | None:
     ):
         if value:
             raise BadInputError(f"{option} and --cap exclude each other: a cap decides while the program runs.")
-    policy_named(args.cap_policy or "dtr")
+    policy_named(args.cap_policy or DEFAULT)
     return Capped(
         0 if args.cap == AUTO else memory_option("--cap", args.cap),
         _host_bytes(args.host),
-        args.cap_policy or "dtr",
+        args.cap_policy or DEFAULT,
         args.cap_caches,
     )
 
@@ -106,7 +106,7 @@ def print_cap(console: "Console", told: dict[str, Any]) -> None:
     print_prose(
         console,
         f"{plural(told['evictions'], 'eviction')}: {human_bytes(told['dropped_bytes'])} dropped, "
-        f"{human_bytes(told['recomputed_bytes'])} of it computed again in {told['recomputed_blocks']:,} calls of blocks; "
+        f"{human_bytes(told['recomputed_bytes'])} computed again, {told['recomputed_blocks']:,} blocks run twice; "
         f"{human_bytes(told['moved_bytes'])} moved to the host ({human_bytes(told['host_bytes'])} at once); "
         f"est. {told['estimated_seconds']:.3f} s in all, one after the other",
     )

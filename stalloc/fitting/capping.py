@@ -14,7 +14,7 @@ from stalloc.device.known_gpus import VirtualGPU, parse_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.fitting.trials import TRIAL_VARIABLE
-from stalloc.techniques.eviction_policies import policy_named
+from stalloc.techniques.cap_policies import DEFAULT, policy_named
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
@@ -103,7 +103,7 @@ def cap(
     size: str | int,
     *,
     host: str | int | None = None,
-    policy: str = "dtr",
+    policy: str = DEFAULT,
     caches: bool = False,
     device: Any = "auto",
     gpu: VirtualGPU | None = None,
@@ -112,10 +112,11 @@ def cap(
 
     What is saved for backward is evicted when a request does not fit: its block runs again, or it is moved to pinned
     host memory, of which `host` may be used (all there is by default; 0: nothing is moved). `policy` says what goes
-    first: "dtr", "lru", "size", "msps", "random". `caches`: what a model makes without gradients and keeps (key and value
-    caches) is moved too, which is right only where nothing reads it but operations of torch in the same thread. With a size of "auto" nothing is evicted before the device has no
-    more. `device` and `gpu` as of `install`. As a context it ends with the block, and then holds nothing back any
-    more; what it cost is in `told()`. None in a trial of stalloc's own.
+    first: "dtr", "lru", "size", "msps", "random". With a size of "auto" nothing is evicted before the device has no
+    more. `caches`: what a model makes without gradients and keeps, such as key and value caches, is moved too, which is
+    right only where nothing but operations of torch in the same thread reads it. `device` and `gpu` as of `install`.
+    As a context it ends with the block, and holds nothing back any more; `told()` says what it cost. None in a trial of
+    stalloc's own.
 
     Raises BadInputError for a size or a policy that is none, SetupError where CUDA was used.
     """

@@ -7,6 +7,7 @@ allocator may ask for it in the middle of a request. Memory is let go after its 
 by record_stream. How stale memory is, is counted in uses of saved memory: steps that do the same evict the same.
 """
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
-from stalloc.techniques.eviction_policies import Score
+from stalloc.eviction.scores import Candidate, Policy
 from stalloc.techniques.former_values import unseen
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
@@ -47,11 +48,12 @@ class Evicted:
 class EvictableMemory:
     """A context for all steps: what is saved in it may be evicted by `evict`."""
 
-    def __init__(self, store: HostStore, rates: GpuRates, score: Score, device_type: str = "cuda") -> None:
+    def __init__(self, store: HostStore, rates: GpuRates, policy: Policy, device_type: str = "cuda") -> None:
         self.evicted = Evicted()
         self.more: Callable[[torch.device, int], int] | None = None  #: lets go of what is not saved for backward
         self.rates, self.store = rates, store
-        self._score, self.device_type = score, device_type
+        self._policy, self.device_type = policy, device_type
+        self._draw = random.Random(0)  # its own, so that the program's numbers stay its own
         self.slots = HostSlots(store, self._settle, pinned=device_type == "cuda", changing=True)
         self._transfers: dict[torch.device, Transfers] = {}
         self._known: WeakValueDictionary[tuple[int, int], Saved] = WeakValueDictionary()  # by memory and version
@@ -165,7 +167,8 @@ class EvictableMemory:
             stale = 1 + self._uses - max(one.last_use for one in members)
             link = sum(self.link_seconds(one.size_bytes) * (1 + (one.slot is None)) for one in members)
             again = region.seconds_to_recompute() if region is not None else float("inf")
-            yield _Lot(region, members, self._score(lot_bytes, stale, min(link, again)), again <= link)
+            one = Candidate(min(link, again), 0.0, lot_bytes, stale, draw=self._draw.random())
+            yield _Lot(region, members, self._policy.score(one), again <= link)
 
     def _drop(self, lot: "_Lot") -> int:
         assert lot.region is not None

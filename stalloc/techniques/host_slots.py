@@ -16,9 +16,7 @@ from stalloc.techniques.parts import aligned
 class HostSlots:
     """The places of one technique. `settle` waits until no copy uses a place that was given back."""
 
-    def __init__(
-        self, store: HostStore, settle: Callable[[], None], *, pinned: bool, changing: bool = False
-    ) -> None:
+    def __init__(self, store: HostStore, settle: Callable[[], None], *, pinned: bool, changing: bool = False) -> None:
         self._store, self._settle, self._pinned = store, settle, pinned
         self._room = _in_eighths if changing else aligned
         self._changing = changing

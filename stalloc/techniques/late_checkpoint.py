@@ -1,7 +1,7 @@
 """Blocks that can be dropped later: what one saves is kept, until memory is short; then the block runs again.
 
 Contract: as with torch's checkpoint the second run has the random numbers and the autocast of the first; BlockTape sees
-to it that it does the same on the same numbers. Inputs and results of a block are never dropped, only moved, so a second
+to it that it does the same on the same numbers. Inputs and results of a block are only moved, so a second
 run needs no other block's. A block that was seen to do what cannot be done twice is not dropped, and nothing is said.
 One whose backward pass has begun is not dropped again: it would run once for each tensor.
 """
@@ -176,7 +176,7 @@ class Region:
             if lacking:
                 raise RecomputeError(
                     f"{self._tape.block} does not do the same when it is recomputed: it saves less for backward. "
-                    "Without drops it would go on: try --cap-policy lru with a larger cap, or report it."
+                    "A cap of a size at which nothing is dropped runs it."
                 )
 
     def _run_again(self) -> None:
@@ -192,7 +192,7 @@ class Region:
         if place >= len(self._packed) or self._packed[place][1] != _like(tensor):
             raise RecomputeError(
                 f"{self._tape.block} does not do the same when it is recomputed: it saves another tensor, of shape "
-                f"{tuple(tensor.shape)}. Without drops it would go on: try --cap-policy lru with a larger cap, or report it."
+                f"{tuple(tensor.shape)}. Give a larger cap."
             )
         saved = self._missing.pop(place, None)
         if saved is not None:

@@ -1,4 +1,4 @@
-"""Four programs whose shapes or branches change from step to step: python capped_programs.py NAME [STEPS].
+"""Four programs whose shapes or branches change from step to step: python capped_programs.py NAME [STEPS [large]].
 
 On the virtual GPU under a cap, and on the processor as the twin that computes: `Program.step` gives a loss, and trains.
 """
@@ -25,6 +25,7 @@ class Size:
 
 
 SMALL = Size(width=64, layers=3, batch=8, length=48)  #: for the processor: what is saved has some 100 KiB a tensor
+MIDDLE = Size(width=256, layers=6, batch=8, length=128)
 LARGE = Size(width=512, layers=8, batch=16, length=512)  #: for the virtual GPU
 
 
@@ -194,6 +195,7 @@ class Program:
 NAMES = ("language", "mixture", "tree", "generation")
 
 if __name__ == "__main__":
-    program = Program(sys.argv[1], LARGE, "cuda")
-    for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 8):
+    name, steps, size = (*sys.argv[1:], *("8", "large")[len(sys.argv) - 2 :])
+    program = Program(name, LARGE if size == "large" else MIDDLE, "cuda")
+    for _ in range(int(steps)):
         program.step()
