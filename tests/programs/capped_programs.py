@@ -25,7 +25,7 @@ class Size:
 
 
 SMALL = Size(width=64, layers=3, batch=8, length=48)  #: for the processor: what is saved has some 100 KiB a tensor
-MIDDLE = Size(width=256, layers=6, batch=8, length=128)
+MIDDLE = Size(width=256, layers=6, batch=16, length=128)
 LARGE = Size(width=512, layers=8, batch=16, length=512)  #: for the virtual GPU
 
 
@@ -195,7 +195,7 @@ class Program:
 NAMES = ("language", "mixture", "tree", "generation")
 
 if __name__ == "__main__":
-    name, steps, size = (*sys.argv[1:], *("8", "large")[len(sys.argv) - 2 :])
+    name, steps, size = (*sys.argv[1:], *("8", "middle")[len(sys.argv) - 2 :])
     program = Program(name, LARGE if size == "large" else MIDDLE, "cuda")
     for _ in range(int(steps)):
         program.step()
