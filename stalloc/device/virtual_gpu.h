@@ -76,6 +76,7 @@ enum {
     COUNT_RELEASE,
     COUNT_ACCESS,      // calls that let devices use what is mapped
     COUNT_DEVICE_WAIT, // waits of the host for all that a device was given
+    COUNT_SHARED_HANDLE, // memory that other processes are to map, which they cannot
     NUM_COUNTS
 };
 void count(int which);

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stalloc.device.collectives import Maker, replace
+from stalloc.device.virtual import communicators
 from stalloc.errors import MissingRankError
 from stalloc.imports import after_import
 
@@ -176,9 +177,11 @@ def _store_without_others(c10d: Any) -> Any:
             self._held: dict[str, bytes] = {}
 
         def set(self, key: str, value: bytes) -> None:
+            _note_group(key)
             self._held[key] = value
 
         def get(self, key: str) -> bytes:
+            _note_group(key)
             return self._held.get(key, bytes(128))
 
         def add(self, key: str, value: int) -> int:
@@ -205,6 +208,13 @@ def _store_without_others(c10d: Any) -> Any:
             return self
 
     return Store()
+
+
+def _note_group(key: str) -> None:
+    """Say which group the next communicator is of: its identifier is under "GROUP//cuda//NUMBER"."""
+    words = key.split("//")
+    if len(words) > 2 and words[-2] == "cuda":
+        communicators().next_is_of(words[-3])
 
 
 def _register_absent(c10d: Any) -> None:
