@@ -123,9 +123,7 @@ def run(args: argparse.Namespace) -> int:
     with working("running the program under its own allocators", in_pipes=True) as tell, _assuming(args):
         options = [*(["--gpu", args.gpu] if args.gpu else []), *(["--keep-files"] if args.keep_files else [])]
         results, uncertain, native = _results(options, offer.program_bytes, command, tell, files)
-    node = node_memory(
-        offer.gpu, {None: (native["devices"], native["process"])}, files_bytes=files.all().written_bytes
-    )
+    node = node_memory(offer.gpu, {None: (native["devices"], native["process"])}, files_bytes=files.all().written_bytes)
     result = {
         **offer.as_json(),
         **{name: _entry(need) for name, need in results.items()},

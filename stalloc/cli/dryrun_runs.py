@@ -5,6 +5,7 @@ A rank is run by itself, without the others.
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -179,7 +180,8 @@ def try_ranks(args: argparse.Namespace) -> int:
         "node": node.as_json(),
     }
     if wants_text(args):
-        _print(result, tries, offer, command, lambda console: print_node(console, node, offer.headroom_bytes, whole=args.node))
+        rest = functools.partial(print_node, node=node, headroom_bytes=offer.headroom_bytes, whole=args.node)
+        _print(result, tries, offer, command, rest)
     write_json(args, result)
     fits = all(tries.fits("stalloc", at) for at in everything)
     return EXIT_DONE if fits else EXIT_CHECK_FAILED

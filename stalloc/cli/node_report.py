@@ -121,14 +121,14 @@ def _sources(node: NodeMemory) -> list[str]:
     lines = [f"CUDA context: {node.ranks[0].context.source}"]
     if any(one.groups for one in node.ranks):
         lines.append(
-            "NCCL: by its source (2.28.9) and the links of the card; from the least to the most where the machine or the "
-            "driver decide; NCCL_ variables count as they are set here"
+            "NCCL: by its source (2.28.9) and the links of the card; from the least to the most where the machine or "
+            "the driver decide; NCCL_ variables count as they are set here"
         )
     lines += [
-        "pinned: what the driver was asked for, which is what torch.cuda.host_memory_stats() counts for PyTorch",
-        "of the program's own: the peak of what was resident less what was there before it and what importing torch added",
-        "the cgroup: at the most with pinned memory, libraries and files, as whether those are charged is not known here; "
-        "what CUDA's libraries keep on the host is not in it",
+        "pinned: what the driver was asked for, which is what torch.cuda.host_memory_stats() counts",
+        "of the program's own: the peak of what was resident, less what was there before torch and its import",
+        "the cgroup: at the most with pinned memory, libraries and files, as whether they are charged is not known "
+        "here; what CUDA's libraries keep on the host is not in it",
     ]
     if len(node.tried_here) < node.num_local:
         lines.append(
@@ -145,8 +145,8 @@ def _warnings(node: NodeMemory, headroom_bytes: int) -> list[str]:
     needed = largest.nccl.least + largest.context.least_bytes
     if largest.nccl.most and needed > headroom_bytes:
         lines.append(
-            f"the CUDA context and NCCL take at least {human_bytes(needed)}, more than the {human_bytes(headroom_bytes)} "
-            f"that are set aside: --headroom {-(-needed >> 20)}MiB"
+            f"the CUDA context and NCCL take at least {human_bytes(needed)}, more than the "
+            f"{human_bytes(headroom_bytes)} that are set aside: --headroom {-(-needed >> 20)}MiB"
         )
     others = sorted({name for one in node.ranks for name in one.outside_nccl})
     if others:

@@ -1,6 +1,7 @@
 """NCCL's communicators on the virtual GPU: which a program made, and what it used each for (see virtual_nccl.c)."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # as virtual_nccl.c numbers them
@@ -39,6 +40,15 @@ class Communicators:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._groups: list[str] = []
+        self.ranks: dict[str, list[int]] = {}
+        """Of each process group that was noted, in their order there."""
+        self.backends: dict[str, str] = {}
+        """What the program has the GPUs of each do it with: "nccl", "gloo"."""
+
+    def note_group(self, group: str, ranks: Sequence[int], backend: str) -> None:
+        """Remember a process group, which may be gone when the program ends."""
+        self.ranks[group] = list(ranks)
+        self.backends[group] = backend
 
     def next_is_of(self, group: str) -> None:
         """Say which process group the next ones belong to."""

@@ -188,7 +188,7 @@ def _line_of_caller() -> str:
     innermost = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, "<")):
+        if not name.startswith((_PACKAGE, "<frozen")):
             innermost = innermost or frame
             if not name.startswith(library) and f"{os.sep}threading.py" not in name:
                 return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -77,9 +77,7 @@ def links_of(card: str, capability: tuple[int, int]) -> Links:
     reads = False if card.startswith(_WITHOUT_P2P) else None
     if card in _BRIDGED_BY_CARD:
         num = _BRIDGED_BY_CARD[card]
-        return Links(
-            kind="bridge or PCIe", capability=number, num_nvlinks=num, pcie_gbps=pcie, reads_peers=reads
-        )
+        return Links(kind="bridge or PCIe", capability=number, num_nvlinks=num, pcie_gbps=pcie, reads_peers=reads)
     return Links(kind="PCIe", capability=number, pcie_gbps=pcie, reads_peers=reads)
 
 
@@ -202,7 +200,7 @@ def _with_network(links: Links, num_local: int, num_nics: int, nic_gbps: float) 
 
 
 def _limited(found: Span, settings: Mapping[str, str], most: int) -> Span:
-    """As NCCL_MAX_NCHANNELS and NCCL_MIN_NCHANNELS say, in this order; the names with RINGS and CTAS are older or newer."""
+    """As NCCL_MAX_NCHANNELS and NCCL_MIN_NCHANNELS say, in this order; they have an older and a newer name."""
     highest = number(settings, "NCCL_MAX_NCHANNELS", "NCCL_MAX_NRINGS", "NCCL_MAX_CTAS", default=most)
     lowest = number(settings, "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MIN_CTAS", default=0)
 

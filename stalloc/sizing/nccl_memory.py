@@ -256,7 +256,9 @@ class _Model:
             return NONE
         net = self._at_network()
         trees = _NET_PEERS if self._uses("tree", ("all_reduce",)) else 0
-        return Span(least=2 * net.least * self._buffers.host_least, most=2 * (1 + trees) * net.most * self._buffers.host)
+        return Span(
+            least=2 * net.least * self._buffers.host_least, most=2 * (1 + trees) * net.most * self._buffers.host
+        )
 
     def _between_processes(self) -> Span:
         """What GPUs that do not reach each other exchange through: the receiver keeps the buffers (shm.cc)."""

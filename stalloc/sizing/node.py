@@ -1,8 +1,8 @@
 """Every byte of a node: what each rank takes of its GPU and of the host, and what the machine has to have.
 
-Contract: what was counted is exact (allocated, reserved, pinned, registered); what was looked at while the program ran is
-of this machine (its own memory, /dev/shm); what is not there in a dry run (the CUDA context, NCCL) is a `Span` from what
-sources say. docs/node.md says how each figure is come by.
+Contract: what was counted is exact (allocated, reserved, pinned, registered); what was looked at while the program ran
+is of this machine (its own memory, /dev/shm); what is not there in a dry run (the CUDA context, NCCL) is a `Span` from
+what sources say. docs/node.md says how each figure is come by.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,6 @@ from stalloc.device import KNOWN_GPUS, VirtualGPU
 from stalloc.device.context import Context, context_of
 from stalloc.sizing.nccl_channels import Links, Span, links_of
 from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, nccl_memory
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +174,7 @@ def node_memory(
     """What was seen of each rank (its devices, what its process told), put together."""
     card = card_of(gpu)
     links = links_of(card, gpu.compute_capability)
-    ranks = [
-        _rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()
-    ]
+    ranks = [_rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()]
     machines: dict[int, list[RankMemory]] = {}
     for one in ranks:
         machines.setdefault((one.rank or 0) // num_local, []).append(one)

@@ -18,12 +18,14 @@ def process_told(use: HostUse) -> dict[str, Any]:
     """Memory of the host, communicators of NCCL, and what each device gave in all."""
     gpu = virtual.active_gpu()
     assert gpu is not None
-    ranks_of = _ranks_of_groups()
+    made = virtual.communicators()
     settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     return {
         "host": use.told(),
         "communicators": [
-            asdict(one) | {"ranks": ranks_of.get(one.group or "")} for one in virtual.communicators().seen()
+            asdict(one) | {"ranks": made.ranks.get(one.group or "")}
+            for one in made.seen()
+            if made.backends.get(one.group or "", "nccl") == "nccl"  # a dry run has NCCL in the place of others
         ],
         "nccl_settings": settings,
         "driver_peak_bytes": [virtual.peak_bytes(device) for device in range(gpu.num_devices)],
@@ -31,26 +33,13 @@ def process_told(use: HostUse) -> dict[str, Any]:
     }
 
 
-def _ranks_of_groups() -> dict[str, list[int]]:
-    """The ranks of each process group that PyTorch has, in their order there."""
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not hasattr(c10d, "ProcessGroup"):
-        return {}
-    groups = c10d._world.pg_group_ranks
-    return {
-        name: sorted(ranks, key=ranks.__getitem__)
-        for group, name in c10d._world.pg_names.items()
-        if (ranks := groups.get(group))
-    }
-
-
 def _outside_nccl() -> list[str]:
-    """What carries collectives beside NCCL, whose buffers are in no figure of NCCL's."""
+    """What carries collectives of GPUs beside NCCL, whose buffers are in no figure of NCCL's."""
+    found = set(virtual.communicators().backends.values())
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    found: list[str] = []
     if c10d is not None and hasattr(c10d, "ProcessGroup"):
-        for group, (backend, _) in c10d._world.pg_map.items():
-            text = str(c10d._world.pg_backend_config.get(group, backend))
-            found += [word.partition(":")[2] or word for word in text.split(",")]
-    others = sorted({name for name in found if name not in ("nccl", "undefined")})
+        for config in c10d._world.pg_backend_config.values():  # "cpu:gloo,cuda:nccl"
+            words = dict(word.split(":", 1) for word in str(config).split(",") if ":" in word)
+            found.add(words.get("cuda", "nccl"))
+    others = sorted(found - {"nccl", "undefined"})
     return [*others, *([_CUSTOM] if virtual.statistics()["shared_handles"] else [])]
