@@ -126,15 +126,13 @@ def _sources(node: NodeMemory) -> list[str]:
         )
     lines += [
         "pinned: what the driver was asked for, which is what torch.cuda.host_memory_stats() counts",
-        "of the program's own: the peak of what was resident, less what was there before torch and its import",
+        "of the program's own: the peak of what was resident, less what was before it and what importing torch added",
         "the cgroup: at the most with pinned memory, libraries and files, as whether they are charged is not known "
         "here; what CUDA's libraries keep on the host is not in it",
     ]
-    if len(node.tried_here) < node.num_local:
-        lines.append(
-            f"machine: {plural(node.num_local - len(node.tried_here), 'rank')} that were not tried are taken to be like "
-            "the one with most"
-        )
+    missing = node.num_local - len(node.tried_here)
+    if missing:
+        lines.append(f"machine: {plural(missing, 'rank')} that were not tried are taken to be like the one with most")
     return lines
 
 
