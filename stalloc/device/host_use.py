@@ -2,8 +2,8 @@
 
 Contract: what is pinned and registered is what the driver was asked for, to the byte. The program's own memory is the
 peak of what is resident in this process, less what was resident when it began, what `import torch` added, and pages
-that stand for device memory and pinned memory. What other processes share below /dev/shm is that of the whole machine
-while the program ran, looked at every 20 ms.
+that stand for device memory and pinned memory. What it and its children share below /dev/shm is looked at every 20 ms:
+what is there for less time may be missed.
 """
 
 import contextlib
@@ -128,12 +128,12 @@ class HostUse:
 
 
 class _SharedMemory:
-    """The most that is in use below /dev/shm beyond what was there at the start."""
+    """The most that this process and its children have mapped below /dev/shm, segments that they share counted once."""
 
     def __init__(self) -> None:
         self._most = self._at_start = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="stalloc-shared-memory", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="stalloc-shared-memory", daemon=True)
 
     def start(self) -> None:
         """Look every now and then, in a thread."""
@@ -143,11 +143,16 @@ class _SharedMemory:
     def stop(self) -> int:
         """Bytes."""
         self._ended.set()
-        return max(self._most, _used_below(_SHARED) - self._at_start)
+        self._look()
+        return self._most
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_SECONDS):
+            self._look()
 
     def _look(self) -> None:
-        while not self._ended.wait(_EVERY_SECONDS):
-            self._most = max(self._most, _used_below(_SHARED) - self._at_start)
+        if _used_below(_SHARED) > self._at_start:  # by whomever: else there is nothing to look for
+            self._most = max(self._most, _mapped_by(os.getpid(), {}))
 
 
 def _used_below(folder: str) -> int:
@@ -156,6 +161,25 @@ def _used_below(folder: str) -> int:
     except OSError:
         return 0
     return (there.f_blocks - there.f_bfree) * there.f_frsize
+
+
+def _mapped_by(process: int, found: dict[str, int]) -> int:
+    """Bytes of the segments that a process and its children have mapped, by their inodes; semaphores are none."""
+    own: Counter[str] = Counter()
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            if f" {_SHARED}/" in line and f" {_SHARED}/sem." not in line:
+                span, _, _, _, inode, _ = line.split(maxsplit=5)
+                begin, end = span.split("-")
+                own[inode] += int(end, 16) - int(begin, 16)
+        for file in Path(f"/proc/{process}/task").glob("*/children"):
+            children += map(int, file.read_text(encoding="ascii").split())
+    for inode, size in own.items():
+        found[inode] = max(found.get(inode, 0), size)
+    for child in children:
+        _mapped_by(child, found)
+    return sum(found.values())
 
 
 def _status() -> dict[str, int]:

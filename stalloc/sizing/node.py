@@ -118,7 +118,7 @@ class NodeMemory:
         return sum(spans, Span(least=missing * largest.least, most=missing * largest.most))
 
     def host(self, name: str) -> int:
-        """One figure of the host for all ranks of the machine; /dev/shm is the machine's own figure for each."""
+        """One figure of the host for all ranks of the machine."""
         return self._of_machine([Span(least=one.host[name], most=one.host[name]) for one in self.tried_here]).most
 
     @property
