@@ -32,11 +32,9 @@ def _line(node: NodeMemory) -> str:
     """The host in short, and NCCL where it is used."""
     one = max(node.ranks, key=lambda rank: rank.host["pinned_bytes"] + rank.host["own_bytes"])
     who = "" if one.rank is None else f" of rank {one.rank}"
-    pinned = _pinned_text(one)
-    text = (
-        f"on the host{who}: {pinned}, {human_bytes(one.host['own_bytes'])} of the program's own, "
-        f"{span_text(one.shared_memory)} in /dev/shm"
-    )
+    parts = [_pinned_text(one), f"{human_bytes(one.host['own_bytes'])} of the program's own"]
+    parts += [f"{span_text(one.shared_memory)} in /dev/shm"] if one.shared_memory.most else []
+    text = f"on the host{who}: {', '.join(filter(None, parts))}"
     most = max(node.ranks, key=lambda rank: rank.nccl.most)
     if most.nccl.most:
         num = plural(len(most.groups), "communicator")
@@ -46,11 +44,11 @@ def _line(node: NodeMemory) -> str:
 
 def _pinned_text(one: RankMemory) -> str:
     pinned, asked = one.host["pinned_bytes"], one.host["pinned_asked_bytes"]
-    text = f"{human_bytes(pinned)} pinned"
+    text = f"{human_bytes(pinned)} pinned" if pinned else ""
     if pinned and asked is not None and asked != pinned:
         text += f" for {human_bytes(asked)} asked for"
     if one.host["registered_bytes"]:
-        text += f", {human_bytes(one.host['registered_bytes'])} registered"
+        text += f"{', ' if text else ''}{human_bytes(one.host['registered_bytes'])} registered"
     return text
 
 
