@@ -226,3 +226,22 @@ def test_collectives_outside_of_nccl_are_said_to_be_so(tmp_path: Path) -> None:
     (rank,) = json.loads(out.read_text())["node"]["ranks"]
     assert rank["communicators"] == []
     assert rank["nccl_bytes"] == [0, 0]
+
+
+def test_a_search_has_no_node_of_its_own(tmp_path: Path) -> None:
+    done = run_stalloc("dryrun", "--find", "batch=1..4", "--node", tmp_path / "train.py", "{batch}")
+    assert done.returncode == 2
+    assert "--node is of one run" in done.stderr
+
+
+def test_memory_that_cupy_pins_is_counted_too(tmp_path: Path) -> None:
+    program, out = tmp_path / "pin.py", tmp_path / "result.json"
+    program.write_text(
+        "import cupy\ncupy.zeros(4)\nkept = cupy.cuda.alloc_pinned_memory(3 << 20)\n"
+        "raw = cupy.cuda.runtime.hostAlloc(5000, 0)\n"
+    )
+    done = run_stalloc("dryrun", "--ranks", 1, "--json", out, program)
+    assert done.returncode == 0, done.stderr
+    (rank,) = json.loads(out.read_text())["node"]["ranks"]
+    assert rank["host"]["pinned_bytes"] >= (3 << 20) + 5000
+    assert any(place.startswith("pin.py:") for place, *_ in rank["host"]["pinned_sites"])

@@ -26,7 +26,8 @@ torchrun would start, rank by rank without the others. Both run the program in f
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
 `taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know
-(`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded.
+(`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded,
+`node` every byte of the node, by rank and for the machine (--node prints it).
 The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
@@ -114,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
 
+    if args.find and args.node:
+        raise BadInputError(
+            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
+        )
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     if args.find or args.ranks is not None:
         with _assuming(args):
