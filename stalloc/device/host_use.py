@@ -34,9 +34,11 @@ class HostUse:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._observer = _OBSERVER(self._observe)
+        self._lock = threading.RLock()  # what is freed meanwhile, by the collector, is noted too
         self._live: dict[int, tuple[str, int, int]] = {}  # address: line, bytes, bytes asked for
         self._asked = self._asked_at_peak = self._pinned = self._pinned_peak = 0
         self._sites: Counter[str] = Counter()
+        self._asked_sites: Counter[str] = Counter()
         self._sites_at_peak: Counter[str] = Counter()
         self._asked_sites_at_peak: Counter[str] = Counter()
         self._knows_asked = False
@@ -94,21 +96,25 @@ class HostUse:
             self._knows_asked = True
 
     def _observe(self, event: int, address: int, size: int, asked: int) -> None:
+        with self._lock:
+            self._note(event, address, size, asked)
+
+    def _note(self, event: int, address: int, size: int, asked: int) -> None:
         if event == _PINNED:
             site = _line_of_caller()
             self._live[address] = (site, size, asked)
             self._sites[site] += size
+            self._asked_sites[site] += asked
             self._pinned += size
             self._asked += asked
             if self._pinned > self._pinned_peak:
                 self._pinned_peak, self._asked_at_peak = self._pinned, self._asked
                 self._sites_at_peak = self._sites.copy()
-                self._asked_sites_at_peak = Counter()
-                for name, _, wanted in self._live.values():
-                    self._asked_sites_at_peak[name] += wanted
+                self._asked_sites_at_peak = self._asked_sites.copy()
         elif event == _UNPINNED and address in self._live:
             site, size, asked = self._live.pop(address)
             self._sites[site] -= size
+            self._asked_sites[site] -= asked
             self._pinned -= size
             self._asked -= asked
 
@@ -208,7 +214,7 @@ def _line_of_caller() -> str:
     """The innermost line that is the program's own: neither this package's nor torch's."""
     torch: Any = sys.modules.get("torch")
     library = os.path.dirname(torch.__file__) + os.sep if torch is not None else _PACKAGE
-    frame = sys._getframe(1).f_back
+    frame = sys._getframe(2).f_back
     innermost = None
     while frame is not None:
         name = frame.f_code.co_filename
