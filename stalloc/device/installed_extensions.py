@@ -113,7 +113,9 @@ class Extensions:
         known = {table: self._known[table] | self._seen[table] for table in self._known}
         if self._file is None or known == self._known:
             return
-        known = {table: {name: one for name, one in kept.items() if os.path.exists(name)} for table, kept in known.items()}
+        known = {
+            table: {name: one for name, one in kept.items() if os.path.exists(name)} for table, kept in known.items()
+        }
         try:
             write_whole(self._file, json.dumps({"layout": _LAYOUT, **known}), private=True)
         except (OSError, StallocError):

@@ -1,8 +1,8 @@
 """Building the virtual GPU's libraries: one that holds everything, and an empty one under each name NVIDIA uses.
 
 Contract: `build()` returns a directory whose libraries, loaded first, satisfy every NVIDIA library that torch, CuPy and
-the other installed extensions ask for. It is built once per user and kept; its name is a hash of all that went into it, and it appears
-by one rename, so several processes may build at the same time. A C compiler is all that is needed, no CUDA headers.
+the other installed extensions ask for. It is built once per user and kept; its name is a hash of all that went into it,
+and it appears by one rename, so several processes may build at the same time. A C compiler is all that is needed, no CUDA headers.
 
 The empty libraries carry the names (sonames) and version nodes that the loader checks; the symbols themselves are
 found in the one library, unversioned, which the loader accepts for any version (glibc: elf/dl-lookup.c, check_match).
@@ -45,7 +45,7 @@ class Surface:
     symbols: tuple[str, ...]
     libraries: tuple[tuple[str, tuple[str, ...]], ...]
     cuda_version: int
-    """The CUDA version that suits torch and CuPy, as CUDA writes it: 13000, or 12080 where they are built for CUDA 12."""
+    """That suits torch and CuPy, as CUDA writes it: 13000, or 12080 where they are built for CUDA 12."""
 
 
 def _suiting(names: Collection[str]) -> int:

@@ -16,6 +16,7 @@ enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3 };
 static Handle handle_of(int device) { return (Handle)(uintptr_t)(0x2000 + device); }
 static int device_of(Handle handle) { return (int)((uintptr_t)handle - 0x2000); }
 
+Result nvmlInit(void) { return SUCCESS; } // torch.cuda.device_count() asks so, and must: the runtime poisons forks
 Result nvmlInit_v2(void) { return SUCCESS; }
 Result nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
 Result nvmlShutdown(void) { return SUCCESS; }
@@ -44,6 +45,8 @@ Result nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *device) {
     *device = handle_of((int)index);
     return SUCCESS;
 }
+Result nvmlDeviceGetCount(unsigned *num) { return nvmlDeviceGetCount_v2(num); }
+Result nvmlDeviceGetHandleByIndex(unsigned index, Handle *device) { return nvmlDeviceGetHandleByIndex_v2(index, device); }
 Result nvmlDeviceGetHandleByPciBusId_v2(const char *text, Handle *device) {
     unsigned domain = 0, bus = 0;
     if (sscanf(text, "%x:%x", &domain, &bus) != 2 || bus < 1 || (int)bus > gpu.num_machine_devices)
