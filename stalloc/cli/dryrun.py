@@ -16,12 +16,17 @@ what was reserved.
 
   stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
   stalloc dryrun --gpu H100 --ranks 8 train.py
+  stalloc dryrun --gpu H100 --serve --length 4096 serve.py
 
 What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
 --find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
 torchrun would start, rank by rank without the others. Both run the program in forks of one process, side by side.
+
+--serve is for a program that asks how much is free and takes most of it, as inference servers do: it is run on the card
+as it is, and shown is what it makes of it: weights, activations, cache, in bytes, tokens and requests of --length. With
+--find the answer has a cache of at least --tokens; without them every value is run, and listed.
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
@@ -91,6 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", default="all", metavar="K", help="with --ranks, only these: 0 or 0,7 (default: all)")
     parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="the program is a server that takes most of what is free: show what it makes of the card",
+    )
+    parser.add_argument("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="with --serve, a cache of at least N tokens is what --find looks for"
+    )
+    parser.add_argument(
         "--jobs",
         type=int,
         default=0,
@@ -108,8 +122,10 @@ def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
 
+    if not args.serve and (args.length is not None or args.tokens is not None):
+        raise BadInputError("--length and --tokens are of a server's cache: give --serve too.")
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
-    if args.find or args.ranks is not None:
+    if args.find or args.serve or args.ranks is not None:
         with _assuming(args):
             return _in_forks(args)
     command, offer = program_command(args), offer_of(args)
@@ -147,7 +163,9 @@ def _assuming(args: argparse.Namespace) -> Iterator[None]:
 
 def _in_forks(args: argparse.Namespace) -> int:
     """What runs the program many times."""
-    if args.find:
+    if args.serve:
+        from stalloc.cli.dryrun_serve import serve as answer
+    elif args.find:
         from stalloc.cli.dryrun_find import find as answer
     else:
         from stalloc.cli.dryrun_runs import try_ranks as answer

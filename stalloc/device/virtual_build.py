@@ -2,7 +2,8 @@
 
 Contract: `build()` returns a directory whose libraries, loaded first, satisfy every NVIDIA library that torch, CuPy and
 the other installed extensions ask for. It is built once per user and kept; its name is a hash of all that went into it,
-and it appears by one rename, so several processes may build at the same time. A C compiler is all that is needed, no CUDA headers.
+and it appears by one rename, so several processes may build at the same time. A C compiler is all that is needed, no
+CUDA headers.
 
 The empty libraries carry the names (sonames) and version nodes that the loader checks; the symbols themselves are
 found in the one library, unversioned, which the loader accepts for any version (glibc: elf/dl-lookup.c, check_match).

@@ -38,6 +38,7 @@ class RunWork:
     under: Literal["native", "stalloc"] = "native"
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
     is_rank: bool = False  #: one of several, as the variables say
     completion: Completion = "at-once"  #: when its work is done
     num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
@@ -74,6 +75,7 @@ class _Run:
         self._refused: dict[str, Any] | None = None  # the history as it was when memory ran out last
         self._refused_at = UNKNOWN  # the line that the main thread was at then
         self._num_steps = 0
+        self._server: Any = None
 
     def perform(self, program: Callable[[], int]) -> None:
         from stalloc.imports import after_import
@@ -91,6 +93,11 @@ class _Run:
             most = MAX_EVENTS if work.keep_history else _RECENT_EVENTS
             self._history = NativeHistory(most, stacks=work.name_holders, out_of_memory=self._ran_out)
             self._history.begin()
+        if work.watch_server:
+            from stalloc.integrations.server_watch import ServerWatch
+
+            self._server = ServerWatch()
+            self._server.begin()
         if work.num_steps:
             after_import("torch", self._count_steps)
         self._end(program())
@@ -120,6 +127,7 @@ class _Run:
             "devices": devices,
             "findings": virtual.findings(),
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
+            "server": self._server.told() if self._server is not None else None,
             "ran_out": self._place_and_holders() if code != 0 else None,
         }
         write_whole(self._folder / RESULT, json.dumps(told))

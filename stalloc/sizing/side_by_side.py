@@ -52,6 +52,8 @@ class RunSeen:
     findings: dict[str, Any]
     """What it could not know, as of `device.virtual.findings`."""
     ran_out: RanOut | None = None
+    server: dict[str, Any] | None = None
+    """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
     traces: list[Trace] = field(default_factory=list)
     """The whole program, of each device; empty where a replay of it would not be exact."""
 
@@ -133,12 +135,13 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
             f"the program failed with code {found['exit_code']} ({one.name}), not for lack of memory: see its output "
             "above."
         )
-    told = found["ran_out"]
+    told, server = found["ran_out"], found["server"]
     return RunSeen(
         completes=found["exit_code"] == 0,
         devices=found["devices"],
         findings=found["findings"],
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
+        server=server | {"output": child.output()} if server is not None else None,
         traces=_traces(child) if found["is_replayable"] else [],
     )
 
