@@ -57,7 +57,7 @@ from stalloc.device.completion import VARIABLE, Completion
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
 from stalloc.device.deciding_lines import as_variable, parse_assumption
-from stalloc.device.known_gpus import PLENTY
+from stalloc.device.known_gpus import PLENTY, takes_what_is_free
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.sandbox import ProgramFiles, files_from_json
@@ -242,6 +242,8 @@ def _uncertain(
 ) -> dict[str, Any]:
     """What a native run could not know, with its figures for the least and the most that cuDNN may ask for."""
     uncertain: dict[str, Any] = tried.get("virtual", {})
+    if takes_what_is_free(PLENTY, need.taken_bytes):
+        uncertain["taking_what_is_free"] = need.taken_bytes
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
         seen = [{name: getattr(need, name) for name in FIGURES}]

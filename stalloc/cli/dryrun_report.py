@@ -7,7 +7,7 @@ from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
 from stalloc.device.context import ASSUMED_BYTES, SOURCE
-from stalloc.device.known_gpus import shown_with_memory
+from stalloc.device.known_gpus import PLENTY, shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sandbox import files_from_json
@@ -163,6 +163,11 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
     """What a dry run cannot know, a sentence each."""
     lines = []
     convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
+    if taken := uncertain.get("taking_what_is_free"):
+        lines.append(
+            f"this program sizes itself by what is free: given {human_bytes(PLENTY)} it took {human_bytes(taken)}, and "
+            "these figures say nothing of a card: use --serve"
+        )
     if convolutions.get("unknown_bytes"):
         if "taken_bytes_tried" in convolutions:
             found = (

@@ -126,6 +126,11 @@ MEMORY_SOURCES: dict[str, str] = {key: source for key, *_, source in _CARDS}
 DEFAULT_GPU = KNOWN_GPUS["H200"]
 
 
+def takes_what_is_free(total_bytes: int, reserved_bytes: int) -> bool:
+    """Whether a program that was given plenty took most of it, as only one does that goes by what is free."""
+    return total_bytes == PLENTY and reserved_bytes > PLENTY // 2
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 

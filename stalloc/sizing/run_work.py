@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from stalloc.device import VirtualGPU
 from stalloc.device.completion import Completion
+from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
@@ -121,11 +122,13 @@ class _Run:
         from stalloc.device import virtual
 
         devices, refused = self._peaks()
+        taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
+        taking = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
             "devices": devices,
-            "findings": virtual.findings(),
+            "findings": virtual.findings() | taking,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "server": self._server.told() if self._server is not None else None,
             "ran_out": self._place_and_holders() if code != 0 else None,
