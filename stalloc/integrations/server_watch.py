@@ -33,8 +33,8 @@ class ServerWatch:
     """Of this process, from `begin` on."""
 
     def __init__(self) -> None:
-        self._graph_bytes = self._num_graphs = 0
-        self._reserved_at_begin = 0
+        self._num_graphs = 0
+        self._pools: dict[Any, int] = {}  # of graphs: the most that each reserved
         self._tokens: int | None = None
 
     def begin(self) -> None:
@@ -45,19 +45,16 @@ class ServerWatch:
 
     def _watch_graphs(self) -> None:
         graph: Any = sys.modules["torch"].cuda.CUDAGraph
-        begin, end = graph.capture_begin, graph.capture_end
+        end = graph.capture_end
 
-        def capture_begin(*args: Any, **options: Any) -> Any:
-            self._reserved_at_begin = _reserved()
-            return begin(*args, **options)
-
-        def capture_end(*args: Any, **options: Any) -> Any:
-            told = end(*args, **options)
-            self._graph_bytes += _reserved() - self._reserved_at_begin
+        def capture_end(captured: Any) -> Any:
+            told = end(captured)
+            pool = captured.pool()
+            self._pools[pool] = max(self._pools.get(pool, 0), _reserved_by(pool))
             self._num_graphs += 1
             return told
 
-        graph.capture_begin, graph.capture_end = capture_begin, capture_end
+        graph.capture_end = capture_end
 
     def _watch_engine(self, module: str, owner: str, method: str, tokens: Callable[[Any], int]) -> None:
         of: Any = getattr(sys.modules[module], owner, None)
@@ -80,13 +77,18 @@ class ServerWatch:
         if torch is not None and torch.cuda.is_initialized() and hasattr(torch.cuda, "host_memory_stats"):
             pinned = torch.cuda.host_memory_stats()
         return {
-            "graph_bytes": self._graph_bytes,
+            "graph_bytes": sum(self._pools.values()),
             "num_graphs": self._num_graphs,
             "tokens": self._tokens,
             "pinned_bytes": pinned.get("allocated_bytes.peak", 0),
         }
 
 
-def _reserved() -> int:
-    """Bytes that torch holds on the current device."""
-    return int(sys.modules["torch"].cuda.memory_reserved())
+def _reserved_by(pool: Any) -> int:
+    """Bytes that torch holds for a pool."""
+    snapshot = sys.modules["torch"].cuda.memory_snapshot
+    try:
+        segments = snapshot(pool, include_traces=False)
+    except TypeError:  # before torch 2.11
+        segments = [one for one in snapshot() if tuple(one.get("segment_pool_id", ())) == tuple(pool)]
+    return sum(one["total_size"] for one in segments)
