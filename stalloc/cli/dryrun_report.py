@@ -100,7 +100,9 @@ def print_needs(result: dict[str, Any], results: dict[str, Need], offer: Offer, 
         print_prose(console, f"CUDA context and NCCL: {offer.headroom_source}", indent="  ")
     for line in last_lines(result):
         print_prose(console, line, indent="  ")
-    if results["stalloc"].fits:
+    if result["uncertain"].get("taking_what_is_free"):
+        console.print(f"next: {command_text('stalloc', 'dryrun', '--serve', *command)}")
+    elif results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
         words = command_text("stalloc", "fit", "--budget", size_text(offer.program_bytes), *command)
