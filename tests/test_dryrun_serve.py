@@ -28,6 +28,8 @@ peak = torch.cuda.max_memory_allocated()
 torch.cuda.empty_cache()
 free, total = torch.cuda.mem_get_info()
 blocks = max(int(0.9 * free) - (peak - torch.cuda.memory_allocated()), 0) >> 20
+if not blocks:
+    raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.")
 cache = torch.empty(blocks << 20, dtype=torch.uint8, device="cuda")
 if say:
     print(f"GPU KV cache size: {16 * blocks:,} tokens")
@@ -69,7 +71,7 @@ def test_a_server_is_divided_into_what_it_makes_of_the_card(server: Path) -> Non
     # 0.9 of what the context and the weights leave of the card, less the first batch
     blocks = (int(0.9 * (1024 - 128 - 32) * MIB) - 32 * MIB) // BLOCK
     assert told["cache_bytes"] == blocks * BLOCK
-    assert told["cache_at"] == [["server.py:13 <module>", blocks * BLOCK]]
+    assert told["cache_at"] == [["server.py:15 <module>", blocks * BLOCK]]
     assert told["tokens"] == 16 * blocks
     assert (told["num_graphs"], told["graph_bytes"]) == (1, 2 * MIB)
     assert f"{16 * blocks:,} tokens, 64.0 KiB each: {16 * blocks // 100} requests of 100 tokens" in shown
@@ -166,6 +168,9 @@ def test_a_card_that_is_too_small(server: Path) -> None:
     told, shown, code = dryrun(server, "--serve", "--memory", "150MiB", "--headroom", "128MiB")
     assert (code, told["starts"]) == (1, False)
     assert "it does not start, for lack of memory: server.py:4" in shown
+    told, shown, code = dryrun(server, *CARD, words=(200,))
+    assert (code, told["starts"], told["tokens"]) == (1, False, None)
+    assert "it does not start, for lack of memory" in shown
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stalloc import device
+from stalloc.analysis.error_search import find_errors
 from stalloc.device import VirtualGPU
 from stalloc.errors import SetupError
 from stalloc.forked_child import ForkedChild, first_ended
@@ -129,13 +130,16 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         sys.stderr.write(child.output())
         raise SetupError(f"the program ({one.name}) ended before it could report: see its output above.")
     found = json.loads(file.read_text(encoding="utf-8"))
-    if found["exit_code"] != 0 and not found["out_of_memory"]:
+    server = found["server"]
+    # an engine that measures what is free says itself that it is too little, before the device has to
+    lacks_memory = found["out_of_memory"] or (server is not None and bool(find_errors(child.output())))
+    if found["exit_code"] != 0 and not lacks_memory:
         sys.stderr.write(child.output())
         raise SetupError(
             f"the program failed with code {found['exit_code']} ({one.name}), not for lack of memory: see its output "
             "above."
         )
-    told, server = found["ran_out"], found["server"]
+    told = found["ran_out"]
     return RunSeen(
         completes=found["exit_code"] == 0,
         devices=found["devices"],
