@@ -48,6 +48,8 @@ def serve(args: argparse.Namespace) -> int:
             raise BadInputError(f"--{option} is {getattr(args, option)}: give a number from 1.")
     if args.ranks is not None:
         raise BadInputError("--serve is of one GPU: leave --ranks out.")
+    if args.node:
+        raise BadInputError("--serve shows what the device holds: leave --node out, or try it without --serve.")
     if args.find == "gpu":
         return _find_card(args)
     if args.find:

@@ -21,6 +21,7 @@ from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
+from stalloc.sizing.process_memory import process_told
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
 
@@ -77,8 +78,10 @@ class _Run:
         self._refused_at = UNKNOWN  # the line that the main thread was at then
         self._num_steps = 0
         self._server: Any = None
+        self._host: Any = None
 
     def perform(self, program: Callable[[], int]) -> None:
+        from stalloc.device import virtual
         from stalloc.imports import after_import
 
         work = self._work
@@ -101,6 +104,8 @@ class _Run:
             self._server.begin()
         if work.num_steps:
             after_import("torch", self._count_steps)
+        self._host = virtual.host_use()
+        self._host.begin()
         self._end(program())
 
     def _count_steps(self) -> None:
@@ -121,6 +126,7 @@ class _Run:
         """Write what came of it; the process is over."""
         from stalloc.device import virtual
 
+        process = process_told(self._host)
         devices, refused = self._peaks()
         taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
         taking = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
@@ -129,6 +135,7 @@ class _Run:
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
             "devices": devices,
             "findings": virtual.findings() | taking,
+            "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "server": self._server.told() if self._server is not None else None,
             "ran_out": self._place_and_holders() if code != 0 else None,

@@ -52,6 +52,8 @@ class RunSeen:
     """Of each: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
     findings: dict[str, Any]
     """What it could not know, as of `device.virtual.findings`."""
+    process: dict[str, Any] = field(default_factory=dict)
+    """What the process took beside its allocators, as `process_memory` tells it."""
     ran_out: RanOut | None = None
     server: dict[str, Any] | None = None
     """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
@@ -144,6 +146,7 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         completes=found["exit_code"] == 0,
         devices=found["devices"],
         findings=found["findings"],
+        process=found["process"],
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
         server=server | {"output": child.output()} if server is not None else None,
         traces=_traces(child) if found["is_replayable"] else [],
