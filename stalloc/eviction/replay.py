@@ -3,10 +3,11 @@
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
 locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
-is made again first, and so on down; a call that is repeated first locks those of its arguments that are there. The clock counts calls, first ones and repeated ones alike; a storage was used when
-a call that reads it begins, and when one that makes it ends. What nobody holds any more is freed if it is not locked;
-if it has to be made again later, it stays until it is chosen. Of equal candidates the one that became evictable last
-goes. What the program still holds at the end has to be there. A run that takes twice its time is given up.
+is made again first, and so on down. A call that is repeated first locks those of its arguments that are there. The
+clock counts calls, first ones and repeated ones alike; a storage was used when a call that reads it begins, and when
+one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made again later, it
+stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program still holds at
+the end has to be there. A run that takes twice its time is given up.
 """
 
 import enum
@@ -30,7 +31,7 @@ from stalloc.eviction.scores import (
     tensor_evicting,
     window_cost,
 )
-from stalloc.eviction.state import make_tables
+from stalloc.eviction.eviction_state import make_tables
 
 LONGEST = 2.0  #: times of a run without a budget, from which on one is given up, as the paper's evaluation does
 
