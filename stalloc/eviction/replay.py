@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.compiled import inner, njit
+from stalloc.eviction.eviction_state import make_tables
 from stalloc.eviction.instructions import Instructions, Step
 from stalloc.eviction.places import choose_window, forget_place, free_beside, has_hole, put_in_place
 from stalloc.eviction.scores import (
@@ -31,7 +32,6 @@ from stalloc.eviction.scores import (
     tensor_evicting,
     window_cost,
 )
-from stalloc.eviction.eviction_state import make_tables
 
 LONGEST = 2.0  #: times of a run without a budget, from which on one is given up, as the paper's evaluation does
 
