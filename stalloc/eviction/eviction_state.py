@@ -1,7 +1,8 @@
 """The state of a replay: tables of storages, tensors and operations, and counts, as compiled code takes them.
 
 Invariant: `allocated` is the sum of the sizes of resident storages; a storage is in the pool of evictable ones, a list
-linked by `before` and `behind`, if it is resident, unlocked and no constant.
+linked by `before` and `behind`, if it is resident, unlocked and no constant. `placed` has the storages with addresses,
+lowest first.
 """
 
 from typing import Any, NamedTuple
@@ -20,57 +21,52 @@ _COUNTS = (
     "stamp",  # of the last walk
     "num_classes", "num_placed", "random",
 )  # fmt: skip
+_STORAGE = (
+    ("size", np.int64), ("is_constant", bool),
+    ("cost", np.int64),  # ticks of all operations called so far that put something there
+    ("resident", bool), ("locks", np.int64),
+    ("names", np.int64),  # how many the program has for its tensors
+    ("used", np.int64),  # when it was read or made last
+    ("version", np.int64),  # grows by every eviction
+    ("in_pool", bool), ("before", np.int64), ("behind", np.int64),
+    ("fresh", bool),  # made by the call that runs
+    ("seen", np.int64),  # stamp of the walk that came by last
+    ("class_of", np.int64),  # of an evicted storage; -1: none
+    ("class_share", np.int64),  # what it added to the cost of its class
+    ("address", np.int64), ("window_cost", np.float64),
+)  # fmt: skip
+_TENSOR = (
+    ("storage", np.int64), ("op", np.int64), ("is_view", bool),
+    ("made_in", np.int64),  # the version of its storage that it was made in
+    ("held", np.int64),
+)  # fmt: skip
+_OPERATION = (
+    ("ticks", np.int64), ("work_bytes", np.int64), ("arg_begin", np.int64), ("out_begin", np.int64),
+    ("frame_op", np.int64), ("frame_row", np.int64),  # calls that wait for their arguments, by depth
+)  # fmt: skip
+_ARGUMENT = (("tensor", np.int64), ("is_locked", bool))
+_CLASS = (("parent", np.int64), ("cost", np.int64), ("seen", np.int64))
+_ROW = (("stack", np.int64), ("placed", np.int64), ("window", np.int64))
 _MOST_CLASSES = 1 << 20  #: evictions whose classes are told apart: a run has twice its time for them
 
 
 class Tables(NamedTuple):
-    """One row a storage, unless said otherwise."""
+    """What changes, and what the program is."""
 
-    size: Column
-    is_constant: Column
-    cost_of_all: Column  #: ticks of all operations that put something there
-    cost: Column  #: of those of them that were called so far
-    resident: Column
-    locks: Column
-    names: Column  #: how many the program has for its tensors
-    used: Column  #: when it was read or made last
-    version: Column  #: grows by every eviction
-    in_pool: Column
-    before: Column
-    behind: Column
-    fresh: Column  #: made by the call that runs
-    seen: Column  #: stamp of the walk that came by last
-    stack: Column
-    tensor_storage: Column  #: of each tensor
-    tensor_op: Column
-    is_view: Column
-    made_in: Column  #: of each tensor: the version of its storage that it was made in
-    held: Column  #: of each tensor
-    op_ticks: Column  #: of each operation
-    op_work_bytes: Column
-    arg_begin: Column
-    args: Column
-    is_locked: Column  #: of each argument of a call that waits or runs
-    out_begin: Column
-    outs: Column
-    frame_op: Column  #: the calls that wait for their arguments, the innermost last
-    frame_row: Column
-    source_begin: Column  #: what each storage is made from
-    sources: Column
-    source_op: Column  #: the operation by which
-    user_begin: Column  #: what is made from it
-    users: Column
+    storages: Column
+    tensors: Column
+    operations: Column  #: and one row behind them
+    arguments: Column
+    outs: Column  #: tensors
+    source_begin: Column
+    sources: Column  #: what each storage is made from
+    source_op: Column  #: the first operation by which
+    user_begin: Column
+    users: Column  #: what is made from each
     user_op: Column
-    class_of: Column  #: of an evicted storage; -1: none
-    class_share: Column  #: what it added to the cost of its class
-    class_parent: Column
-    class_cost: Column
-    class_seen: Column
-    address: Column
-    placed: Column  #: storages with addresses, lowest first
-    window: Column
-    window_cost: Column
-    part_begin: Column  #: of storages and holes in the order of addresses, for Coop's window
+    classes: Column
+    rows: Column  #: lists of storages: of a walk, of those with addresses, of a window
+    part_begin: Column  #: storages and holes in the order of addresses, for Coop's window
     part_end: Column
     part_cost: Column
     part_of: Column  #: the storage; -1: a hole
@@ -78,35 +74,51 @@ class Tables(NamedTuple):
 
 def make_tables(program: Instructions, *, classes: bool, seed: int) -> tuple[Tables, Any]:
     """The state before the first step, and the counts, a table of one record."""
-    num, num_tensors, num_ops = len(program.size), len(program.tensor_storage), len(program.op_ticks)
+    num, num_ops = len(program.size), len(program.op_ticks)
     counts = np.zeros(1, [(name, np.int64) for name in _COUNTS])
     counts["first"] = counts["last"] = counts["current"] = -1
     counts["random"] = 1 + seed % 2147483646
-    of_tensor = program.tensor_op >= 0
-    cost = np.zeros(num, np.int64)
-    np.add.at(cost, program.tensor_storage[of_tensor], program.op_ticks[program.tensor_op[of_tensor]])
+    storages = _filled(_STORAGE, num, size=program.size, is_constant=program.is_constant, class_of=-1)
+    tensors = _filled(
+        _TENSOR,
+        len(program.tensor_storage),
+        storage=program.tensor_storage,
+        op=program.tensor_op,
+        is_view=program.is_view,
+        made_in=-1,
+    )
+    operations = _filled(_OPERATION, num_ops + 1, arg_begin=program.arg_begin, out_begin=program.out_begin)
+    operations["ticks"][:num_ops], operations["work_bytes"][:num_ops] = program.op_ticks, program.op_work_bytes
     source, user, by = _edges(program)
     up, down = np.argsort(user, kind="stable"), np.argsort(source, kind="stable")
-    rows = np.arange(num + 1)
-
-    def zeros(dtype: Any = np.int64, length: int = num) -> Column:
-        return np.zeros(length, dtype)
-
-    num_classes = _MOST_CLASSES if classes else 1
+    bounds = np.arange(num + 1)
     return Tables(
-        program.size, program.is_constant, cost, zeros(), zeros(bool), zeros(), zeros(), zeros(), zeros(), zeros(bool),
-        zeros(), zeros(), zeros(bool), zeros(), zeros(length=num + 1),
-        program.tensor_storage, program.tensor_op, program.is_view,
-        np.full(num_tensors, -1, np.int64), zeros(length=num_tensors),
-        program.op_ticks, program.op_work_bytes,
-        program.arg_begin, program.args, zeros(bool, len(program.args)), program.out_begin, program.outs,
-        zeros(length=num_ops + 1), zeros(length=num_ops + 1),
-        np.searchsorted(user[up], rows), source[up], by[up],
-        np.searchsorted(source[down], rows), user[down], by[down],
-        np.full(num, -1, np.int64), zeros(), zeros(length=num_classes), zeros(length=num_classes),
-        zeros(length=num_classes), zeros(), zeros(), zeros(), zeros(np.float64),
-        zeros(length=2 * num + 1), zeros(length=2 * num + 1), zeros(np.float64, 2 * num + 1), zeros(length=2 * num + 1),
-    ), counts  # fmt: skip
+        storages,
+        tensors,
+        operations,
+        _filled(_ARGUMENT, len(program.args), tensor=program.args),
+        program.outs,
+        np.searchsorted(user[up], bounds),
+        source[up],
+        by[up],
+        np.searchsorted(source[down], bounds),
+        user[down],
+        by[down],
+        _filled(_CLASS, _MOST_CLASSES if classes else 1),
+        _filled(_ROW, num + 1),
+        np.zeros(2 * num + 1, np.int64),
+        np.zeros(2 * num + 1, np.int64),
+        np.zeros(2 * num + 1),
+        np.zeros(2 * num + 1, np.int64),
+    ), counts
+
+
+def _filled(fields: tuple[tuple[str, Any], ...], num: int, **columns: Any) -> Column:
+    """A table of so many rows, zero but for the columns that are given."""
+    table = np.zeros(num, list(fields))
+    for name, column in columns.items():
+        table[name] = column
+    return table
 
 
 def _edges(program: Instructions) -> tuple[Column, Column, Column]:
@@ -121,4 +133,4 @@ def _edges(program: Instructions) -> tuple[Column, Column, Column]:
             for one in read - {storage_of[tensor]}:
                 first.setdefault((one, storage_of[tensor]), op)
     pairs = np.array([(*pair, op) for pair, op in first.items()], np.int64).reshape(-1, 3)
-    return pairs[:, 0], pairs[:, 1], pairs[:, 2]
+    return pairs[:, 0].copy(), pairs[:, 1].copy(), pairs[:, 2].copy()
