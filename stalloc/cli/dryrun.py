@@ -16,12 +16,16 @@ what was reserved.
 
   stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
   stalloc dryrun --gpu H100 --ranks 8 train.py
+  stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
 What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
 --find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
 torchrun would start, rank by rank without the others. Both run the program in forks of one process, side by side.
+
+--model needs no script: a training loop of stalloc's runs a language model that transformers makes from its
+configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
@@ -48,6 +52,7 @@ from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
+from stalloc.cli.shared_options import refuse_typed
 from stalloc.device.completion import VARIABLE, Completion
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
@@ -56,6 +61,8 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.sandbox import ProgramFiles, files_from_json
+from stalloc.sizing.model_program import PROGRAM, add_model_arguments, check_model, model_words
+from stalloc.sizing.named_models import KNOWN
 
 Measure = Callable[..., dict[str, Any]]
 """Of a size, and of when work is done: what came of the program on a device of that size."""
@@ -102,6 +109,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
+    of_model = parser.add_argument_group("a model without a script")
+    of_model.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(KNOWN)}; a config.json of transformers or a folder with one; or a name of the Hugging Face "
+        "hub, whose configuration is in your cache",
+    )
+    of_model.add_argument(
+        "--download", action="store_true", help="fetch the configuration from the hub if it is not (no weights)"
+    )
+    add_model_arguments(of_model)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
 
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
+    _take_model(args)
     if args.find or args.ranks is not None:
         with _assuming(args):
             return _in_forks(args)
@@ -128,6 +147,22 @@ def run(args: argparse.Namespace) -> int:
         print_needs(result, results, offer, command)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """Make the program of --model the one that is run."""
+    if args.model is None:
+        refuse_typed(args, "needs --model NAME", "batch", "seq", "train", "infer", "dtype", "checkpoint", "download")
+        return
+    if args.module is not None or args.program:
+        raise BadInputError("--model runs a program of stalloc's: leave out the script, or --model.")
+    if args.find not in (None, "gpu"):
+        searched = args.find.partition("=")[0].strip()
+        if searched not in ("batch", "seq"):
+            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model is of batch, seq or gpu.")
+        setattr(args, searched, f"{{{searched}}}")
+    check_model(args.model, args, download=args.download)
+    args.module = [PROGRAM, args.model, *model_words(args)]
 
 
 @contextlib.contextmanager
