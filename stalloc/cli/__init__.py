@@ -27,7 +27,7 @@ GROUPS = {
     "run": ("run", "record"),
     "fit into a budget": ("fit", "policies"),
     "guard": ("diff",),
-    "more": ("validate", "convert", "info", "bench"),
+    "more": ("mcp", "validate", "convert", "info", "bench"),
 }
 """The verbs by what they are for, as `stalloc --help` lists them."""
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
