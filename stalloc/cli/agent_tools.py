@@ -20,12 +20,12 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 from pydantic import Field
 
-from stalloc import __version__
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.agent_answers import answer
 from stalloc.cli.allowed_files import allowed_file
 from stalloc.errors import BadInputError
 from stalloc.sizing.named_models import KNOWN
+from stalloc.version import full_version
 
 _MOST_OUTPUT = 2000  # characters of what a failed verb printed, from its end
 _INSTRUCTIONS = (
@@ -46,7 +46,7 @@ Memory = Annotated[str, Field(description="memory of the card if it is another, 
 def make_server(folders: Sequence[Path], *, may_run: bool) -> MCPServer:
     """The server, which reads files in these folders only, and runs the programs there if it may."""
     tools = Tools(folders, may_run)
-    server = MCPServer("stalloc", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
+    server = MCPServer("stalloc", instructions=_INSTRUCTIONS, version=full_version(), log_level="WARNING")
     reads = server.tool(annotations=ToolAnnotations(readOnlyHint=True, openWorldHint=False), structured_output=True)
     for tool in (tools.explain, tools.stats, tools.top, tools.simulate, tools.policies, tools.estimate):
         reads(tool)
