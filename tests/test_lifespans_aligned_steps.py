@@ -75,7 +75,7 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
     trace = steps_of([[3, 4], [5, 6], [7, 3], [9, 5]])
     aligned = AlignedSteps(trace)
     assert aligned.num_steps == 4
-    tape, (num_dynamic, lasts, next_sure) = aligned.tape(), aligned.between()
+    tape, (num_dynamic, lasts, ratios, next_sure) = aligned.tape(), aligned.between()
     assert tape.size.tolist() == [STATIC, 3 * STATIC, 3 * STATIC]
     assert (tape.end - tape.start).tolist() == [3, 2, 1]
     assert num_dynamic.tolist() == [0, 1, 1]
@@ -86,7 +86,7 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
 def test_an_expert_without_tokens_may_be_left_out() -> None:
     some = [list(range(number, number + 8)) for number in range(3, 8)]
     trace = steps_of([*some, list(range(20, 27))])
-    tape, (num_dynamic, lasts, next_sure) = AlignedSteps(trace).tape(), AlignedSteps(trace).between()
+    tape, (num_dynamic, lasts, ratios, next_sure) = AlignedSteps(trace).tape(), AlignedSteps(trace).between()
     assert tape.size.tolist() == [STATIC, *[3 * STATIC] * 8]
     assert next_sure.tolist() == [*range(8), 9], "the last result is not sure"
     assert num_dynamic.tolist() == [0, *[1] * 8]

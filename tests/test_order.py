@@ -31,6 +31,7 @@ MISSING = {
     "another_stream_of_cupy": "no event or wait orders stream",
     "input_of_a_graph_overwritten": "no event or wait orders the default stream after stream",
     "prefetched_without_waiting": "no event or wait orders the default stream after stream",
+    "prefetched_without_record_stream": "call record_stream for the default stream",
     "updated_in_place_on_another_stream": "no event or wait orders stream",
     "blocks_copied_by_a_kernel": "record the event that it waits for after",
 }

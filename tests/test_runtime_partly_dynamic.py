@@ -192,6 +192,25 @@ def test_a_step_may_ask_for_eight_more_of_any_size_at_a_place_than_those_before(
     assert report(program.controller).misses - before == missed
 
 
+def test_an_experts_request_of_a_static_size_is_told_by_its_proportion_to_the_last() -> None:
+    """Each expert asks for its tokens and for four times that, twice; some have just as many tokens."""
+    program, counts = Program(), iter(range(100, 2000))
+
+    def train(tokens: int | None = None) -> None:
+        held = []
+        for _ in range(12):
+            count = next(counts) if tokens is None else tokens
+            held += [program.allocate(count * size) for size in (1024, 4096, 4096, 1024)]
+            held.append(program.allocate(2 * MIB))
+        for address in held:
+            program.free(address)
+
+    for _ in range(12):
+        program.step(train)
+    for tokens in (None, 512, None, 513, 511):
+        assert program.step(lambda tokens=tokens: train(tokens)) == (12, 0), tokens
+
+
 def test_steps_of_which_most_is_decided_by_data_get_no_plan() -> None:
     program, rng = Program(), np.random.default_rng(3)
     for _ in range(20):

@@ -113,6 +113,8 @@ class OrderChecker:
         address, size = ctypes.c_void_p, ctypes.c_size_t
         self.at = self._library.stalloc_virtual_order_at
         self.at.argtypes, self.at.restype = (ctypes.c_uint32,), None
+        self.makes_all_it_writes = self._library.stalloc_virtual_order_makes_all_it_writes
+        self.makes_all_it_writes.argtypes, self.makes_all_it_writes.restype = (ctypes.c_int,), None
         self.touch = self._library.stalloc_virtual_order_touch
         self.touch.argtypes, self.touch.restype = (ctypes.c_int, address, address, size, ctypes.c_int), None
         self.touch_strided = self._library.stalloc_virtual_order_touch_strided

@@ -264,8 +264,14 @@ static void capture_access(uint64_t capture, const Runs *runs, int how) {
         order_captured_access(capture, run_at(runs, k), runs->run_bytes, how);
 }
 
+// An operation that is given nothing of the device writes to what it has asked an allocator for, such as a batch that is
+// copied there.
+static __thread bool makes_all_it_writes;
+void stalloc_virtual_order_makes_all_it_writes(int makes) { makes_all_it_writes = makes; }
+
 void order_access_strided(void *stream, const Strided *array, int how) {
     if (order_level < ORDER_STRICT) return;
+    if (makes_all_it_writes && how & WRITES) how |= IS_NEW;
     Runs runs = runs_of(array);
     Finding finding = {.address = runs.address, .size_bytes = runs.run_bytes, .stream = stream};
     finding.size_bytes *= num_runs(&runs);

@@ -143,6 +143,7 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
             try:
                 on_device, on_host = _split(torch, _given(rule, args, kwargs))
                 accesses.on_device(on_device)
+                checker.makes_all_it_writes(not on_device and rule.result & _IS_NEW)
                 result = func(*args, **kwargs)
                 known = {tensor.data_ptr() for tensor, _ in on_device + on_host}
                 made, made_on_host = (
@@ -155,6 +156,7 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
                     accesses.by_host(on_host + [(one, how & _WRITES) for one, how in made_on_host if how & _WRITES])
                 return result
             finally:
+                checker.makes_all_it_writes(False)
                 at(0)
 
     enter_in_every_thread(Watch)

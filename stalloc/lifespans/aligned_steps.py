@@ -260,15 +260,18 @@ class AlignedSteps:
             covered_requests=count,
         )
 
-    def between(self) -> tuple[Column, Column, Column]:
+    def between(self) -> tuple[Column, Column, Column, Column]:
         """What steps have beside the n static requests, or leave out of them, as the runtime's `Between` has it.
 
         (n,) how many dynamic requests of a step come before each; (s,) for how long each of these lives, in that order,
-        in ticks and one, 0: not known; (n,) for one that some steps leave out, the next one that all have, or n.
+        in ticks and one, 0: not known; (s, 2) how its size is to that of the one before it, 0: not known; (n,) for one
+        that some steps leave out, the next one that all have, or n.
         """
         birth, lived, _ = self._times
         dynamic = (self._sites < 0) & (birth > 0)
-        return *_sites_between(birth[dynamic], lived[dynamic], self._length, self.num_steps), self._next_sure()
+        size = self._trace.size[self._whole[dynamic]]
+        sites = _sites_between(birth[dynamic], lived[dynamic], size, self._length, self.num_steps)
+        return *sites, self._next_sure()
 
     def _next_sure(self) -> Column:
         length = self._length
@@ -277,8 +280,10 @@ class AlignedSteps:
         return np.minimum.accumulate(places[::-1])[::-1]
 
 
-def _sites_between(tick: Column, lived: Column, length: int, num_steps: int) -> tuple[Column, Column]:
-    """The first two of `AlignedSteps.between`, from when dynamic requests come and for how long they lived, in order.
+def _sites_between(
+    tick: Column, lived: Column, size: Column, length: int, num_steps: int
+) -> tuple[Column, Column, Column]:
+    """The first three of `AlignedSteps.between`, from when dynamic requests come, how long they lived and their sizes.
 
     Where steps differ in how many come, any of them may be any other: all count as living as long as the longest.
     """
@@ -291,10 +296,29 @@ def _sites_between(tick: Column, lived: Column, length: int, num_steps: int) -> 
     np.add.at(runs, place, 1)
     first = np.cumsum(most) - most
     lasts = np.zeros(int(most.sum()), np.int64)
-    np.maximum.at(lasts, np.repeat(first[place], counts) + number, lived)
+    slot = np.repeat(first[place], counts) + number
+    np.maximum.at(lasts, slot, lived)
+    is_whole = np.repeat(counts == most[place], counts)
     # the first step's head, and the last one's tail, may be missing
     varies = (most > 0) & ((least < most) | (runs < num_steps - 1))
     for at in np.flatnonzero(varies).tolist():
         own = slice(first[at], first[at] + most[at])
         lasts[own] = lasts[own].max()
-    return most, lasts
+    return most, lasts, _ratios(size, slot, number, is_whole, len(lasts))
+
+
+def _ratios(size: Column, slot: Column, number: Column, is_whole: Column, num_slots: int) -> Column:
+    """(num_slots, 2) how the size of each dynamic request is to that of the one before it, 0: not known.
+
+    What an expert asks for grows alike with its tokens. Of dynamic requests without a static one between, those of the
+    last step that had all of them (`is_whole`) count; the first of them may be another expert's than the one before,
+    where steps do not agree.
+    """
+    pairs = np.stack([size[1:], size[:-1]], axis=1)
+    pairs = pairs // np.gcd(pairs[:, :1], pairs[:, 1:])
+    slot, number, is_whole = slot[1:], number[1:], is_whole[1:]
+    ratios = np.zeros((num_slots, 2), np.int64)
+    ratios[slot[is_whole]] = pairs[is_whole]
+    differs = slot[(number == 0) & (pairs != ratios[slot]).any(axis=1)]
+    ratios[differs] = 0
+    return ratios

@@ -156,6 +156,21 @@ def prefetched_without_waiting(wait: bool) -> None:
 
 
 @program
+def prefetched_without_record_stream(wait: bool) -> None:
+    """A batch that a side stream copied is freed in use, and a later one is copied into its memory."""
+    side, pinned = torch.cuda.Stream(), torch.zeros(NUM, pin_memory=True)
+    for _ in range(4):
+        with torch.cuda.stream(side):
+            batch = pinned.to("cuda", non_blocking=True)  # here
+        main_stream().wait_stream(side)
+        batch.sum()  # there
+        if wait:
+            batch.record_stream(main_stream())
+        del batch
+    torch.cuda.synchronize()
+
+
+@program
 def updated_in_place_on_another_stream(wait: bool) -> None:
     """A weight is updated on one stream while another still reads it."""
     side = torch.cuda.Stream()

@@ -108,6 +108,7 @@ def labels_of_any_number(num_steps: int) -> None:
     side = torch.cuda.Stream()
 
     def fetch() -> tuple[torch.Tensor, torch.Tensor]:
+        side.wait_stream(torch.cuda.current_stream())  # the step that used the memory of the batch before
         with torch.cuda.stream(side):
             labels = torch.empty(rng.randrange(1 << 12, 1 << 19), 4).pin_memory()
             return tokens(8, 192), labels.cuda(non_blocking=True)
