@@ -125,10 +125,15 @@ def test_parameters_gradients_and_state_of_a_small_model_are_counted(tiny: Path)
 @needs_virtual_gpu
 @pytest.mark.slow
 def test_each_way_to_run_needs_what_it_keeps(tiny: Path) -> None:
-    shape = ("--model", tiny / "config.json", "--batch", "8", "--seq", "256", "--dtype", "fp32")
-
     def allocated(*words: str) -> int:
-        return int(dryrun(*shape, *words, folder=tiny)[0]["native"]["allocated_peak_bytes"])
+        program = ("-m", "stalloc.sizing.model_program", tiny / "config.json", "--batch", "8", "--seq", "256")
+        done = run_stalloc(
+            "run", "--device", "virtual", "--json", out, *program, "--dtype", "fp32", *words, folder=tiny
+        )
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(out.read_text())["devices"][0]["run_allocated_peak_bytes"])
+
+    out = tiny / "run.json"
 
     adamw, sgd = allocated("--train", "adamw-fused"), allocated("--train", "sgd")
     assert adamw - sgd == pytest.approx(8 * TINY_PARAMETERS, rel=0.05)  # two moments
