@@ -23,7 +23,7 @@ from stalloc.printable import MAX_SENTENCE, printable
 
 GROUPS = {
     "look at a recording": ("stats", "top", "explain", "report", "timeline", "live"),
-    "predict": ("dryrun", "simulate", "plan", "swap"),
+    "predict": ("dryrun", "simulate", "plan", "swap", "evict"),
     "run": ("run", "record"),
     "fit into a budget": ("fit", "policies"),
     "guard": ("diff",),
