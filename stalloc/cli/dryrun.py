@@ -17,6 +17,7 @@ what was reserved.
   stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
   stalloc dryrun --gpu H100 --ranks 8 train.py
   stalloc dryrun --gpu H100 --serve --length 4096 serve.py
+  stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
 What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
@@ -27,6 +28,8 @@ torchrun would start, rank by rank without the others. Both run the program in f
 --serve is for a program that asks how much is free and takes most of it, as inference servers do: it is run on the card
 as it is, and shown is what it makes of it: weights, activations, cache, in bytes, tokens and requests of --length. With
 --find the answer has a cache of at least --tokens; without them every value is run, and listed.
+--model needs no script: a training loop of stalloc's runs a language model that transformers makes from its
+configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
@@ -54,6 +57,7 @@ from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
+from stalloc.cli.shared_options import refuse_typed
 from stalloc.device.completion import VARIABLE, Completion
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
@@ -62,6 +66,8 @@ from stalloc.device.known_gpus import PLENTY, takes_what_is_free
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.sandbox import ProgramFiles, files_from_json
+from stalloc.sizing.model_program import PROGRAM, add_model_arguments, check_model, model_words
+from stalloc.sizing.named_models import KNOWN
 from stalloc.sizing.node import node_memory
 
 Measure = Callable[..., dict[str, Any]]
@@ -123,6 +129,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
+    of_model = parser.add_argument_group("a model without a script")
+    of_model.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(KNOWN)}; a config.json of transformers or a folder with one; or a name of the Hugging Face "
+        "hub, whose configuration is in your cache",
+    )
+    of_model.add_argument(
+        "--download", action="store_true", help="fetch the configuration from the hub if it is not (no weights)"
+    )
+    add_model_arguments(of_model)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
             "--node is of one run, or of each rank: leave --find out, and give the value that it found."
         )
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
+    _take_model(args)
     if args.find or args.serve or args.ranks is not None:
         with _assuming(args):
             return _in_forks(args)
@@ -157,6 +175,22 @@ def run(args: argparse.Namespace) -> int:
         print_needs(result, results, offer, command, node, whole_node=args.node)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """Make the program of --model the one that is run."""
+    if args.model is None:
+        refuse_typed(args, "needs --model NAME", "batch", "seq", "train", "infer", "dtype", "checkpoint", "download")
+        return
+    if args.module is not None or args.program:
+        raise BadInputError("--model runs a program of stalloc's: leave out the script, or --model.")
+    if args.find not in (None, "gpu"):
+        searched = args.find.partition("=")[0].strip()
+        if searched not in ("batch", "seq"):
+            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model is of batch, seq or gpu.")
+        setattr(args, searched, f"{{{searched}}}")
+    check_model(args.model, args, download=args.download)
+    args.module = [PROGRAM, args.model, *model_words(args)]
 
 
 @contextlib.contextmanager
