@@ -146,12 +146,7 @@ def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
 
-    if not args.serve and (args.length is not None or args.tokens is not None):
-        raise BadInputError("--length and --tokens are of a server's cache: give --serve too.")
-    if args.find and args.node:
-        raise BadInputError(
-            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
-        )
+    _check_together(args)
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     _take_model(args)
     if args.find or args.serve or args.ranks is not None:
@@ -175,6 +170,18 @@ def run(args: argparse.Namespace) -> int:
         print_needs(result, results, offer, command, node, whole_node=args.node)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing without, or beside, one another."""
+    if not args.serve and (args.length is not None or args.tokens is not None):
+        raise BadInputError("--length and --tokens are of a server's cache: give --serve too.")
+    if args.serve and args.model is not None:
+        raise BadInputError("--serve runs a server, and --model a training loop or a pass of stalloc's: leave one out.")
+    if args.find and args.node:
+        raise BadInputError(
+            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
+        )
 
 
 def _take_model(args: argparse.Namespace) -> None:
