@@ -156,7 +156,7 @@ def _findings(compared: RankComparison, label: Callable[[RankFigures], str]) -> 
         yield "stands out", "no rank"
     failed = [one for one in compared.ranks if one.out_of_memory_bytes is not None]
     if failed:
-        names = ", ".join(label(one) for one in failed[:_MAX_SHOWN])
+        names = "; ".join(label(one) for one in failed[:_MAX_SHOWN])
         more = f" and {len(failed) - _MAX_SHOWN:,} more" if len(failed) > _MAX_SHOWN else ""
         yield "out of memory", names + more
     decides = compared.deciding
