@@ -181,6 +181,8 @@ class State(Record):
     exchange_mode: int
     mode_of_asker: int  # how the thread that asks which uses are over heeds captures, while it does not
     capture_is_untold: int  # Python, 1: private_kind is for a capture that nobody told of, and may be over
+    lasting_sizes: int  # Python: bytes (rounded) of requests that outlive a capture, one word each
+    num_lasting_sizes: int
     num_waits: int  # of a stream for an event of another
 
     # blocks that several streams use

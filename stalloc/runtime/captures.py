@@ -8,8 +8,11 @@ import threading
 
 from stalloc.core import constants
 from stalloc.device.capture import is_captured
+from stalloc.runtime.lasting_sizes import LastingSizes
 from stalloc.runtime.memory import DeviceMemory
 
+_KINDS_APART = constants.LASTING_BIT + 1  # the bit is not a part of their names
+_NONE = 0  # no kind of pool
 _UNTOLD = -2, -1  # torch's pools begin with 0, that of CuPy's captures is -1
 
 
@@ -20,6 +23,10 @@ class Captures:
         self._memory, self._state = memory, memory.state
         self.pools: dict[tuple[int, int], tuple[int, int]] = {}  #: torch's pool of graphs -> kind of pool, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._next_kind = constants.PRIVATE_KINDS
+        self._times_shared = 0  # declarations under way that no two new pools are used at once
+        self._shared_kind = _NONE  # of the pools that are new meanwhile
+        self._lasting_sizes = LastingSizes(memory.state)
         self._untold_stream = 0  # that is captured without a word
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
@@ -27,13 +34,19 @@ class Captures:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until `end`."""
         me = threading.get_ident()
         with self._memory.lock:
+            self._lasting_sizes.tell()
             kind, users = self.pools.get(graph_pool, (0, 0))
             if not self._counted.get(me):
-                if users == 0:
-                    unused = constants.PRIVATE_KINDS + len(self.pools)
-                    kind = self._spare_kinds[-1] if self._spare_kinds else unused
-                if users == 0 and self._spare_kinds:
-                    del self._spare_kinds[-1]
+                if users == 0 and self._shared_kind:
+                    kind = self._shared_kind
+                elif users == 0:
+                    kind = self._spare_kinds[-1] if self._spare_kinds else self._next_kind
+                    if self._spare_kinds:
+                        del self._spare_kinds[-1]
+                    else:
+                        self._next_kind += _KINDS_APART
+                    if self._times_shared:
+                        self._shared_kind = kind
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
             self._state.record.private_kind = kind
@@ -67,8 +80,28 @@ class Captures:
                 if users > 1:
                     self.pools[graph_pool] = kind, users - 1
                 elif users == 1:
-                    self._state.heap.unpin_pools(kind)
+                    is_last = self._num_pools(kind) == 1
+                    if is_last:
+                        self._state.heap.unpin_pools(kind)
                     del self.pools[graph_pool]
-                    self._spare_kinds += (kind,)
+                    if is_last and kind != self._shared_kind:
+                        self._spare_kinds += (kind,)
                 self._counted[me] = True
         self._counted[me] = False
+
+    def begin_sharing(self) -> None:
+        """From here on all new pools are one, as the program says that no two of their graphs run at once."""
+        with self._memory.lock:
+            self._times_shared += 1
+
+    def end_sharing(self) -> None:
+        """New pools are apart again; those that were made meanwhile stay one."""
+        with self._memory.lock:
+            self._times_shared -= 1
+            if self._times_shared == 0:
+                kind, self._shared_kind = self._shared_kind, _NONE
+                if kind and not self._num_pools(kind):
+                    self._spare_kinds += (kind,)
+
+    def _num_pools(self, kind: int) -> int:
+        return sum(one == kind for one, _ in self.pools.values())
