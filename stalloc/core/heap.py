@@ -8,6 +8,7 @@ not shut in.
 from typing import NamedTuple
 
 from stalloc.compiled import inner
+from stalloc.core.capture_plan import planned_place
 from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
@@ -162,6 +163,13 @@ def take_block(state, row, size, requested):
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
     if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
         _split(state, row, size)
+    return _begin_life(state, row, requested)
+
+
+@inner()
+def _begin_life(state, row, requested):
+    """Make a block that is on no list live; its address."""
+    block = block_at(state, row)
     block.state = BLOCK_LIVE
     block.requested_bytes = requested
     block.born = -1
@@ -180,6 +188,12 @@ def heap_allocate(state, stream, size, requested, stage):
         return Outcome(0, REFUSED, FULL_POOLS)
     if live_is_full(state):
         return Outcome(0, REFUSED, FULL_LIVE)
+    if state.private_kind != 0 and pool_at(state, pool).kind == state.private_kind and state.capture_plan_length != 0:
+        if state.capture_plan_base == 0:
+            return Outcome(0, NEED_SEGMENT, pool)
+        planned = planned_place(state, pool, size)
+        if planned != 0:
+            return Outcome(_begin_life(state, planned, requested), 0, 0)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
     return Outcome(take_block(state, row, size, requested), 0, 0)

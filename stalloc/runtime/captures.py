@@ -8,8 +8,8 @@ import threading
 
 from stalloc.core import constants
 from stalloc.device.capture import is_captured
-from stalloc.runtime.lasting_sizes import LastingSizes
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.warm_ups import WarmUps
 
 _KINDS_APART = constants.LASTING_BIT + 1  # the bit is not a part of their names
 _NONE = 0  # no kind of pool
@@ -26,7 +26,7 @@ class Captures:
         self._next_kind = constants.PRIVATE_KINDS
         self._times_shared = 0  # declarations under way that no two new pools are used at once
         self._shared_kind = _NONE  # of the pools that are new meanwhile
-        self._lasting_sizes = LastingSizes(memory.state)
+        self._warm_ups = WarmUps(memory.state)
         self._untold_stream = 0  # that is captured without a word
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
@@ -34,7 +34,7 @@ class Captures:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until `end`."""
         me = threading.get_ident()
         with self._memory.lock:
-            self._lasting_sizes.tell()
+            self._warm_ups.look()
             kind, users = self.pools.get(graph_pool, (0, 0))
             if not self._counted.get(me):
                 if users == 0 and self._shared_kind:
@@ -55,7 +55,24 @@ class Captures:
 
     def end(self) -> None:
         """The capture is over; what it allocated stays where it is."""
-        self._state.write(private_kind=0, capture_is_untold=0)
+        with self._memory.lock:
+            self._state.write(private_kind=0, capture_is_untold=0)
+            self._warm_ups.pass_over()
+
+    def place_plan(self, pool: int) -> bool:
+        """At a request: find a place for what is planned of this capture; False if that was done before.
+
+        Memory is taken for it only if nothing lives in the pool, since then it takes no more than best fit.
+        """
+        record, heap = self._state.record, self._state.heap
+        if not record.capture_plan_length or record.capture_plan_base or heap.pool_kind(pool) != record.private_kind:
+            return False
+        size_bytes = int(record.capture_plan_bytes)
+        base = heap.find_place(pool, size_bytes)
+        if not base and heap.is_idle(pool) and self._memory.source.paged and self._memory.paging.grow(pool, size_bytes):
+            base = heap.find_place(pool, size_bytes)
+        self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
+        return True
 
     def heed(self, captured_stream: int) -> None:
         """At a request on a stream that somebody captures, 0: on none: serve what follows as for a graph of torch.
