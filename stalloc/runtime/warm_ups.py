@@ -78,7 +78,7 @@ class WarmUps:
         """Action, address and rounded bytes of the events that were not looked at."""
         end = int(self._state.record.num_events)
         begin = self._begin if self._begin <= end else 0  # it began anew
-        action, address, size = self._state.recorded_requests(begin, end)
+        action, address, size = self._state.recorded_lives(begin, end)
         self._begin = end
         return action, address, (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
