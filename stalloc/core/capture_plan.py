@@ -1,4 +1,4 @@
-"""Planned places for the requests of a capture, which its warm-up made before: the k-th of a size is the k-th of it there.
+"""Planned places for the requests of a capture: the k-th of a size has that of the k-th of its warm-up.
 
 Contract: the lock is held, except where Python calls. A place is given only if all of it is free, so a capture that
 differs from its warm-up costs memory, never correctness: its other requests are served best fit.

@@ -90,10 +90,10 @@ def _choose(state, stream, size, stage):
 @inner()
 def _outlives_capture(state, size):
     """Whether a request of a capture is expected to live on after it; a wrong guess costs memory, nothing else."""
+    lasts = False
     for i in range(state.num_lasting_sizes):
-        if lasting_size_at(state, i).value == size:
-            return True
-    return False
+        lasts = lasts or lasting_size_at(state, i).value == size
+    return lasts
 
 
 @inner()
@@ -210,8 +210,10 @@ def any_pool_fit(state, stream, size, requested):
     private, best = state.private_kind, 0
     for row in range(state.pools_mask + 1):
         pool_row = pool_at(state, row)
-        is_ours = (pool_row.kind | LASTING_BIT) == (private | LASTING_BIT) if private != 0 else pool_row.status == POOL_USED
-        if pool_row.status != 0 and is_ours and pool_row.stream == stream:
+        is_ours = pool_row.status == POOL_USED
+        if private != 0:
+            is_ours = pool_row.status != 0 and (pool_row.kind | LASTING_BIT) == (private | LASTING_BIT)
+        if is_ours and pool_row.stream == stream:
             fit = best_fit(state, row, size)
             if fit != 0 and (best == 0 or is_before(state, fit, best)):
                 best = fit

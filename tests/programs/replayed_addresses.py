@@ -1,7 +1,8 @@
 """Graphs captured in one pool are replayed in random order, with eager work between: is what each reads what it wrote?
 
-It knows addresses and sizes only: each cell of memory remembers who wrote it last, and each read says whose value it
-has to find. `captured(…)` captures random graphs under whatever allocator serves torch, and `wrong_reads(…)` replays.
+The simulator knows addresses and sizes only: each cell of memory remembers who wrote it last, and each read says whose
+value it has to find. `captured` captures random graphs under whatever allocator serves torch, and `wrong_reads`
+simulates their replays.
 """
 
 import bisect
@@ -44,12 +45,12 @@ def captured(torch: Any, orders: list[int], seed: int, *, shares_pool: bool = Tr
     pool = None
     for size in orders:
         work = Work(graph=torch.cuda.CUDAGraph())
-        _run(torch, Work(), inputs, names, size, random.Random(seed + size))  # the warm-up, which is not captured
+        run_step(torch, Work(), inputs, names, size, random.Random(seed + size))  # the warm-up, which is not captured
         with torch.cuda.graph(work.graph, pool=pool if shares_pool else None):
             if not works:  # what a library makes at its first use
-                _run(torch, work, inputs, names, 3, draw)
+                run_step(torch, work, inputs, names, 3, draw)
                 work.kept.append(torch.empty(draw.randrange(1, 9) << 20, dtype=torch.uint8, device="cuda"))
-            output = _run(torch, work, inputs, names, size, random.Random(seed + size))
+            output = run_step(torch, work, inputs, names, size, random.Random(seed + size))
         pool = work.graph.pool()
         if draw.random() < 0.3:
             work.kept.append(output)
@@ -58,7 +59,7 @@ def captured(torch: Any, orders: list[int], seed: int, *, shares_pool: bool = Tr
     return works, inputs
 
 
-def _run(torch: Any, work: Work, inputs: list[Any], names: Names, size: int, draw: random.Random) -> Any:
+def run_step(torch: Any, work: Work, inputs: list[Any], names: Names, size: int, draw: random.Random) -> Any:
     """Random requests whose bytes grow with `size`, each of which reads what some before have left."""
     live: list[tuple[Any, int]] = []
     tensor = None
@@ -75,7 +76,7 @@ def _run(torch: Any, work: Work, inputs: list[Any], names: Names, size: int, dra
     return tensor
 
 
-def random_replays(torch: Any, works: list[Work], count: int, seed: int, borrow: Any = None) -> list[Any]:
+def random_replays(torch: Any, works: list[Work], count: int, seed: int) -> list[Any]:
     """Replay in random order, with eager requests between, which live over some replays: the history."""
     draw, history, live = random.Random(seed), [], []
     for _ in range(count):

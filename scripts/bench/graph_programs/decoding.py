@@ -63,7 +63,8 @@ def main() -> None:
     graphs, kept, most_bytes, kept_bytes, pool = [], [], 0, 0, None
     with torch.no_grad():
         torch.set_default_dtype(torch.bfloat16)
-        model = model_of(torch, name).cuda()
+        torch.set_default_device("cuda")
+        model = model_of(torch, name)
         tokens = torch.zeros(max(sizes), dtype=torch.long, device="cuda")
         model(tokens[:1])  # libraries' own workspaces of the default stream
         gc.collect()
