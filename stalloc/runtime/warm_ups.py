@@ -14,6 +14,7 @@ from stalloc.columns import Column
 from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, ALIGNMENT
 from stalloc.core.records import CaptureEntry, table
 from stalloc.core.state import DeviceState
+from stalloc.runtime.decisions import is_planned_for_capture
 
 
 class Requests(NamedTuple):
@@ -84,7 +85,7 @@ class WarmUps:
 
     def _plan(self, run: Requests) -> None:
         self._state.write(capture_plan_length=0)
-        if len(run.size) == 0:
+        if not is_planned_for_capture(len(run.size)):
             return
         from stalloc.planner.layout import plan_arrays
 
