@@ -18,6 +18,7 @@ QUICK: dict[str, list[str]] = {
     "convolutions": ["--only", "no network"],
     "cost": [],
     "first_use": ["--only", "starts", "--repeats", "1"],
+    "graphs": ["--models", "small", "--sizes", "3", "--orders", "smallest", "--keep", "none"],
     "hostile": ["--mutations", "40", "--plans", "4", "--traces", "-"],
     "largest": ["pieces"],
     "networks": ["--only", "no network"],

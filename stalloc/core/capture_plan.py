@@ -5,7 +5,7 @@ differs from its warm-up costs memory, never correctness: its other requests are
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.constants import BLOCK_FREE
+from stalloc.core.constants import BLOCK_FREE, BLOCK_UNMAPPED
 from stalloc.core.free_lists import best_fit
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.pages import cut_out, has_rows
@@ -14,35 +14,60 @@ from stalloc.core.records import block_at, capture_entry_at, segment_at
 
 @inner()
 def planned_place(state, pool, size):
-    """A block of `size` bytes at the place of a request, taken off its list; 0 if it has none that is free."""
+    """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
     for i in range(state.capture_plan_length):
         entry = capture_entry_at(state, i)
         if entry.size_bytes == size:
+            address = state.capture_plan_base + entry.offset
+            row = _unused_block(state, pool, address, size)
+            if row < 0:
+                state.capture_plan_lacks = address
+                return -1
             entry.size_bytes = 0
-            row = _free_block(state, pool, state.capture_plan_base + entry.offset, size)
-            if row == 0 or not has_rows(state, 2):
-                return 0
-            return cut_out(state, row, state.capture_plan_base + entry.offset, size)
+            return cut_out(state, row, address, size) if row != 0 and has_rows(state, 2) else 0
     return 0
 
 
 @inner()
-def _free_block(state, pool, address, size):
-    """The free block of a pool that has all of [address, address + size); 0: there is none."""
+def _unused_block(state, pool, address, size):
+    """The free block of a pool that has all of [address, address + size); 0: something lives there, -1: some lacks."""
+    row = _block_with(state, pool, address)
+    block = block_at(state, row)
+    if row == 0 or (block.state == BLOCK_FREE and address + size <= block.address + block.size_bytes):
+        return row
+    while row != 0 and block_at(state, row).address < address + size:
+        if block_at(state, row).state != BLOCK_FREE and block_at(state, row).state != BLOCK_UNMAPPED:
+            return 0
+        row = block_at(state, row).next
+    return -1
+
+
+@inner()
+def _block_with(state, pool, address):
+    """The block of a pool that an address is in; 0: there is none."""
     for number in range(1, state.segments_used):
         segment = segment_at(state, number)
         if segment.address == 0 or segment.pool != pool:
             continue
-        if not segment.address <= address < segment.address + segment.size_bytes:
-            continue
-        row = segment.first
-        while row != 0:
-            block = block_at(state, row)
-            if address < block.address + block.size_bytes:
-                fits = block.address <= address and address + size <= block.address + block.size_bytes
-                return row if fits and block.state == BLOCK_FREE else 0
-            row = block.next
+        if segment.address <= address < segment.address + segment.size_bytes:
+            row = segment.first
+            while block_at(state, row).address + block_at(state, row).size_bytes <= address:
+                row = block_at(state, row).next
+            return row
     return 0
+
+
+@njit()
+def find_range(device, pool, size):
+    """Where addresses of a pool begin, of which there are so many bytes in one piece; 0: there are none. For Python."""
+    state = locked(device)
+    address = 0
+    for number in range(1, state.segments_used):
+        segment = segment_at(state, number)
+        if segment.address != 0 and segment.pool == pool and segment.is_paged == 1 and segment.size_bytes >= size:
+            address = segment.address
+    unlock(state)
+    return address
 
 
 @njit()

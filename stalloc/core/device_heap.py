@@ -25,6 +25,10 @@ class DeviceHeap:
         """Where a pool has so many free bytes in one piece; 0: nowhere."""
         return int(capture_plan.find_place(self._tables.address, pool, size_bytes))
 
+    def find_range(self, pool: int, size_bytes: int) -> int:
+        """Where a pool has addresses for so many bytes, with memory or without; 0: nowhere."""
+        return int(capture_plan.find_range(self._tables.address, pool, size_bytes))
+
     def is_idle(self, pool: int) -> bool:
         """Whether nothing lives in a pool."""
         return bool(capture_plan.is_idle(self._tables.address, pool))

@@ -187,6 +187,7 @@ class State(Record):
     capture_plan_length: int  # 0: nothing is planned
     capture_plan_bytes: int  # of its places together
     capture_plan_base: int  # the address they are from; 0: Python is to be asked for it
+    capture_plan_lacks: int  # where a planned place lacks memory, for which Python is asked; 0: it has it
     num_waits: int  # of a stream for an event of another
 
     # blocks that several streams use

@@ -192,6 +192,8 @@ def heap_allocate(state, stream, size, requested, stage):
         if state.capture_plan_base == 0:
             return Outcome(0, NEED_SEGMENT, pool)
         planned = planned_place(state, pool, size)
+        if planned < 0:
+            return Outcome(0, NEED_SEGMENT, pool)
         if planned != 0:
             return Outcome(_begin_life(state, planned, requested), 0, 0)
     if row == 0:

@@ -59,20 +59,34 @@ class Captures:
             self._state.write(private_kind=0, capture_is_untold=0)
             self._warm_ups.pass_over()
 
-    def place_plan(self, pool: int) -> bool:
-        """At a request: find a place for what is planned of this capture; False if that was done before.
+    def place_plan(self, pool: int, size_bytes: int) -> bool:
+        """At a request (bytes, rounded): do what its planned place lacks; False if that is nothing.
 
-        Memory is taken for it only if nothing lives in the pool, since then it takes no more than best fit.
+        The places get memory as they are asked for, since a capture may be unlike its warm-up. Where something lives in
+        the pool they are in memory that is free, or nothing is planned.
         """
-        record, heap = self._state.record, self._state.heap
-        if not record.capture_plan_length or record.capture_plan_base or heap.pool_kind(pool) != record.private_kind:
+        record, paging = self._state.record, self._memory.paging
+        if not record.capture_plan_length or self._state.heap.pool_kind(pool) != record.private_kind:
             return False
-        size_bytes = int(record.capture_plan_bytes)
+        if not record.capture_plan_base:
+            base = self._base(pool, int(record.capture_plan_bytes))
+            self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
+            return True
+        address = int(record.capture_plan_lacks)
+        if address:
+            self._state.write(capture_plan_lacks=0)
+            if not paging.fill(address, size_bytes):
+                self._state.write(capture_plan_length=0)
+        return address != 0
+
+    def _base(self, pool: int, size_bytes: int) -> int:
+        """Where a plan of so many bytes may begin; 0: nowhere."""
+        heap, memory = self._state.heap, self._memory
         base = heap.find_place(pool, size_bytes)
-        if not base and heap.is_idle(pool) and self._memory.source.paged and self._memory.paging.grow(pool, size_bytes):
-            base = heap.find_place(pool, size_bytes)
-        self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
-        return True
+        if base or not memory.source.paged or memory.source.refusal or not heap.is_idle(pool):
+            return base
+        base = heap.find_range(pool, size_bytes)
+        return base or (heap.find_range(pool, size_bytes) if memory.paging.add_range(pool, size_bytes) else 0)
 
     def heed(self, captured_stream: int) -> None:
         """At a request on a stream that somebody captures, 0: on none: serve what follows as for a graph of torch.

@@ -98,4 +98,5 @@ class WarmUps:
             capture_plan_length=len(entries),
             capture_plan_bytes=layout.peak_bytes,
             capture_plan_base=0,
+            capture_plan_lacks=0,
         )
