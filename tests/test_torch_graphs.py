@@ -139,6 +139,7 @@ def step(size):
 def capture(sizes, pool=None, workspace=8 * MIB):
     graphs = []
     for size in sizes:
+        new(size * 4000)
         step(size)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
