@@ -128,8 +128,10 @@ show(wrong_reads(works, inputs, history), clobbered(works))
 
 
 ENGINE = """
-def step(size):
+def step(size, workspace=0):
     x = new(size * 4000)
+    if workspace:
+        kept.append(new(workspace))
     for _ in range(3):
         y, z = new(size * 14000), new(size * 14000)
         del y
@@ -139,15 +141,10 @@ def step(size):
 def capture(sizes, pool=None, workspace=8 * MIB):
     graphs = []
     for size in sizes:
-        new(size * 4000)
         step(size)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            x = new(size * 4000)
-            if workspace and not graphs:
-                kept.append(new(workspace))
-            del x
-            step(size)
+            step(size, 0 if graphs else workspace)
         pool = graph.pool()
         graphs.append(graph)
     return graphs
