@@ -54,6 +54,7 @@ ELSEWHERE = {
     "./scripts/site": "installs MkDocs: test_site.py",
     "./scripts/gpu_check": "needs a GPU",
     "stalloc live": "needs a program beside it: test_live.py",
+    "stalloc mcp": "needs the mcp package: test_mcp.py",
     "stalloc bench": "takes minutes: test_bench_….py run parts of them",
     "eval": "is argcomplete's own",
 }
