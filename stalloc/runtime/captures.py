@@ -63,7 +63,7 @@ class Captures:
         """At a request (bytes, rounded): do what its planned place lacks; False if that is nothing.
 
         The places get memory as they are asked for, since a capture may be unlike its warm-up. Where something lives in
-        the pool they are in memory that is free, or nothing is planned.
+        the pool nothing is planned, since best fit uses what is free around it.
         """
         record, paging = self._state.record, self._memory.paging
         if not record.capture_plan_length or self._state.heap.pool_kind(pool) != record.private_kind:
@@ -82,8 +82,10 @@ class Captures:
     def _base(self, pool: int, size_bytes: int) -> int:
         """Where a plan of so many bytes may begin; 0: nowhere."""
         heap, memory = self._state.heap, self._memory
+        if not heap.is_idle(pool):
+            return 0
         base = heap.find_place(pool, size_bytes)
-        if base or not memory.source.paged or memory.source.refusal or not heap.is_idle(pool):
+        if base or not memory.source.paged or memory.source.refusal:
             return base
         base = heap.find_range(pool, size_bytes)
         return base or (heap.find_range(pool, size_bytes) if memory.paging.add_range(pool, size_bytes) else 0)
