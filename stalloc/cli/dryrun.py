@@ -109,15 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", default="all", metavar="K", help="with --ranks, only these: 0 or 0,7 (default: all)")
     parser.add_argument(
-        "--serve",
-        action="store_true",
-        help="the program is a server that takes most of what is free: show what it makes of the card",
-    )
-    parser.add_argument("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="with --serve, a cache of at least N tokens is what --find looks for"
-    )
-    parser.add_argument(
         "--jobs",
         type=int,
         default=0,
@@ -129,6 +120,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
+    _add_server_arguments(parser)
+    _add_model_arguments(parser)
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    of_server = parser.add_argument_group("an inference server")
+    of_server.add_argument(
+        "--serve",
+        action="store_true",
+        help="the program is a server that takes most of what is free: show what it makes of the card",
+    )
+    of_server.add_argument("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
+    of_server.add_argument(
+        "--tokens", type=int, metavar="N", help="with --serve, a cache of at least N tokens is what --find looks for"
+    )
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     of_model = parser.add_argument_group("a model without a script")
     of_model.add_argument(
         "--model",
