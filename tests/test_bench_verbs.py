@@ -30,6 +30,7 @@ QUICK: dict[str, list[str]] = {
     "replay": [],
     "report": ["--requests", "20000"],
     "runtime": ["--quick"],
+    "serving": ["--only", "no engine"],
     "soak": ["--operations", "20000", "--programs", "10"],
     "tiers": ["--quick", "--only", "page"],
     "values": ["--size", "tiny", "--pairs", "1"],
