@@ -138,7 +138,8 @@ class Controller:
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         if (
-            self.memory.free_deferred()
+            self.captures.place_plan(pool, size_bytes)
+            or self.memory.free_deferred()
             or self.lasting.ends_here(expects_marks=self.expects_marks)
             or self._aside.begins()
         ):

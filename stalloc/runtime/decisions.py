@@ -343,6 +343,11 @@ def is_large_part(peak_bytes: int, device_bytes: int) -> bool:
     return t.MANY_SHARE * peak_bytes > device_bytes
 
 
+def is_planned_for_capture(requests: int) -> bool:
+    """Whether a warm-up of so many requests is planned, for which the capture after it waits."""
+    return 0 < requests <= t.MOST_CAPTURE_REQUESTS
+
+
 def range_bytes(size_bytes: int, device_bytes: int) -> int:
     """How long a range of addresses for a request is."""
     return max(size_bytes, t.ADDRESS_TIMES * device_bytes)
