@@ -1,6 +1,7 @@
 """Which requests before a capture are taken for its warm-up."""
 
 import numpy as np
+
 from stalloc.core.constants import ACTION_ALLOC as ALLOC
 from stalloc.core.constants import ACTION_FREE_COMPLETED as FREE
 from stalloc.core.constants import ACTION_SEGMENT_MAP as MAP
