@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from stalloc.errors import BadInputError
+from stalloc.remote import is_remote, matching
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -20,7 +21,7 @@ def expand_patterns(names: Sequence[str]) -> list[str]:
         if not glob.has_magic(name) or os.path.lexists(name):
             found.append(name)
             continue
-        matches = glob.glob(name, recursive=True)
+        matches = matching(name) if is_remote(name) else glob.glob(name, recursive=True)
         if not matches:
             raise BadInputError(f"no file matches {name}: check the pattern.")
         found += sorted(matches, key=_by_number)
