@@ -99,6 +99,11 @@ def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
     return is_due and missed >= t.SOME_REQUESTS
 
 
+def may_align_some(steps: int) -> bool:
+    """Whether to align some of so many steps only: before, kinds of steps may not have come twice each yet."""
+    return steps >= t.MANY_STEPS
+
+
 def first_aligned(steps: int) -> int:
     """The first step of a record of so many that is aligned with those after it."""
     return max(0, steps - t.ALIGNED_STEPS)
