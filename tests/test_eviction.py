@@ -207,6 +207,7 @@ def test_a_change_is_a_copy_or_in_place():
         ((*CONSTANT, CALL | {"INSTRUCTION": "MUTATE", "MUTATE": [3]}), "changes what is no argument"),
         ((*CONSTANT, {"INSTRUCTION": "DANCE"}), "unknown instruction 'DANCE'"),
         ((*CONSTANT, CALL, OF_Y[1]), "nothing says how large"),
+        ((*CONSTANT, CALL | {"TIME": str(1 << 60)}, *OF_Y), "larger than any program's"),
     ],
 )
 def test_a_line_that_does_not_fit_is_named(lines, said):

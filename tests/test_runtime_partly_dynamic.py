@@ -108,6 +108,24 @@ def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     assert hits > 0.8 * (hits + misses)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_in_two_may_evaluate_before_it_trains(seed: int) -> None:
+    """What some steps have is planned, though the others ask for much more."""
+    program = Mixture(seed)
+
+    def evaluate_and_train() -> None:
+        for _ in range(4):
+            program.evaluate()
+        program.train()
+
+    for _ in range(8):
+        program.step(program.train)
+        program.step(evaluate_and_train)
+    served = [(program.step(program.train), program.step(evaluate_and_train)) for _ in range(6)]
+    hits, misses = np.array(served).sum(axis=(0, 1))
+    assert hits > 2 * misses
+
+
 class Sequence(Program):
     """Static requests in a row, each freed after the next two; one whose size differs comes among them."""
 
@@ -165,7 +183,7 @@ def test_what_later_steps_have_in_common_is_planned_too(more: int, num_plans: in
     def ask_for_more() -> None:
         program.train()
         for number in range(more):
-            program.free(program.allocate(60 * MIB + number * MIB))
+            program.free(program.allocate(2 * MIB + number * 65536))
 
     for _ in range(7):
         program.step(program.train)

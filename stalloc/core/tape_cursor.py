@@ -254,8 +254,8 @@ def _pass_gap(state, key, row):
     """What an unexpected request is in a gap: an entry, beyond those that some steps leave out; or dynamic.
 
     Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the tape has may be one of the
-    data's, too: only three such requests in a row that are so on the tape move the cursor, and no entry that is expected
-    is taken for one that is in proportion to the dynamic request before it. -1: neither.
+    data's, too: only three such requests in a row that are so on the tape move the cursor, and one that is expected is
+    dynamic if it is in proportion to the dynamic one before it. -1: neither.
     """
     gap, now = gap_at(state, row), tape_time(state)
     sure, in_proportion = gap.next_sure, False

@@ -24,6 +24,8 @@ enum {
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    HOST_ALREADY_REGISTERED = 712,
+    HOST_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
     STREAM_CAPTURE_UNSUPPORTED = 900,
     STREAM_CAPTURE_INVALIDATED = 901,
@@ -52,6 +54,7 @@ typedef struct {
     int num_devices;         // that the process sees
     int num_machine_devices;
     int cuda_version;        // 1000 * major + 10 * minor, of driver, runtime and compiler
+    size_t context_bytes;    // that each context takes as it is made
     size_t copy_limit_bytes; // larger writes to device memory are skipped, so its pages stay untouched
 } Configuration;
 
@@ -74,6 +77,7 @@ enum {
     COUNT_RELEASE,
     COUNT_ACCESS,      // calls that let devices use what is mapped
     COUNT_DEVICE_WAIT, // waits of the host for all that a device was given
+    COUNT_SHARED_HANDLE, // memory that other processes are to map, which they cannot
     NUM_COUNTS
 };
 void count(int which);
@@ -140,6 +144,13 @@ void memory_copy(void *to, const void *from, size_t size_bytes);
 void memory_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height);
 void memory_set(void *address, int byte, size_t size_bytes);
 void *memory_scratch(void); // 2 MiB of device memory outside all accounts, for device-side variables
+
+// Host memory that is pinned: the driver's own, or the program's and registered.
+int pinned_allocate(void **address, size_t size_bytes);
+int pinned_free(void *address);
+int pinned_register(void *address, size_t size_bytes);
+int pinned_unregister(void *address);
+bool pinned_is_registered(const void *address);
 
 // Stream-ordered pools.
 void pool_regains(int device, size_t size_bytes); // a block of the device's pool is freed

@@ -16,11 +16,11 @@ def _hole_before(t, c, row):
     """The free range below one of the placed storages, or at the end below the top: begin and end."""
     begin = 0
     if row > 0:
-        storage = t.placed[row - 1]
-        begin = t.address[storage] + t.size[storage]
+        storage = t.rows[row - 1].placed
+        begin = t.storages[storage].address + t.storages[storage].size
     end = c.budget
     if row < c.num_placed:
-        end = t.address[t.placed[row]]
+        end = t.storages[t.rows[row].placed].address
     return begin, end
 
 
@@ -37,16 +37,16 @@ def has_hole(t, c, size):
 @inner()
 def put_in_place(t, c, storage, from_top):
     """Give a storage an address; there is a hole for it."""
-    size, best, smallest = t.size[storage], -1, c.budget + 1
+    size, best, smallest = t.storages[storage].size, -1, c.budget + 1
     for row in range(c.num_placed + 1):
         begin, end = _hole_before(t, c, row)
         if end - begin >= size and (from_top or end - begin < smallest):
             best, smallest = row, end - begin
     begin, end = _hole_before(t, c, best)
-    t.address[storage] = end - size if from_top else begin
+    t.storages[storage].address = end - size if from_top else begin
     for row in range(c.num_placed, best, -1):
-        t.placed[row] = t.placed[row - 1]
-    t.placed[best] = storage
+        t.rows[row].placed = t.rows[row - 1].placed
+    t.rows[best].placed = storage
     c.num_placed += 1
 
 
@@ -55,7 +55,7 @@ def _row_of(t, c, storage):
     low, high = 0, c.num_placed
     while low < high:
         middle = (low + high) // 2
-        if t.address[t.placed[middle]] < t.address[storage]:
+        if t.storages[t.rows[middle].placed].address < t.storages[storage].address:
             low = middle + 1
         else:
             high = middle
@@ -65,11 +65,11 @@ def _row_of(t, c, storage):
 @inner()
 def forget_place(t, c, storage):
     """A storage is freed."""
-    if t.size[storage] == 0:
+    if t.storages[storage].size == 0:
         return
     c.num_placed -= 1
     for row in range(_row_of(t, c, storage), c.num_placed):
-        t.placed[row] = t.placed[row + 1]
+        t.rows[row].placed = t.rows[row + 1].placed
 
 
 @inner()
@@ -91,15 +91,15 @@ def choose_window(t, c, size):
             t.part_begin[part], t.part_end[part], t.part_cost[part], t.part_of[part] = begin, end, 0.0, -1
             part += 1
         if row < num:
-            storage = t.placed[row]
-            t.part_begin[part] = t.address[storage]
-            t.part_end[part] = t.address[storage] + t.size[storage]
-            t.part_cost[part], t.part_of[part] = t.window_cost[storage], storage
+            storage = t.rows[row].placed
+            t.part_begin[part] = t.storages[storage].address
+            t.part_end[part] = t.storages[storage].address + t.storages[storage].size
+            t.part_cost[part], t.part_of[part] = t.storages[storage].window_cost, storage
             part += 1
     first, last = _cheapest_window(t.part_begin[:part], t.part_end[:part], t.part_cost[:part], size)
     found = 0
     for row in range(first, last):
         if t.part_of[row] >= 0:
-            t.window[found] = t.part_of[row]
+            t.rows[found].window = t.part_of[row]
             found += 1
     return found

@@ -3,10 +3,11 @@
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
 locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
-is made again first, and so on down; a call that is repeated first locks those of its arguments that are there. The clock counts calls, first ones and repeated ones alike; a storage was used when
-a call that reads it begins, and when one that makes it ends. What nobody holds any more is freed if it is not locked;
-if it has to be made again later, it stays until it is chosen. Of equal candidates the one that became evictable last
-goes. What the program still holds at the end has to be there. A run that takes twice its time is given up.
+is made again first, and so on down. A call that is repeated first locks those of its arguments that are there. The
+clock counts calls, first ones and repeated ones alike; a storage was used when a call that reads it begins, and when
+one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made again later, it
+stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program still holds at
+the end has to be there. A run that takes twice its time is given up.
 """
 
 import enum
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.compiled import inner, njit
+from stalloc.eviction.eviction_state import make_tables
 from stalloc.eviction.instructions import Instructions, Step
 from stalloc.eviction.places import choose_window, forget_place, free_beside, has_hole, put_in_place
 from stalloc.eviction.scores import (
@@ -30,7 +32,6 @@ from stalloc.eviction.scores import (
     tensor_evicting,
     window_cost,
 )
-from stalloc.eviction.state import make_tables
 
 LONGEST = 2.0  #: times of a run without a budget, from which on one is given up, as the paper's evaluation does
 
@@ -95,9 +96,8 @@ def replay(
     counts["budget"], counts["limit"] = budget, int(LONGEST * base)
     counts["policy"], counts["around"] = _NAMES.index(policy), int(chosen.around)
     counts["has_places"], counts["by_window"] = has_places, has_places and chosen.by_window
-    made = np.flatnonzero(~program.is_constant & (program.size > 0))
-    total = int(program.size[made].sum())
-    density = float(tables.cost_of_all[made].sum()) / total if total else 0.0
+    made_bytes = int(program.size[~program.is_constant].sum())
+    density = float(program.op_ticks[program.tensor_op[program.tensor_op >= 0]].sum()) / max(made_bytes, 1)
     _run(tables, counts[0], program.step_kind, program.step_of, density)
     told = counts[0]
     ending = Ending(int(told["ending"]))
@@ -141,31 +141,31 @@ def _walk(t, c, storage, begin, edges, edge_op, since):
     """The cost of evicted storages that lead on from one through evicted ones; not those that were seen `since`."""
     c.stamp += 1
     stack, total = 0, 0
-    t.stack[0] = storage
-    t.seen[storage] = c.stamp
+    t.rows[0].stack = storage
+    t.storages[storage].seen = c.stamp
     stack = 1
     while stack > 0:
         stack -= 1
-        one = t.stack[stack]
+        one = t.rows[stack].stack
         for row in range(begin[one], begin[one + 1]):
             other = edges[row]
-            if edge_op[row] > c.current or t.resident[other] or t.is_constant[other]:
+            if edge_op[row] > c.current or t.storages[other].resident or t.storages[other].is_constant:
                 continue
-            if t.seen[other] == c.stamp:
+            if t.storages[other].seen == c.stamp:
                 continue
-            if t.seen[other] < since:
-                total += t.cost[other]
-            t.seen[other] = c.stamp
-            t.stack[stack] = other
+            if t.storages[other].seen < since:
+                total += t.storages[other].cost
+            t.storages[other].seen = c.stamp
+            t.rows[stack].stack = other
             stack += 1
     return total
 
 
 @inner()
 def _root(t, node):
-    while t.class_parent[node] != node:
-        t.class_parent[node] = t.class_parent[t.class_parent[node]]
-        node = t.class_parent[node]
+    while t.classes[node].parent != node:
+        t.classes[node].parent = t.classes[t.classes[node].parent].parent
+        node = t.classes[node].parent
     return node
 
 
@@ -175,11 +175,11 @@ def _classes_beside(t, c, storage, begin, edges, edge_op):
     total = 0
     for row in range(begin[storage], begin[storage + 1]):
         other = edges[row]
-        if edge_op[row] <= c.current and t.class_of[other] >= 0:
-            root = _root(t, t.class_of[other])
-            if t.class_seen[root] != c.stamp:
-                t.class_seen[root] = c.stamp
-                total += t.class_cost[root]
+        if edge_op[row] <= c.current and t.storages[other].class_of >= 0:
+            root = _root(t, t.storages[other].class_of)
+            if t.classes[root].seen != c.stamp:
+                t.classes[root].seen = c.stamp
+                total += t.classes[root].cost
     return total
 
 
@@ -207,7 +207,7 @@ def _draw(c):
 
 @inner()
 def _score_of(t, c, storage):
-    age = max(c.clock - t.used[storage], 1)
+    age = max(c.clock - t.storages[storage].used, 1)
     beside = 0
     if c.policy == _DTE and c.has_places:
         beside = free_beside(t, c, storage)
@@ -217,48 +217,55 @@ def _score_of(t, c, storage):
     around = _around(t, c, storage)
     return _score(
         c.policy,
-        Candidate(float(t.cost[storage]), float(around), float(t.size[storage]), float(age), float(beside), draw),
+        Candidate(
+            float(t.storages[storage].cost),
+            float(around),
+            float(t.storages[storage].size),
+            float(age),
+            float(beside),
+            draw,
+        ),
     )
 
 
 @inner()
 def _join_pool(t, c, storage):
-    t.before[storage] = c.last
-    t.behind[storage] = -1
+    t.storages[storage].before = c.last
+    t.storages[storage].behind = -1
     if c.last >= 0:
-        t.behind[c.last] = storage
+        t.storages[c.last].behind = storage
     else:
         c.first = storage
     c.last = storage
-    t.in_pool[storage] = True
+    t.storages[storage].in_pool = True
 
 
 @inner()
 def _leave_pool(t, c, storage):
-    if not t.in_pool[storage]:
+    if not t.storages[storage].in_pool:
         return
-    before, behind = t.before[storage], t.behind[storage]
+    before, behind = t.storages[storage].before, t.storages[storage].behind
     if before >= 0:
-        t.behind[before] = behind
+        t.storages[before].behind = behind
     else:
         c.first = behind
     if behind >= 0:
-        t.before[behind] = before
+        t.storages[behind].before = before
     else:
         c.last = before
-    t.in_pool[storage] = False
+    t.storages[storage].in_pool = False
 
 
 @inner()
 def _lock(t, c, storage):
-    t.locks[storage] += 1
+    t.storages[storage].locks += 1
     _leave_pool(t, c, storage)
 
 
 @inner()
 def _unlock(t, c, storage):
-    t.locks[storage] -= 1
-    if t.locks[storage] == 0 and t.resident[storage] and not t.is_constant[storage]:
+    t.storages[storage].locks -= 1
+    if t.storages[storage].locks == 0 and t.storages[storage].resident and not t.storages[storage].is_constant:
         _join_pool(t, c, storage)
 
 
@@ -266,27 +273,31 @@ def _unlock(t, c, storage):
 def _join_classes(t, c, storage, begin, edges, edge_op):
     for row in range(begin[storage], begin[storage + 1]):
         other = edges[row]
-        if edge_op[row] <= c.current and t.class_of[other] >= 0:
-            one, two = _root(t, t.class_of[storage]), _root(t, t.class_of[other])
+        if edge_op[row] <= c.current and t.storages[other].class_of >= 0:
+            one, two = _root(t, t.storages[storage].class_of), _root(t, t.storages[other].class_of)
             if one != two:
-                t.class_parent[one] = two
-                t.class_cost[two] += t.class_cost[one]
+                t.classes[one].parent = two
+                t.classes[two].cost += t.classes[one].cost
 
 
 @inner()
 def _free(t, c, storage):
     """An allocated storage is evicted, by choice or since nobody holds it."""
     _leave_pool(t, c, storage)
-    t.resident[storage] = False
-    c.allocated -= t.size[storage]
-    t.version[storage] += 1  # its tensors are gone
+    t.storages[storage].resident = False
+    c.allocated -= t.storages[storage].size
+    t.storages[storage].version += 1  # its tensors are gone
     if c.has_places:
         forget_place(t, c, storage)
-    if c.around == _CLASSES and c.num_classes < len(t.class_parent):
+    if c.around == _CLASSES and c.num_classes < len(t.classes):
         node = c.num_classes
         c.num_classes += 1
-        t.class_parent[node], t.class_cost[node], t.class_of[storage] = node, t.cost[storage], node
-        t.class_share[storage] = t.cost[storage]
+        t.classes[node].parent, t.classes[node].cost, t.storages[storage].class_of = (
+            node,
+            t.storages[storage].cost,
+            node,
+        )
+        t.storages[storage].class_share = t.storages[storage].cost
         _join_classes(t, c, storage, t.source_begin, t.sources, t.source_op)
         _join_classes(t, c, storage, t.user_begin, t.users, t.user_op)
 
@@ -294,7 +305,7 @@ def _free(t, c, storage):
 @inner()
 def _evict(t, c, storage, is_extra):
     c.evictions += 1
-    c.evicted_bytes += t.size[storage]
+    c.evicted_bytes += t.storages[storage].size
     c.extra_evictions += is_extra
     _free(t, c, storage)
 
@@ -305,11 +316,11 @@ def _choose(t, c):
     best, lowest = -1, 0.0
     one = c.first
     while one >= 0:
-        if t.size[one] > 0:
+        if t.storages[one].size > 0:
             score = _score_of(t, c, one)
             if best < 0 or score <= lowest:
                 best, lowest = one, score
-        one = t.behind[one]
+        one = t.storages[one].behind
     return best
 
 
@@ -317,11 +328,11 @@ def _choose(t, c):
 def _evict_window(t, c, size):
     """Evict neighbours in memory, which leave one hole of the size. False if there are none."""
     for row in range(c.num_placed):
-        storage = t.placed[row]
-        t.window_cost[storage] = _score_of(t, c, storage) if t.in_pool[storage] else np.inf
+        storage = t.rows[row].placed
+        t.storages[storage].window_cost = _score_of(t, c, storage) if t.storages[storage].in_pool else np.inf
     num = choose_window(t, c, size)
     for row in range(num):
-        _evict(t, c, t.window[row], c.budget - c.allocated >= size and row == 0)
+        _evict(t, c, t.rows[row].window, c.budget - c.allocated >= size and row == 0)
     return num > 0
 
 
@@ -358,66 +369,72 @@ def _make_room(t, c, needed):
 @inner()
 def _allocate(t, c, storage, density):
     """A storage is there from now on; False after a failure. Without places the room was made before."""
-    if c.has_places and t.size[storage] > 0:
-        if not _make_hole(t, c, t.size[storage]):
+    if c.has_places and t.storages[storage].size > 0:
+        if not _make_hole(t, c, t.storages[storage].size):
             return False
-        from_top = c.by_window and not t.is_constant[storage] and t.cost[storage] > density * t.size[storage]
+        from_top = (
+            c.by_window
+            and not t.storages[storage].is_constant
+            and t.storages[storage].cost > density * t.storages[storage].size
+        )
         put_in_place(t, c, storage, from_top)
-    t.resident[storage] = True
-    c.allocated += t.size[storage]
+    t.storages[storage].resident = True
+    c.allocated += t.storages[storage].size
     c.peak = max(c.peak, c.allocated)
-    if c.around == _CLASSES and t.class_of[storage] >= 0:
-        t.class_cost[_root(t, t.class_of[storage])] -= t.class_share[storage]
-        t.class_of[storage] = -1
+    if c.around == _CLASSES and t.storages[storage].class_of >= 0:
+        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].class_share
+        t.storages[storage].class_of = -1
     return True
 
 
 @inner()
 def _is_made(t, tensor):
-    storage = t.tensor_storage[tensor]
-    return t.is_constant[storage] or (t.resident[storage] and t.made_in[tensor] == t.version[storage])
+    storage = t.tensors[tensor].storage
+    return t.storages[storage].is_constant or (
+        t.storages[storage].resident and t.tensors[tensor].made_in == t.storages[storage].version
+    )
 
 
 @inner()
 def _make_outputs(t, c, op, is_first, density):
     """A call whose arguments are there and locked; False after a failure."""
-    for row in range(t.arg_begin[op], t.arg_begin[op + 1]):
-        t.used[t.tensor_storage[t.args[row]]] = c.clock
-    low, high = t.out_begin[op], t.out_begin[op + 1]
-    needed = t.op_work_bytes[op]
+    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
+        t.storages[t.tensors[t.arguments[row].tensor].storage].used = c.clock
+    low, high = t.operations[op].out_begin, t.operations[op + 1].out_begin
+    needed = t.operations[op].work_bytes
     for row in range(low, high):
-        storage = t.tensor_storage[t.outs[row]]
-        if not t.is_view[t.outs[row]] and not t.resident[storage]:
-            needed += t.size[storage]
-    if (not c.has_places or t.op_work_bytes[op] > 0) and not _make_room(t, c, needed):
+        storage = t.tensors[t.outs[row]].storage
+        if not t.tensors[t.outs[row]].is_view and not t.storages[storage].resident:
+            needed += t.storages[storage].size
+    if (not c.has_places or t.operations[op].work_bytes > 0) and not _make_room(t, c, needed):
         return False
     for row in range(low, high):
         tensor = t.outs[row]
-        storage = t.tensor_storage[tensor]
-        if not t.is_view[tensor] and not t.resident[storage]:
-            t.locks[storage] += 1
+        storage = t.tensors[tensor].storage
+        if not t.tensors[tensor].is_view and not t.storages[storage].resident:
+            t.storages[storage].locks += 1
             if not _allocate(t, c, storage, density):
                 return False
-            t.fresh[storage] = True
+            t.storages[storage].fresh = True
             if not is_first:
-                c.recomputed_bytes += t.size[storage]
-        t.made_in[tensor] = t.version[storage]
-    c.peak = max(c.peak, c.allocated + t.op_work_bytes[op])
-    c.clock += t.op_ticks[op]
-    c.ticks += t.op_ticks[op]
+                c.recomputed_bytes += t.storages[storage].size
+        t.tensors[tensor].made_in = t.storages[storage].version
+    c.peak = max(c.peak, c.allocated + t.operations[op].work_bytes)
+    c.clock += t.operations[op].ticks
+    c.ticks += t.operations[op].ticks
     c.recomputed += not is_first
     if c.ticks > c.limit:
         c.ending = _TOO_LONG
         return False
     for row in range(low, high):
-        t.used[t.tensor_storage[t.outs[row]]] = c.clock
-    for row in range(t.arg_begin[op], t.arg_begin[op + 1]):
-        _unlock(t, c, t.tensor_storage[t.args[row]])
-        t.is_locked[row] = False
+        t.storages[t.tensors[t.outs[row]].storage].used = c.clock
+    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
+        _unlock(t, c, t.tensors[t.arguments[row].tensor].storage)
+        t.arguments[row].is_locked = False
     for row in range(low, high):
-        storage = t.tensor_storage[t.outs[row]]
-        if t.fresh[storage]:
-            t.fresh[storage] = False
+        storage = t.tensors[t.outs[row]].storage
+        if t.storages[storage].fresh:
+            t.storages[storage].fresh = False
             _unlock(t, c, storage)
     return True
 
@@ -425,33 +442,33 @@ def _make_outputs(t, c, op, is_first, density):
 @inner()
 def _lock_those_there(t, c, op):
     """Before arguments of a repeated call are made again: the others must not be evicted for them."""
-    for row in range(t.arg_begin[op], t.arg_begin[op + 1]):
-        if _is_made(t, t.args[row]):
-            _lock(t, c, t.tensor_storage[t.args[row]])
-            t.is_locked[row] = True
+    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
+        if _is_made(t, t.arguments[row].tensor):
+            _lock(t, c, t.tensors[t.arguments[row].tensor].storage)
+            t.arguments[row].is_locked = True
 
 
 @inner()
 def _perform(t, c, op, is_first, density):
     """A call, after all that has to be made again for it; False after a failure."""
     depth = 1
-    t.frame_op[0], t.frame_row[0] = op, t.arg_begin[op]
+    t.operations[0].frame_op, t.operations[0].frame_row = op, t.operations[op].arg_begin
     while depth > 0:
-        one, row = t.frame_op[depth - 1], t.frame_row[depth - 1]
-        if row == t.arg_begin[one + 1]:
+        one, row = t.operations[depth - 1].frame_op, t.operations[depth - 1].frame_row
+        if row == t.operations[one + 1].arg_begin:
             depth -= 1
             if not _make_outputs(t, c, one, is_first and depth == 0, density):
                 return False
             continue
-        t.frame_row[depth - 1] = row + 1
-        if t.is_locked[row]:
+        t.operations[depth - 1].frame_row = row + 1
+        if t.arguments[row].is_locked:
             continue
-        tensor = t.args[row]
-        _lock(t, c, t.tensor_storage[tensor])
-        t.is_locked[row] = True
+        tensor = t.arguments[row].tensor
+        _lock(t, c, t.tensors[tensor].storage)
+        t.arguments[row].is_locked = True
         if not _is_made(t, tensor):
-            maker = t.tensor_op[tensor]
-            t.frame_op[depth], t.frame_row[depth] = maker, t.arg_begin[maker]
+            maker = t.tensors[tensor].op
+            t.operations[depth].frame_op, t.operations[depth].frame_row = maker, t.operations[maker].arg_begin
             depth += 1
             _lock_those_there(t, c, maker)
     return True
@@ -461,18 +478,22 @@ def _perform(t, c, op, is_first, density):
 def _begin_call(t, c, op):
     """What the operation adds to the cost of the storages that it puts something into."""
     c.current = op
-    for row in range(t.out_begin[op], t.out_begin[op + 1]):
-        t.cost[t.tensor_storage[t.outs[row]]] += t.op_ticks[op]
+    for row in range(t.operations[op].out_begin, t.operations[op + 1].out_begin):
+        t.storages[t.tensors[t.outs[row]].storage].cost += t.operations[op].ticks
 
 
 @inner()
 def _end(t, c, density):
     """What the program still holds has to be there at once."""
-    for tensor in range(len(t.held)):
-        if t.held[tensor] > 0:
-            _lock(t, c, t.tensor_storage[tensor])
-    for tensor in range(len(t.held)):
-        if t.held[tensor] > 0 and not _is_made(t, tensor) and not _perform(t, c, t.tensor_op[tensor], False, density):
+    for tensor in range(len(t.tensors)):
+        if t.tensors[tensor].held > 0:
+            _lock(t, c, t.tensors[tensor].storage)
+    for tensor in range(len(t.tensors)):
+        if (
+            t.tensors[tensor].held > 0
+            and not _is_made(t, tensor)
+            and not _perform(t, c, t.tensors[tensor].op, False, density)
+        ):
             return
 
 
@@ -486,16 +507,16 @@ def _run(t, c, step_kind, step_of, density):
             if not _perform(t, c, of, True, density):
                 return
         elif kind == _HOLD:
-            t.held[of] += 1
-            t.names[t.tensor_storage[of]] += 1
+            t.tensors[of].held += 1
+            t.storages[t.tensors[of].storage].names += 1
         elif kind == _LET_GO:
-            storage = t.tensor_storage[of]
-            t.held[of] -= 1
-            t.names[storage] -= 1
-            if t.names[storage] == 0 and t.resident[storage] and t.locks[storage] == 0:
+            storage = t.tensors[of].storage
+            t.tensors[of].held -= 1
+            t.storages[storage].names -= 1
+            if t.storages[storage].names == 0 and t.storages[storage].resident and t.storages[storage].locks == 0:
                 _free(t, c, storage)
         elif kind == _CONSTANT:
-            if not c.has_places and not _make_room(t, c, t.size[of]):
+            if not c.has_places and not _make_room(t, c, t.storages[of].size):
                 return
             if not _allocate(t, c, of, density):
                 return

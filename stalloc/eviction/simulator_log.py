@@ -14,7 +14,7 @@ from stalloc.eviction.instructions import Instructions, InstructionWriter
 from stalloc.trace.sources.events import MAX_SIZE_BYTES
 from stalloc.trace.sources.json_text import decode
 
-_MOST_TICKS = 1 << 50  #: of one call: sums of many still fit
+_MOST_IN_ALL = 1 << 60  #: bytes of all storages, and ticks of all calls: twice as much still fits into 64 bits
 _AGAIN = "write the log again"
 
 
@@ -39,7 +39,10 @@ def read_simulator_log(path: Path, data: bytes, *, in_place: bool = False) -> In
             ) from error
     if reader.waiting:
         raise BadInputError(f"{path}: the log ends within a call: {_AGAIN}.")
-    return reader.writer.done()
+    writer = reader.writer
+    if max(sum(writer.sizes), sum(op[0] * len(op[3]) + op[0] for op in writer.ops)) > _MOST_IN_ALL:
+        raise BadInputError(f"{path}: sizes or times are larger than any program's: {_AGAIN}.")
+    return writer.done()
 
 
 class _Reader:
@@ -132,6 +135,6 @@ class _Reader:
 
 def _ticks(entry: dict[str, Any]) -> int:
     ticks = int(entry["TIME"])
-    if not 0 <= ticks <= _MOST_TICKS:
+    if not 0 <= ticks <= _MOST_IN_ALL:
         raise ValueError(f"a call that takes {ticks}")
     return ticks
