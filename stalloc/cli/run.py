@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
     add_budget_arguments(parser)
+    parser.add_argument(
+        "--shard",
+        metavar="NAME",
+        help="under torchrun, divide model and optimizer over the ranks: zero-3 or another way of stalloc shard",
+    )
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
     parser.add_argument(
         "--observe-steps",
@@ -135,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
 
         form = format_of(Path(args.report), None)
         check_writable(args.report)
+    if args.shard:
+        _shard(args)
     held = prepare(args, command, gpu) if args.budget or args.fit else None
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
@@ -224,6 +231,25 @@ def _run_here(
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     return _Ran(result, runtime)
+
+
+def _shard(args: argparse.Namespace) -> None:
+    """Divide the program over the ranks of torchrun, once it has imported torch."""
+    from stalloc.imports import after_import
+    from stalloc.techniques.shard_settings import parse_way
+
+    if args.budget or args.fit:
+        raise BadInputError("--shard and --budget exclude each other: `stalloc shard --budget` finds a way that fits.")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise BadInputError("--shard is for ranks: torchrun --nproc-per-node 8 -m stalloc run --shard zero-3 train.py")
+    way = parse_way(args.shard, int(os.environ["WORLD_SIZE"]))
+
+    def begin() -> None:
+        from stalloc.techniques.sharding import shard_program
+
+        shard_program(way)
+
+    after_import("torch", begin)
 
 
 def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:

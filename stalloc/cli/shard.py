@@ -2,7 +2,7 @@
 
   stalloc shard --gpu H100 --ranks 8 train.py --batch 4
   stalloc shard --ranks 64 --per-node 8 --budget 24GiB train.py
-  stalloc shard --ranks 8 --export fsdp2 zero-3 train.py
+  stalloc shard --ranks 8 --way zero-3 --export fsdp2 train.py > sharded.py
 
 The program is an ordinary one, for one GPU: a model of PyTorch that it calls, and an optimizer. One step of it is
 recorded on the virtual GPU, as it is and with every repeated block recomputed. From that follows, for each way to
@@ -16,8 +16,8 @@ N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K; triples
 foreseen only. --factors all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all (PaRO).
 
 What is needed is what the program asked for; PyTorch's allocated_bytes has up to 1 MiB more for each block that it does
-not split. Seconds are estimates: computing, then communication, nothing beside each other. --export prints what a way is
-for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a torchtitan TOML. To train in shards:
+not split. Seconds are estimates: computing, then communication, nothing beside each other. --export prints what a way
+is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a torchtitan TOML. To train in shards:
 torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
@@ -43,6 +43,7 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.patient_threads import patient_threads
 
+EXPORTS = ("fsdp2", "deepspeed", "accelerate", "torchtitan")
 _MOST_RANKS, _FORMULA_BYTES = 1 << 14, 16  # of a parameter in mixed precision with Adam (ZeRO, section 3.1)
 _WARM = ("torch", "torch._dynamo", "torch.utils.checkpoint", "torch.distributed.fsdp", "stalloc.techniques.recompute",
          "torch.distributed.optim", "stalloc.fitting.observer", "stalloc.cost.call_work")  # fmt: skip
@@ -59,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", metavar="SIZE", help="bytes a second of a GPU to other machines (default: 50GB)")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measure the best N ways (default: 3)")
     parser.add_argument(
-        "--way", metavar="NAME", help="only this way: ddp, zero-1, zero-2, zero-3, hpz:K, mics:K or P/G/O"
+        "--way", metavar="NAME", help="only this way: ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, P/G/O; +blocks behind"
+    )
+    parser.add_argument(
+        "--export", choices=EXPORTS, metavar="FORM", help="print --way for fsdp2, deepspeed, accelerate or torchtitan"
     )
     parser.add_argument(
         "--trial-seconds", type=float, default=120.0, metavar="N", help="give up a run that takes longer (default: 120)"
@@ -78,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
     budget_bytes = memory_option("--budget", args.budget) if args.budget else gpu.total_bytes - ASSUMED_BYTES
     files = program_files(args, command)
     found = _Search(args, command, gpu, per_node, files)
+    if args.export:
+        print(found.exported(args.export), end="")
+        return EXIT_DONE
     result = found.result(budget_bytes)
     if wants_text(args):
         _print(result, args, command)
@@ -92,6 +99,8 @@ def _checked(args: argparse.Namespace) -> int:
     per_node = args.per_node or min(8, args.ranks)
     if not 1 <= per_node <= args.ranks or args.ranks % per_node:
         raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
+    if args.export and not args.way:
+        raise BadInputError("--export needs --way: which way is it to be?")
     if args.runs < 0:
         raise BadInputError(f"--runs is {args.runs}: give a number from 0.")
     return int(per_node)
@@ -108,10 +117,10 @@ class _Search:
         from stalloc.sharding.rank_runs import ShardRuns
         from stalloc.sharding.shard_ways import Links
         from stalloc.sharding.traffic import NETWORK_BYTES_PER_SECOND
-        from stalloc.techniques.shard_settings import parse_layout
+        from stalloc.techniques.shard_settings import parse_way
 
         self._args, self._per_node, self._files = args, per_node, files
-        self._only = parse_layout(args.way, args.ranks) if args.way else None
+        self._only = parse_way(args.way, args.ranks, must_run=False) if args.way else None
         self._gpu = dataclasses.replace(gpu, total_bytes=PLENTY)
         self._name, self._tell = gpu.name, lines_told()
         rates = rates_of(gpu.name)
@@ -125,13 +134,26 @@ class _Search:
         self._program = lambda: run_program(list(command))
         self._runs = ShardRuns(self._program, files, args.trial_seconds)
 
+    def exported(self, form: str) -> str:
+        """The way that was asked for, as another framework takes it."""
+        from stalloc.sharding.exports import exported
+        from stalloc.sharding.rank_work import RankWork
+
+        marks = self._runs.marks(RankWork(self._gpu))
+        layout, recompute = self._only.layout, self._only.recomputes_blocks
+        blocks = marks.units[:-1]
+        return exported(form, layout, self._args.ranks, blocks, recompute=recompute, kind=marks.block_kind)
+
     def result(self, budget_bytes: int) -> dict[str, Any]:
         """What was found, as JSON has it."""
         from stalloc.sharding.shard_ways import all_ways, cheapest, undominated
 
         args = self._args
         recorded = self._recorded()
-        ways = all_ways(recorded, args.ranks, self._links, every=args.factors == "all", only=self._only)
+        every, only = args.factors == "all", self._only
+        ways = all_ways(recorded, args.ranks, self._links, every=every, only=only.layout if only else None)
+        if only is not None and only.recomputes_blocks:
+            ways = [one for one in ways if one.is_recomputed]
         able = [one for one in ways if one.can_run]
         fitting = [one for one in undominated(able) if one.foreseen.needed_bytes <= budget_bytes]
         fitting = fitting or ([] if self._only is None else able)
@@ -222,7 +244,7 @@ def _print(result: dict[str, Any], args: argparse.Namespace, command: list[str])
     print_table(console, columns, rows, text_columns=4, indent="  ")
     lines = [
         "P/G/O: ranks that share one copy of parameters between forward and backward, of gradients, of optimizer state",
-        "+: no other way is as quick with less memory; foreseen: from the recorded step, and nothing of PyTorch does it",
+        "+: no other way is as quick with less memory; foreseen: from the step, as nothing in PyTorch does it",
         f"16 bytes a parameter over all ranks would be {human_bytes(result['formula_bytes'])}",
     ]
     for line in lines:

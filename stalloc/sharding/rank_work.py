@@ -15,7 +15,6 @@ from typing import Any
 from stalloc.device import VirtualGPU
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import Rank, be_rank
-from stalloc.techniques.recompute_settings import RecomputeSettings
 from stalloc.techniques.shard_settings import Layout
 
 NUM_STEPS = 4  #: DDP makes its buckets anew in the second
@@ -30,7 +29,6 @@ class RankWork:
     gpu: VirtualGPU
     layout: Layout | None = None  #: None: as it is, and marks are recorded
     rank: Rank | None = None
-    recompute: RecomputeSettings = RecomputeSettings()
     is_whole_blocks: bool = False  #: every repeated block is recomputed as a whole
 
 
@@ -43,24 +41,15 @@ def perform(folder: Path, program: Callable[[], int], work: RankWork) -> None:
     if work.rank is not None:
         be_rank()
     if work.is_whole_blocks:
-        _recompute_blocks()
+        from stalloc.techniques.sharding import recompute_whole_blocks
+
+        recompute_whole_blocks()
     told = _measuring(folder, work.layout) if work.layout is not None else _watching(folder)
     code = program()
     if code != 0:
         sys.stdout.flush()
         raise SystemExit(code)
     told()
-
-
-def _recompute_blocks() -> None:
-    from stalloc.techniques.appearing import when_models_appear
-    from stalloc.techniques.block_tape import BlockTape
-    from stalloc.techniques.recompute import wrap
-
-    def appeared(_: int, blocks: list[Any], __: Any) -> None:
-        wrap(blocks, [lambda *_: False] * len(blocks), BlockTape)
-
-    when_models_appear(appeared)
 
 
 def _end(folder: Path, told: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class StepMarks:
     marks: tuple[Mark, ...]
     before_bytes: int  #: when the model was called first
     before_peak_bytes: int  #: the most until then
-    optimizer: str = ""  #: its class
+    block_kind: str = ""  #: the class of the first unit that is a block
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""
@@ -84,5 +84,5 @@ class StepMarks:
             marks=tuple(Mark(**one) for one in told["marks"]),
             before_bytes=told["before_bytes"],
             before_peak_bytes=told["before_peak_bytes"],
-            optimizer=told["optimizer"],
+            block_kind=told["block_kind"],
         )

@@ -45,7 +45,7 @@ class StepWatch:
             marks=tuple(self._marks),
             before_bytes=self._before[0],
             before_peak_bytes=self._before[1],
-            optimizer=type(self._optimizer).__name__,
+            block_kind=type(self._units[0][1]).__name__ if len(self._units) > 1 else "",
         )
 
     def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:

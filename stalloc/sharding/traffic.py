@@ -9,7 +9,7 @@ those that hold the same part are as far apart as a group is large. Sources: the
 from dataclasses import dataclass
 
 from stalloc.sharding.step_marks import StepMarks
-from stalloc.techniques.shard_settings import Layout
+from stalloc.techniques.shard_settings import Layout, quantised_bytes
 
 NETWORK_BYTES_PER_SECOND = 50e9
 """Of each GPU to other machines: 400 Gbit/s, as in NVIDIA's DGX H100 (a ConnectX-7 for each GPU, its user guide)."""
@@ -84,11 +84,3 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, q
 
 def _of_root(step: StepMarks) -> int:
     return sum(one.size_bytes for one in step.parameters if one.unit == len(step.units) - 1)
-
-
-BLOCK_ITEMS = 2048  #: of a quantised gather, that share a scale
-
-
-def quantised_bytes(num_items: int) -> int:
-    """Of so many values as int8, and a float32 for each block."""
-    return num_items + 4 * -(-num_items // BLOCK_ITEMS)

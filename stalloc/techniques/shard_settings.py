@@ -2,8 +2,8 @@
 
 Contract: a layout is a triple of factors, of ranks that share one copy each of parameters between forward and backward,
 of gradients, and of optimizer state. It is valid if the first two divide the third and that divides the number of
-ranks. The triples are those of PaRO (Wu et al. 2023) and AMSP (Chen et al. 2023), of which ZeRO's stages (Rajbhandari
-et al. 2020), FSDP, the secondary copy of ZeRO++ (Wang et al. 2023) and the groups of MiCS (Zhang et al. 2022) are cases.
+ranks. The triples are those of PaRO (Wu et al. 2023) and AMSP (Chen et al. 2023); cases of them are ZeRO's stages
+(Rajbhandari et al. 2020), FSDP, the secondary copy of ZeRO++ (Wang et al. 2023), MiCS' groups (Zhang et al. 2022).
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from typing import Literal
 from stalloc.errors import BadInputError
 
 Executor = Literal["fully_shard", "ddp"]
+_BLOCKS = "+blocks"
 _NAMES = "ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, or P/G/O (three numbers of ranks)"
 
 
@@ -44,6 +45,22 @@ class Layout:
         if p == g == o:
             return f"mics:{p}"
         return f"hpz:{p}" if p > 1 and g == o == n else f"{p}/{g}/{o}"
+
+
+@dataclass(frozen=True)
+class ShardWay:
+    """A layout, and whether every repeated block is recomputed in backward."""
+
+    layout: Layout
+    recomputes_blocks: bool = False
+
+
+def parse_way(text: str, num_ranks: int, *, must_run: bool = True) -> ShardWay:
+    """The way of a name, such as "zero-3" or "zero-3+blocks". Raises BadInputError for others, or what cannot run."""
+    layout = parse_layout(text.removesuffix(_BLOCKS), num_ranks)
+    if must_run and layout.executor is None:
+        raise BadInputError(f"PyTorch has nothing that does {text}: gradients must be divided as the state is.")
+    return ShardWay(layout, text.endswith(_BLOCKS))
 
 
 def parse_layout(text: str, num_ranks: int) -> Layout:
@@ -81,3 +98,11 @@ def valid_layouts(factors: tuple[int, ...], num_ranks: int) -> Iterator[Layout]:
                 made = Layout(parameters, gradients, state)
                 if made.is_valid(num_ranks):
                     yield made
+
+
+BLOCK_ITEMS = 2048  #: values of a quantised gather that share a scale
+
+
+def quantised_bytes(num_items: int) -> int:
+    """What so many values take as they are gathered quantised: int8, and a float32 for each block."""
+    return num_items + 4 * -(-num_items // BLOCK_ITEMS)

@@ -18,23 +18,41 @@ import torch.distributed as dist
 from stalloc.errors import SetupError
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.dealt_batches import deal_batches
 from stalloc.techniques.repeated_blocks import Block
-from stalloc.techniques.shard_settings import Layout, parse_layout
+from stalloc.techniques.saved_whole import keep_whole, save_once
+from stalloc.techniques.shard_settings import Layout, ShardWay
+
+
+def recompute_whole_blocks() -> None:
+    """Recompute every repeated block of the models of this program; to be called before they are sharded."""
+    from stalloc.techniques.block_tape import BlockTape
+    from stalloc.techniques.recompute import wrap
+
+    def appeared(_: int, blocks: list[Block], __: Any) -> None:
+        wrap(blocks, [lambda *_: False] * len(blocks), BlockTape)
+
+    when_models_appear(appeared)
+
+
+def shard_program(way: ShardWay) -> None:
+    """Train the program of this rank with all others: its model, its batches, and what the first of them saves."""
+    if way.recomputes_blocks:
+        recompute_whole_blocks()
+    sharding = Sharding(way.layout)
+    deal_batches(sharding.rank, sharding.num_ranks)
+    save_once(sharding.rank)
 
 
 class Sharding:
     """Of this process, from here on; torch is imported by now, and the program has not begun."""
 
-    def __init__(self, layout: str | Layout) -> None:
-        """Raises SetupError where this process is not one of several ranks."""
-        if "RANK" not in os.environ:
-            raise SetupError("this process is no rank: start it with torchrun, for example --nproc-per-node 8.")
-        self.num_ranks = int(os.environ["WORLD_SIZE"])
-        self.layout = parse_layout(layout, self.num_ranks) if isinstance(layout, str) else layout
-        if self.layout.executor is None:
-            raise SetupError(f"PyTorch has nothing that does {self.layout.name(self.num_ranks)}: choose another.")
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    def __init__(self, layout: Layout) -> None:
+        """The layout must have an executor. This process is a rank, as the variables of torchrun say."""
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.layout = layout
+        if (place := int(os.environ.get("LOCAL_RANK", "0"))) < torch.cuda.device_count():
+            torch.cuda.set_device(place)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._divided: Any = None  # optimizers in parts, of layouts that replicate parameters
         self._is_done = False
@@ -80,6 +98,7 @@ class Sharding:
             for group in optimizer.param_groups:
                 group["params"] = [parts[names[id(one)]] if id(one) in names else one for one in group["params"]]
         del names
+        keep_whole(model, self._optimizers)
         gc.collect()
         if still := [name for name, one in former.items() if one() is not None]:
             raise SetupError(
@@ -149,6 +168,9 @@ def _divide(optimizer: Any, group: Any) -> Any:
             part.update({key: value for key, value in mine.items() if key != "params"})  # a scheduler's learning rate
         return divided.step() if closure is None else divided.step(closure)
 
-    optimizer.step = MethodType(step, optimizer)
-    optimizer.state_dict = divided.state_dict
+    def state_dict(_: Any) -> Any:
+        divided.consolidate_state_dict(to=0)
+        return divided.state_dict() if dist.get_rank() == 0 else {}
+
+    optimizer.step, optimizer.state_dict = MethodType(step, optimizer), MethodType(state_dict, optimizer)
     return divided
