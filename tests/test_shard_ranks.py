@@ -57,7 +57,8 @@ assert gathered.shape == (size, 3, 5000)
 for other in range(size):
     sent = torch.randn(3, 5000, generator=torch.Generator().manual_seed(other))
     assert (gathered[other] - sent).abs().max() <= sent.abs().max() / 254 * 1.001
-print("rotated")
+dist.destroy_process_group()
+print("rotated", flush=True)
 """
 
 

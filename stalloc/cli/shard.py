@@ -152,8 +152,8 @@ class _Search:
         recorded = self._recorded()
         every, only = args.factors == "all", self._only
         ways = all_ways(recorded, args.ranks, self._links, every=every, only=only.layout if only else None)
-        if only is not None and only.recomputes_blocks:
-            ways = [one for one in ways if one.is_recomputed]
+        if only is not None:
+            ways = [one for one in ways if one.is_recomputed == only.recomputes_blocks]
         able = [one for one in ways if one.can_run]
         fitting = [one for one in undominated(able) if one.foreseen.needed_bytes <= budget_bytes]
         fitting = fitting or ([] if self._only is None else able)
