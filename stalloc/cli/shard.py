@@ -22,13 +22,15 @@ torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
 `needed_bytes`, `step_bytes`, `making_bytes`, `held_bytes`, `received_bytes` by kind and `between`, `seconds`, `fits`,
-`can_run`, `is_pareto`, `measured`), `best` (a row, -1: none that can run fits), `num_parameters`, `formula_bytes` (16
-bytes for each parameter, over the ranks), `files`. The exit code is 0 if a way that can run fits, 1 if none does.
+`can_run`, `is_pareto`, `measured`), `best` (a row, -1: none that can run fits), `num_parameters`, `largest` (of them in
+one unit), `formula_bytes` (16 bytes for each parameter, over the ranks), `files`. The exit code is 0 if a way that can
+run fits, 1 if none does.
 """
 
 import argparse
 import dataclasses
 import importlib
+from collections import Counter
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
@@ -167,6 +169,9 @@ class _Search:
             best = cheapest(ways, budget_bytes, can_run=True)
         front = {id(one) for one in undominated(ways)}
         count = sum(one.num_items for one in recorded[0].marks.parameters)
+        of_units: Counter[int] = Counter()
+        for one in recorded[0].marks.parameters:
+            of_units[one.unit] += one.num_items
         return {
             "gpu": self._name,
             "num_ranks": args.ranks,
@@ -175,6 +180,7 @@ class _Search:
             "ways": [_told(one, args.ranks, budget_bytes, id(one) in front, measured.get(id(one))) for one in ways],
             "best": next((row for row, one in enumerate(ways) if one is best), -1),
             "num_parameters": count,
+            "largest": max(of_units.values()),
             "formula_bytes": _FORMULA_BYTES * count // args.ranks,
         }
 
