@@ -61,7 +61,7 @@ def _end(folder: Path, told: dict[str, Any]) -> None:
 def _watching(folder: Path) -> Callable[[], None]:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from stalloc.sharding.step_watch import WATCHED_STEP, StepWatch
+    from stalloc.sharding.marks_watch import WATCHED_STEP, StepWatch
 
     watch = StepWatch()
 
@@ -76,7 +76,7 @@ def _measuring(folder: Path, layout: Layout) -> Callable[[], None]:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from stalloc.sharding.step_watch import live_bytes
+    from stalloc.sharding.marks_watch import live_bytes
     from stalloc.techniques.appearing import when_models_appear
     from stalloc.techniques.sharding import Sharding
 
