@@ -75,10 +75,11 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
     trace = steps_of([[3, 4], [5, 6], [7, 3], [9, 5]])
     aligned = AlignedSteps(trace)
     assert aligned.num_steps == 4
-    tape, (num_dynamic, lasts, next_sure) = aligned.tape(), aligned.between()
+    tape, (num_dynamic, lasts, ratios, next_sure) = aligned.tape(), aligned.between()
     assert tape.size.tolist() == [STATIC, 3 * STATIC, 3 * STATIC]
     assert (tape.end - tape.start).tolist() == [3, 2, 1]
     assert num_dynamic.tolist() == [0, 1, 1]
+    assert ratios.tolist() == [[0, 0], [0, 0]], "of the first between two static ones, where steps do not agree"
     assert lasts.tolist() == [3, 2], "the first of them lives beside both static ones that follow"
     assert next_sure.tolist() == [0, 1, 2]
 
@@ -86,11 +87,21 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
 def test_an_expert_without_tokens_may_be_left_out() -> None:
     some = [list(range(number, number + 8)) for number in range(3, 8)]
     trace = steps_of([*some, list(range(20, 27))])
-    tape, (num_dynamic, lasts, next_sure) = AlignedSteps(trace).tape(), AlignedSteps(trace).between()
+    tape, (num_dynamic, lasts, _, next_sure) = AlignedSteps(trace).tape(), AlignedSteps(trace).between()
     assert tape.size.tolist() == [STATIC, *[3 * STATIC] * 8]
     assert next_sure.tolist() == [*range(8), 9], "the last result is not sure"
     assert num_dynamic.tolist() == [0, *[1] * 8]
     assert len(lasts) == 8
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_steps"), [([10, 14, 10, 11, 10, 14], 4), ([10, 11, 13, 10, 10, 10], 5), ([10, 10, 10, 13, 13], 2)]
+)
+def test_some_of_the_steps_are_those_like_the_last_two_or_like_most(counts: list[int], num_steps: int) -> None:
+    """An eighth more is alike: of 1,040 KiB 128, not 192."""
+    trace = steps_of([[count] for count in counts])
+    assert AlignedSteps(trace, some=True).num_steps == num_steps
+    assert AlignedSteps(trace).num_steps == len(counts)
 
 
 def test_the_share_that_is_static_is_that_of_the_step_with_least() -> None:

@@ -108,6 +108,24 @@ def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     assert hits > 0.8 * (hits + misses)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_in_two_may_evaluate_before_it_trains(seed: int) -> None:
+    """What some steps have is planned, though the others ask for much more."""
+    program = Mixture(seed)
+
+    def evaluate_and_train() -> None:
+        for _ in range(4):
+            program.evaluate()
+        program.train()
+
+    for _ in range(8):
+        program.step(program.train)
+        program.step(evaluate_and_train)
+    served = [(program.step(program.train), program.step(evaluate_and_train)) for _ in range(6)]
+    hits, misses = np.array(served).sum(axis=(0, 1))
+    assert hits > 2 * misses
+
+
 class Sequence(Program):
     """Static requests in a row, each freed after the next two; one whose size differs comes among them."""
 
@@ -165,7 +183,7 @@ def test_what_later_steps_have_in_common_is_planned_too(more: int, num_plans: in
     def ask_for_more() -> None:
         program.train()
         for number in range(more):
-            program.free(program.allocate(60 * MIB + number * MIB))
+            program.free(program.allocate(2 * MIB + number * 65536))
 
     for _ in range(7):
         program.step(program.train)
@@ -190,6 +208,25 @@ def test_a_step_may_ask_for_eight_more_of_any_size_at_a_place_than_those_before(
     before = report(program.controller).misses
     program.step(lambda: train(4 + more))
     assert report(program.controller).misses - before == missed
+
+
+def test_an_experts_request_of_a_static_size_is_told_by_its_proportion_to_the_last() -> None:
+    """Each expert asks for its tokens and for four times that, twice; some have just as many tokens."""
+    program, counts = Program(), iter(range(100, 2000))
+
+    def train(tokens: int | None = None) -> None:
+        held = []
+        for _ in range(12):
+            count = next(counts) if tokens is None else tokens
+            held += [program.allocate(count * size) for size in (1024, 4096, 4096, 1024)]
+            held.append(program.allocate(2 * MIB))
+        for address in held:
+            program.free(address)
+
+    for _ in range(12):
+        program.step(train)
+    for tokens in (None, 512, None, 513, 511):
+        assert program.step(lambda tokens=tokens: train(tokens)) == (12, 0), tokens
 
 
 def test_steps_of_which_most_is_decided_by_data_get_no_plan() -> None:

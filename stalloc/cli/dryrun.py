@@ -26,7 +26,8 @@ torchrun would start, rank by rank without the others. Both run the program in f
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
 `taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know
-(`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded.
+(`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded,
+`node` every byte of the node, by rank and for the machine (--node prints it).
 The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
@@ -56,6 +57,7 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.sandbox import ProgramFiles, files_from_json
+from stalloc.sizing.node import node_memory
 
 Measure = Callable[..., dict[str, Any]]
 """Of a size, and of when work is done: what came of the program on a device of that size."""
@@ -89,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the program is what torchrun starts N times: try each rank",
     )
+    parser.add_argument(
+        "--node",
+        action="store_true",
+        help="also print every byte of the node: NCCL, CUDA context, pinned memory, /dev/shm, by rank and by machine",
+    )
     parser.add_argument("--rank", default="all", metavar="K", help="with --ranks, only these: 0 or 0,7 (default: all)")
     parser.add_argument(
         "--jobs",
@@ -108,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
 
+    if args.find and args.node:
+        raise BadInputError(
+            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
+        )
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     if args.find or args.ranks is not None:
         with _assuming(args):
@@ -116,16 +127,18 @@ def run(args: argparse.Namespace) -> int:
     files = program_files(args, command)
     with working("running the program under its own allocators", in_pipes=True) as tell, _assuming(args):
         options = [*(["--gpu", args.gpu] if args.gpu else []), *(["--keep-files"] if args.keep_files else [])]
-        results, uncertain = _results(options, offer.program_bytes, command, tell, files)
+        results, uncertain, native = _results(options, offer.program_bytes, command, tell, files)
+    node = node_memory(offer.gpu, {None: (native["devices"], native["process"])}, files_bytes=files.all().written_bytes)
     result = {
         **offer.as_json(),
         **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
         "uncertain": uncertain,
         "files": files.all().as_json(),
+        "node": node.as_json(),
     }
     if wants_text(args):
-        print_needs(result, results, offer, command)
+        print_needs(result, results, offer, command, node, whole_node=args.node)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
@@ -156,8 +169,8 @@ def _in_forks(args: argparse.Namespace) -> int:
 
 def _results(
     options: list[str], offered: int, command: list[str], tell: Callable[[str], None], files: ProgramFiles
-) -> tuple[dict[str, Need], dict[str, Any]]:
-    """Every allocator, by its name; what the native run could not know. `options`: which GPU, and whose files."""
+) -> tuple[dict[str, Need], dict[str, Any], dict[str, Any]]:
+    """Every allocator, by its name; what the native run could not know; that run. `options`: which GPU, whose files."""
 
     def native(size: int, history: Path | None = None, **how: Any) -> dict[str, Any]:
         return _noted(files, _native(options, size, command, history, **how))
@@ -180,6 +193,7 @@ def _results(
                 tell(f"replaying what it needs under {allocator_name(name)}")
             results[name] = _need(name, tried, _replayed(history, name, settings), offered)
             if name == "native":
+                first = tried
                 measure_otherwise = partial(native, PLENTY)
                 uncertain = _uncertain(tried, results[name], measure_otherwise, settings)
                 uncertain["shared_blocks"] = _shared_blocks(tried, uncertain, measure_otherwise)
@@ -193,7 +207,7 @@ def _results(
                 for name, need in results.items()
                 if need.fits and (told := _what_order_decides(name, need, measures[name], offered)) is not None
             ]
-    return results, uncertain
+    return results, uncertain, first
 
 
 def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from stalloc.cli.node_report import print_node
 from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
@@ -11,6 +12,7 @@ from stalloc.device.known_gpus import shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sandbox import files_from_json
+from stalloc.sizing.node import NodeMemory
 
 _SEEN_ABOVE = "8 %"  # SEW-ResNet18 on an RTX 4090: 14.21 GiB reserved, 13.17 with the largest workspaces
 _SEEN_OFF = "up to 16 %"  # what other releases reserved, such as 15 % less for Qwen's image encoder (torch 2.7)
@@ -74,7 +76,15 @@ def allocator_name(name: str, *, uses_torch: bool = True) -> str:
     return _ALLOCATORS[name] if name != "native" or uses_torch else "CuPy's pool"
 
 
-def print_needs(result: dict[str, Any], results: dict[str, Need], offer: Offer, command: list[str]) -> None:
+def print_needs(
+    result: dict[str, Any],
+    results: dict[str, Need],
+    offer: Offer,
+    command: list[str],
+    node: NodeMemory,
+    *,
+    whole_node: bool,
+) -> None:
     """Print the table of a dry run, what its words mean, and its doubts."""
     console, headroom = table_console(), human_bytes(offer.headroom_bytes)
     console.print(offer.title())
@@ -98,6 +108,7 @@ def print_needs(result: dict[str, Any], results: dict[str, Need], offer: Offer, 
     print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
     if offer.headroom_bytes:
         print_prose(console, f"CUDA context and NCCL: {offer.headroom_source}", indent="  ")
+    print_node(console, node, offer.headroom_bytes, whole=whole_node)
     for line in last_lines(result):
         print_prose(console, line, indent="  ")
     if results["stalloc"].fits:

@@ -5,14 +5,18 @@ A rank is run by itself, without the others.
 
 import argparse
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from rich.console import Console
 
 from stalloc.allocator_conf import only_this
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.dryrun_report import Offer, allocator_name, last_lines
 from stalloc.cli.native import native_settings
+from stalloc.cli.node_report import print_node
 from stalloc.cli.output import command_text, table_console, wants_text, write_json
 from stalloc.cli.program import chosen_gpu, program_command, run_program
 from stalloc.cli.program_writes import program_files
@@ -25,6 +29,7 @@ from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
 from stalloc.sizing.fake_ranks import Rank
+from stalloc.sizing.node import node_memory
 from stalloc.sizing.run_work import RunWork
 from stalloc.sizing.side_by_side import Asked, RunSeen, run_all, side_by_side, warm
 from stalloc.sizing.tries import NEEDED, Contender, Tries, Wanted, known_to_replay
@@ -159,6 +164,12 @@ def try_ranks(args: argparse.Namespace) -> int:
     tries.do([Wanted("find out", one.name, at) for one in tried for at in everything])
     tries.do([Wanted("fail", one.name, at) for one in tried for at in _first_failing(tries, one)])
     most = max(everything, key=lambda at: tries.needed_bytes(at) or 0)
+    node = node_memory(
+        offer.gpu,
+        {tries.values[at]: (seen.devices, seen.process) for at, seen in sorted(tries.observed.items())},
+        num_local=ranks[0].num_local,
+        files_bytes=runs.files.all().written_bytes,
+    )
     result = {
         **offer.as_json(),
         "num_ranks": ranks[0].num_ranks,
@@ -166,9 +177,11 @@ def try_ranks(args: argparse.Namespace) -> int:
         "uncertain": tries.findings(dict.fromkeys(tries.contenders, most)),
         "num_runs": tries.num_runs,
         "files": runs.files.all().as_json(),
+        "node": node.as_json(),
     }
     if wants_text(args):
-        _print(result, tries, offer, command)
+        rest = functools.partial(print_node, node=node, headroom_bytes=offer.headroom_bytes, whole=args.node)
+        _print(result, tries, offer, command, rest)
     write_json(args, result)
     fits = all(tries.fits("stalloc", at) for at in everything)
     return EXIT_DONE if fits else EXIT_CHECK_FAILED
@@ -200,7 +213,9 @@ def _under(tries: Tries, name: str, at: int) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any], tries: Tries, offer: Offer, command: list[str]) -> None:
+def _print(
+    result: dict[str, Any], tries: Tries, offer: Offer, command: list[str], print_rest: Callable[[Console], None]
+) -> None:
     console = table_console()
     console.print(offer.title())
     rows = []
@@ -216,6 +231,7 @@ def _print(result: dict[str, Any], tries: Tries, offer: Offer, command: list[str
             if told[name]["ran_out"] is not None:
                 text = f"rank {told['rank']}, {one.shown}: {ran_out_text(told[name]['ran_out'])}"
                 print_prose(console, text, indent="  ")
+    print_rest(console)
     text = "no other rank is there: each is taken to hold what this one does; NCCL's own memory is part of the headroom"
     for line in [text, *last_lines(result)]:
         print_prose(console, line, indent="  ")

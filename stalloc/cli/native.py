@@ -27,6 +27,7 @@ from stalloc.files import write_whole
 from stalloc.notices import say
 from stalloc.sandbox import SandboxedRun, leave
 from stalloc.sizing.native_peaks import native_peaks
+from stalloc.sizing.process_memory import process_told
 
 _MAX_STEPS = 256  #: steps after each of which reserved is noted
 _MAX_EVENTS = 1 << 21  #: of a history
@@ -152,7 +153,7 @@ def main() -> int:
 
 def _measured(args: argparse.Namespace, command: list[str], kind: str, run: SandboxedRun | None) -> int:
     """Run the program in this process, and write what was measured; its exit code."""
-    from stalloc.device.virtual import after_torch_import, findings
+    from stalloc.device.virtual import after_torch_import, findings, host_use
     from stalloc.imports import after_import
 
     step_times: list[float] = []
@@ -176,13 +177,17 @@ def _measured(args: argparse.Namespace, command: list[str], kind: str, run: Sand
         register_optimizer_step_post_hook(note_step)
 
     after_import("torch", watch_torch)
+    use = host_use() if kind == "virtual" else None
+    if use is not None:
+        use.begin()
     code = run_program(command)
+    process = process_told(use) if use is not None else None
     if args.history and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         write_whole(args.history, pickle.dumps(sys.modules["torch"].cuda.memory._snapshot()))
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
     result["uses_torch"] = "torch" in sys.modules
     if kind == "virtual":
-        result["virtual"] = findings()
+        result |= {"virtual": findings(), "process": process}
     if run is not None:
         run.tell(result)
     else:

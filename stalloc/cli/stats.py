@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         | asdict(summary)
         | ({"step_estimate": _step_entry(step)} if args.gpu else {})
         | ({"operation_order": _order_entry(order)} if args.order else {})
-        for (file, summary), step, order in zip(devices, steps, orders, strict=True)
+        | ({"pinned_host": trace.info["pinned_host"]} if "pinned_host" in trace.info else {})
+        for (file, summary), (_, trace), step, order in zip(devices, traces, steps, orders, strict=True)
     ]
     write_json(args, {"files": list(args.files), "devices": told})
     if wants_text(args):

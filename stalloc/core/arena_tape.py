@@ -22,6 +22,8 @@ class Between:
     num_dynamic: Words  #: (k,) dynamic requests of a step, whose sizes are none of the tape's, that come before each
     lasts: Words
     """(s,) for each of these, in their order, how many entries are asked for while it lives, and one; 0: not known."""
+    ratios: Words
+    """(s, 2) the size of each is that of the one before it times the first number over the second; 0: not known."""
     next_sure: Words
     """(k,) for an entry that some steps leave out, the next one that all have, k if there is none; else itself."""
 
@@ -95,5 +97,6 @@ def _check_between(between: Between, count: int) -> None:
     is_whole = {len(num_dynamic), len(next_sure)} == {count} and len(lasts) <= MOST_DYNAMIC
     if not is_whole or (num_dynamic < 0).any() or (num_dynamic > len(lasts)).any() or num_dynamic.sum() != len(lasts):
         raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a tape.")
-    if (lasts < 0).any() or (next_sure < np.arange(count)).any() or (next_sure > count).any():
+    wrong_ratios = between.ratios.shape != (len(lasts), 2) or (between.ratios < 0).any()
+    if wrong_ratios or (lasts < 0).any() or (next_sure < np.arange(count)).any() or (next_sure > count).any():
         raise PlanError(f"what comes between {count} entries of a tape does not fit it.")

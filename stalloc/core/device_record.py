@@ -137,10 +137,12 @@ class State(Record):
     keys_mask: int
     places: int  # entries of the tapes, by key and position
     gaps: int  # table of Gap; 0: steps have what the tape has and nothing else
+    ratios: int  # table of Ratio, one for each dynamic request that a step has
     num_dynamic: int  # requests where steps differ, which are neither hits nor misses
     gap_time: int  # tape time at which the last of them came
     dynamic_in_gap: int  # how many came there
     known_in_gap: int  # of these, the last in a row that the tape has elsewhere
+    last_dynamic_bytes: int
     cell_streams: int  # the streams that have any cells: a bit for each index modulo 64
     pass_start: int  # tape time at which this pass began
     last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row

@@ -146,6 +146,13 @@ class Gap(Record):
     next_sure: int  # entry: the next one that no step leaves out; the end of the ring if there is none
 
 
+class Ratio(Record):
+    """How the size of a dynamic request is to that of the one before it."""
+
+    times: int  # 0: not known
+    over: int
+
+
 class Cell(Record):
     """A range of the arena that no entry of the tape has a part of: it ends where the next one begins."""
 
@@ -232,6 +239,7 @@ slot_row = row_at(Slot)
 key_row = row_at(Key)
 cell_at = row_of("cells", Cell)
 gap_at = row_of("gaps", Gap)
+ratio_at = row_of("ratios", Ratio)
 key_at = row_of("keys", Key)
 ring_at = row_of("tapes", Ring)
 step_at = row_of("step_log", StepRow)

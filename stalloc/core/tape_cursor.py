@@ -7,7 +7,7 @@ stands, not for each entry of the tape, so a request that is on no tape costs ne
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import tape_time
-from stalloc.core.constants import AT_ANY_REQUEST
+from stalloc.core.constants import ALIGNMENT, AT_ANY_REQUEST, LIFESPAN_ROWS, STREAM_BITS
 from stalloc.core.hash_table import find_row
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import (
@@ -20,6 +20,7 @@ from stalloc.core.records import (
     key_at,
     key_row,
     place_at,
+    ratio_at,
     ring_at,
 )
 
@@ -236,30 +237,46 @@ def _search(state, key):
     return position, begins
 
 
+@inner(forceinline=True)
+def _is_in_proportion(state, row, key):
+    """Whether a request is to the dynamic one before it as the next one that a gap may have."""
+    gap = gap_at(state, row)
+    number = state.dynamic_in_gap if state.gap_time == tape_time(state) else 0
+    if number >= gap.num_dynamic:
+        return False
+    ratio = ratio_at(state, gap.first_dynamic - LIFESPAN_ROWS + number)
+    more = (key >> STREAM_BITS) * ratio.over - state.last_dynamic_bytes * ratio.times
+    return -ALIGNMENT * ratio.times < more < ALIGNMENT * ratio.over  # both sizes were rounded up
+
+
 @inner()
 def _pass_gap(state, key, row):
     """What an unexpected request is in a gap: an entry, beyond those that some steps leave out; or dynamic.
 
-    Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the tape has elsewhere may be
-    one of the data's, too: only three such requests in a row that are so on the tape move the cursor. -1: neither.
+    Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the tape has may be one of the
+    data's, too: only three such requests in a row that are so on the tape move the cursor, and one that is expected is
+    dynamic if it is in proportion to the dynamic one before it. -1: neither.
     """
     gap, now = gap_at(state, row), tape_time(state)
-    sure = gap.next_sure
+    sure, in_proportion = gap.next_sure, False
     if sure < state.ring_end and entry_at(state, sure).key == key:
-        return sure
+        in_proportion = _is_in_proportion(state, row, key)
+        if not in_proportion:
+            return sure
     if gap.num_dynamic == 0:
         return -1
     number, known = 0, 0  # in this gap, before it: dynamic requests; of those, the last in a row that the tape has
     if state.gap_time == now:
         number, known = state.dynamic_in_gap, state.known_in_gap
     places = _find_key(state, key)
-    is_known = places.first != places.end
+    is_known = places.first != places.end and not in_proportion
     position = _third_ahead(state, places.first, places.end) if is_known and known >= 2 else -1
     if position >= 0:
         return position
     state.gap_time = now
     state.dynamic_in_gap = number + 1
     state.known_in_gap = known + 1 if is_known else 0
+    state.last_dynamic_bytes = key >> STREAM_BITS
     if number >= gap.num_dynamic + _MORE_DYNAMIC:
         return -1
     state.num_dynamic += 1
@@ -288,7 +305,7 @@ def follow(state, key):
     position = state.cursor
     begins = position == state.ring_start
     entry = entry_at(state, position)
-    if entry.key != key:
+    if entry.key != key or (entry.gap != 0 and _is_in_proportion(state, entry.gap, key)):
         position = _pass_gap(state, key, entry.gap) if entry.gap != 0 else -1
         if position < -1:
             return position, False

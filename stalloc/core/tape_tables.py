@@ -19,7 +19,7 @@ from stalloc.core.constants import (
     STREAM_BITS,
 )
 from stalloc.core.record_types import Record, Words
-from stalloc.core.records import Cell, Gap, Key, Ring, Slot, TapeEntry, Word, table
+from stalloc.core.records import Cell, Gap, Key, Ratio, Ring, Slot, TapeEntry, Word, table
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
 from stalloc.sizes import aligned
@@ -39,6 +39,7 @@ class TapeTables:
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray
     gaps: np.ndarray  #: of Gap; row 0 means none
+    ratios: np.ndarray  #: of Ratio, as the lifespans of dynamic requests
     rings: np.ndarray  #: of Ring
     num_kinds: int  #: rings of one turn
     keys: np.ndarray  #: of Key, by hash
@@ -108,6 +109,7 @@ def make_tables(tape: ArenaTape) -> TapeTables:
         uses=uses,
         lifespans=lifespans,
         gaps=gaps,
+        ratios=_ratios(tape),
         rings=rings,
         num_kinds=len(rings) // tape.num_buffers,
         keys=keys,
@@ -134,6 +136,15 @@ def _gaps(tape: ArenaTape) -> tuple[np.ndarray, np.ndarray, Words]:
     gap = np.zeros(len(tape.size), np.int64)
     gap[rows] = 1 + np.arange(len(rows))
     return lifespans, gaps, gap
+
+
+def _ratios(tape: ArenaTape) -> np.ndarray:
+    """The table of ratios, where the lifespans of dynamic requests are in theirs."""
+    if tape.between is None:
+        return table(Ratio, 1)
+    ratios = table(Ratio, len(tape.between.ratios))
+    ratios["times"], ratios["over"] = tape.between.ratios.T
+    return ratios
 
 
 def _hash_rows(count: int) -> int:

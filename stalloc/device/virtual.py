@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.device.collectives import prepare_collectives
+from stalloc.device.communicators import Communicators
 from stalloc.device.completion import COMPLETIONS, Completion
 from stalloc.device.completion import VARIABLE as COMPLETION
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
@@ -23,6 +24,7 @@ from stalloc.device.cupy_reads import count_reads
 from stalloc.device.deciding_lines import Decisions
 from stalloc.device.driver_faults import VARIABLE, set_faults
 from stalloc.device.followed import follow_values, leave_uncompiled
+from stalloc.device.host_use import HostUse
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.order_checker import VARIABLE as ORDER
 from stalloc.device.order_checker import OrderChecker
@@ -42,12 +44,14 @@ __all__ = [
     "after_torch_import",
     "become",
     "built_directory",
+    "communicators",
     "complete",
     "contexts",
     "convolutions",
     "find_gpu",
     "findings",
     "guess_workspaces",
+    "host_use",
     "is_initialised",
     "order_checker",
     "parse_memory",
@@ -60,7 +64,7 @@ __all__ = [
 _STATISTICS = (
     *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
     *("event_records", "event_waits", "maps", "unmaps"),
-    *("page_creates", "page_releases", "access_calls", "device_waits"),
+    *("page_creates", "page_releases", "access_calls", "device_waits", "shared_handles"),
 )
 
 _LEVELS: dict[Completion, int] = {"at-once": 0, "timeline": 2, "at-waits": 1}  # of virtual_order.h
@@ -75,6 +79,7 @@ class _Process:
     values: Values | None = None
     cupy_decisions: Decisions | None = None
     order_checker: OrderChecker | None = None
+    communicators: Communicators | None = None
 
 
 _process = _Process()
@@ -209,6 +214,18 @@ def _active_library() -> ctypes.CDLL:
     if _process.library is None:
         raise SetupError("no virtual GPU is active: call stalloc.device.activate('virtual') first.")
     return _process.library
+
+
+def communicators() -> Communicators:
+    """NCCL's communicators of this process."""
+    if _process.communicators is None:
+        _process.communicators = Communicators(_active_library())
+    return _process.communicators
+
+
+def host_use() -> HostUse:
+    """What will see the memory of the host that this process takes, once it is told to begin."""
+    return HostUse(_active_library())
 
 
 def statistics() -> dict[str, int]:

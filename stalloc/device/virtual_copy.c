@@ -99,7 +99,7 @@ void memory_copy(void *to, const void *from, size_t size_bytes) {
     if (!is_device_memory(to)) {
         if (is_device_memory(from) && answer_expected(to, size_bytes)) return; // whatever was there before
         if (readable) memmove(to, from, size_bytes);
-        else if (size_bytes > gpu.copy_limit_bytes && is_pinned(to)) zero_pages(to, size_bytes);
+        else if (is_pinned(to)) zero_pages(to, size_bytes); // pages that hold nothing stay untouched
         else memset(to, 0, size_bytes);
     } else if (readable && size_bytes <= gpu.copy_limit_bytes) {
         memmove(to, from, size_bytes);
@@ -123,7 +123,8 @@ void memory_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_p
     }
     for (size_t row = 0; row < height; row++) {
         char *target = (char *)to + row * to_pitch;
-        if (zero) memset(target, 0, width);
+        if (zero && is_pinned(target)) zero_pages(target, width);
+        else if (zero) memset(target, 0, width);
         else memmove(target, (const char *)from + row * from_pitch, width);
     }
 }

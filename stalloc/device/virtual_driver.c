@@ -200,6 +200,18 @@ Result cuMemFree_v2(Address address) {
     if (result == SUCCESS) count(COUNT_FREE);
     return result;
 }
+Result cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    if (order_forbids("cuMemHostAlloc")) return STREAM_CAPTURE_UNSUPPORTED;
+    return pinned_allocate(address, size);
+}
+Result cuMemAllocHost_v2(void **address, size_t size) { return cuMemHostAlloc(address, size, 0); }
+Result cuMemFreeHost(void *address) { return pinned_free(address); }
+Result cuMemHostRegister_v2(void *address, size_t size, unsigned flags) { return pinned_register(address, size); }
+Result cuMemHostUnregister(void *address) { return pinned_unregister(address); }
+Result cuMemHostGetDevicePointer_v2(Address *device_address, void *address, unsigned flags) {
+    *device_address = (Address)address;
+    return SUCCESS;
+}
 Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
     MAY_FAIL(cudaMemGetInfo);
     *total_bytes = gpu.total_bytes;

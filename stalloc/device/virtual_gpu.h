@@ -24,6 +24,8 @@ enum {
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    HOST_ALREADY_REGISTERED = 712,
+    HOST_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
     STREAM_CAPTURE_UNSUPPORTED = 900,
     STREAM_CAPTURE_INVALIDATED = 901,
@@ -74,6 +76,7 @@ enum {
     COUNT_RELEASE,
     COUNT_ACCESS,      // calls that let devices use what is mapped
     COUNT_DEVICE_WAIT, // waits of the host for all that a device was given
+    COUNT_SHARED_HANDLE, // memory that other processes are to map, which they cannot
     NUM_COUNTS
 };
 void count(int which);
@@ -140,6 +143,13 @@ void memory_copy(void *to, const void *from, size_t size_bytes);
 void memory_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height);
 void memory_set(void *address, int byte, size_t size_bytes);
 void *memory_scratch(void); // 2 MiB of device memory outside all accounts, for device-side variables
+
+// Host memory that is pinned: the driver's own, or the program's and registered.
+int pinned_allocate(void **address, size_t size_bytes);
+int pinned_free(void *address);
+int pinned_register(void *address, size_t size_bytes);
+int pinned_unregister(void *address);
+bool pinned_is_registered(const void *address);
 
 // Stream-ordered pools.
 void pool_regains(int device, size_t size_bytes); // a block of the device's pool is freed

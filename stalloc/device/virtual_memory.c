@@ -70,6 +70,12 @@ static void *reserve(size_t bytes) {
     return p == MAP_FAILED ? NULL : p;
 }
 
+// The addresses that memory of devices and pinned memory have: the first, and the end; both 0 before there are any.
+void stalloc_virtual_region(uint64_t out[2]) {
+    out[0] = (uint64_t)(uintptr_t)region;
+    out[1] = out[0] + num_region_slots * SLOT_BYTES;
+}
+
 // As much address space as the system gives: 16 TiB, or less where a limit is set on the process.
 static bool reserve_region(void) {
     for (size_t bytes = (size_t)16 << 40; bytes >= (size_t)1 << 30; bytes /= 2) {

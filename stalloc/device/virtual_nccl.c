@@ -2,10 +2,12 @@
 //
 // Contract: what a collective leaves in a buffer of a program whose ranks are alike is there afterwards: a gathered
 // buffer has this rank's piece in each place.  Sums stay this rank's own, and what another rank would send is not there.
+// What each communicator was used for is noted, as it decides which buffers NCCL makes for it.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
 #include "virtual_order.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 
 typedef int Status;
@@ -13,21 +15,79 @@ typedef void *Stream;
 typedef struct {
     char bytes[128];
 } UniqueId;
+enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, NUM_KINDS };
+enum { MAX_NOTED = 1024, MAX_PEERS = 1024 }; // peers beyond these are counted as one
+typedef struct {
+    int32_t rank, num_ranks, device, group, parent; // indices into `noted`, -1: none
+    int32_t reserved;
+    uint64_t num_calls[NUM_KINDS], most_bytes[NUM_KINDS]; // of one call
+    uint8_t sends_to[MAX_PEERS], receives_from[MAX_PEERS];
+} Noted;
 typedef struct {
     int rank, num_ranks, device;
+    Noted *note; // NULL: there are too many
 } Communicator;
 
 static int size_of_split = 1;
+static pthread_mutex_t noted_lock = PTHREAD_MUTEX_INITIALIZER;
+FREE_AT_FORK(noted_lock)
+static Noted *noted[MAX_NOTED]; // in the order in which they were made, those that are gone included
+static int num_noted, group_of_next = -1;
+
+// Which group of the program the next communicators are of, as its number there.
+void stalloc_virtual_group(int group) { group_of_next = group; }
+
+int stalloc_virtual_communicators(const Noted **out, int capacity) {
+    pthread_mutex_lock(&noted_lock);
+    int num = num_noted;
+    for (int i = 0; i < num && i < capacity; i++) out[i] = noted[i];
+    pthread_mutex_unlock(&noted_lock);
+    return num;
+}
+
+static Noted *note(int rank, int num_ranks, int device, const Noted *parent) {
+    Noted *made = calloc(1, sizeof *made);
+    pthread_mutex_lock(&noted_lock);
+    if (made && num_noted < MAX_NOTED) {
+        made->rank = rank, made->num_ranks = num_ranks, made->device = device, made->group = group_of_next;
+        made->parent = -1;
+        for (int i = 0; parent && i < num_noted; i++)
+            if (noted[i] == parent) made->parent = i;
+        noted[num_noted++] = made;
+    } else {
+        free(made);
+        made = NULL;
+    }
+    pthread_mutex_unlock(&noted_lock);
+    return made;
+}
+
+static void note_call(const Communicator *communicator, int kind, size_t size_bytes) {
+    Noted *there = communicator->note;
+    if (!there) return;
+    __atomic_add_fetch(&there->num_calls[kind], 1, __ATOMIC_RELAXED);
+    if (size_bytes > there->most_bytes[kind]) there->most_bytes[kind] = size_bytes;
+}
+
+static void note_peer(const Communicator *communicator, int peer, bool sends) {
+    Noted *there = communicator->note;
+    if (!there || peer < 0 || peer == communicator->rank) return; // what a rank sends itself is a copy
+    (sends ? there->sends_to : there->receives_from)[peer < MAX_PEERS ? peer : MAX_PEERS - 1] = 1;
+}
 
 // How many ranks the next communicator has that is split off: NCCL learns it from the others.
 void stalloc_virtual_split_size(int num_ranks) { size_of_split = num_ranks; }
 
-static Status join(Communicator **made, int rank, int num_ranks, int device) {
+static Status join_within(const Communicator *parent, Communicator **made, int rank, int num_ranks, int device) {
     Communicator *joined = malloc(sizeof *joined);
     if (joined == NULL) return 2; // ncclSystemError
-    *joined = (Communicator){rank, num_ranks, device};
+    *joined = (Communicator){rank, num_ranks, device, note(rank, num_ranks, device, parent ? parent->note : NULL)};
     *made = joined;
     return 0;
+}
+
+static Status join(Communicator **made, int rank, int num_ranks, int device) {
+    return join_within(NULL, made, rank, num_ranks, device);
 }
 
 Status ncclCommInitRank(Communicator **made, int num_ranks, UniqueId id, int rank) {
@@ -48,7 +108,7 @@ Status ncclCommInitAll(Communicator **made, int num_devices, const int *devices)
     return 0;
 }
 Status ncclCommSplit(Communicator *from, int color, int rank, Communicator **made, void *config) {
-    if (color >= 0) return join(made, rank, size_of_split, from->device);
+    if (color >= 0) return join_within(from, made, rank, size_of_split, from->device);
     *made = NULL; // it is in none of the parts
     return 0;
 }
@@ -56,7 +116,7 @@ Status ncclCommShrink(Communicator *from, int *excluded, int num_excluded, Commu
                       int flags) {
     int rank = from->rank;
     for (int i = 0; i < num_excluded; i++) rank -= excluded[i] < from->rank;
-    return join(made, rank, from->num_ranks - num_excluded, from->device);
+    return join_within(from, made, rank, from->num_ranks - num_excluded, from->device);
 }
 Status ncclCommDestroy(Communicator *communicator) {
     free(communicator);
@@ -113,6 +173,7 @@ static void keep_in_each(char *to, const char *from, size_t size_bytes, int num_
 
 Status ncclAllReduce(const void *from, void *to, size_t num, int type, int operation, Communicator *communicator,
                      Stream stream) {
+    note_call(communicator, ALL_REDUCE, num * size_of(type));
     use(stream, from, num * size_of(type), to, num * size_of(type));
     send(stream, communicator, num * size_of(type), 2);
     keep(to, from, num * size_of(type));
@@ -120,6 +181,7 @@ Status ncclAllReduce(const void *from, void *to, size_t num, int type, int opera
 }
 Status ncclReduce(const void *from, void *to, size_t num, int type, int operation, int root,
                   Communicator *communicator, Stream stream) {
+    note_call(communicator, REDUCE, num * size_of(type));
     use(stream, from, num * size_of(type), communicator->rank == root ? to : NULL, num * size_of(type));
     send(stream, communicator, num * size_of(type), 1);
     if (communicator->rank == root) keep(to, from, num * size_of(type));
@@ -127,12 +189,14 @@ Status ncclReduce(const void *from, void *to, size_t num, int type, int operatio
 }
 Status ncclBroadcast(const void *from, void *to, size_t num, int type, int root, Communicator *communicator,
                      Stream stream) {
+    note_call(communicator, BROADCAST, num * size_of(type));
     use(stream, communicator->rank == root ? from : NULL, num * size_of(type), to, num * size_of(type));
     send(stream, communicator, num * size_of(type), 1);
     if (communicator->rank == root) keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclAllGather(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
+    note_call(communicator, ALL_GATHER, num * size_of(type) * (size_t)communicator->num_ranks);
     use(stream, from, num * size_of(type), to, num * size_of(type) * (size_t)communicator->num_ranks);
     send(stream, communicator, num * size_of(type) * (size_t)communicator->num_ranks, 1);
     keep_in_each(to, from, num * size_of(type), communicator->num_ranks);
@@ -140,6 +204,7 @@ Status ncclAllGather(const char *from, char *to, size_t num, int type, Communica
 }
 Status ncclReduceScatter(const char *from, char *to, size_t num, int type, int operation, Communicator *communicator,
                          Stream stream) {
+    note_call(communicator, REDUCE_SCATTER, num * size_of(type) * (size_t)communicator->num_ranks);
     size_t size_bytes = num * size_of(type);
     use(stream, from, size_bytes * (size_t)communicator->num_ranks, to, size_bytes);
     send(stream, communicator, size_bytes * (size_t)communicator->num_ranks, 1);
@@ -147,9 +212,21 @@ Status ncclReduceScatter(const char *from, char *to, size_t num, int type, int o
     return 0;
 }
 Status ncclAlltoAll(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
+    for (int peer = 0; peer < communicator->num_ranks; peer++) {
+        note_peer(communicator, peer, true);
+        note_peer(communicator, peer, false);
+    }
     size_t whole_bytes = num * size_of(type) * (size_t)communicator->num_ranks;
     use(stream, from, whole_bytes, to, whole_bytes);
     send(stream, communicator, whole_bytes, 1);
     keep(to, from, whole_bytes);
+    return 0;
+}
+Status ncclSend(const void *from, size_t num, int type, int peer, Communicator *communicator, Stream stream) {
+    note_peer(communicator, peer, true);
+    return 0;
+}
+Status ncclRecv(void *to, size_t num, int type, int peer, Communicator *communicator, Stream stream) {
+    note_peer(communicator, peer, false);
     return 0;
 }

@@ -229,7 +229,10 @@ Error cudaRuntimeGetVersion(int *version) {
 Error cudaProfilerStart(void) { return SUCCESS; }
 Error cudaProfilerStop(void) { return SUCCESS; }
 
-Error cudaIpcGetMemHandle(void *handle, void *address) { return failed(NOT_SUPPORTED); }
+Error cudaIpcGetMemHandle(void *handle, void *address) {
+    count(COUNT_SHARED_HANDLE);
+    return failed(NOT_SUPPORTED);
+}
 Error cudaIpcOpenMemHandle(void **address) {
     *address = NULL;
     return failed(NOT_SUPPORTED);

@@ -50,16 +50,19 @@ Error cudaHostAlloc(void **address, size_t size, unsigned flags) {
     NEEDS_CONTEXT();
     RUNTIME_MAY_FAIL(cudaHostAlloc);
     if (order_forbids("cudaHostAlloc")) return failed(STREAM_CAPTURE_UNSUPPORTED);
-    return failed(memory_allocate(address, size, MEMORY_HOST, current_device, COUNTED_NOWHERE));
+    return failed(pinned_allocate(address, size));
 }
 Error cudaMallocHost(void **address, size_t size) { return cudaHostAlloc(address, size, 0); }
-Error cudaFreeHost(void *address) { return failed(memory_free(address)); }
+Error cudaFreeHost(void *address) { return failed(pinned_free(address)); }
 Error cudaHostGetDevicePointer(void **device_address, void *address, unsigned flags) {
     *device_address = address;
     return SUCCESS;
 }
-Error cudaHostRegister(void *address, size_t size, unsigned flags) { return SUCCESS; }
-Error cudaHostUnregister(void *address) { return SUCCESS; }
+Error cudaHostRegister(void *address, size_t size, unsigned flags) {
+    NEEDS_CONTEXT();
+    return failed(pinned_register(address, size));
+}
+Error cudaHostUnregister(void *address) { return failed(pinned_unregister(address)); }
 Error cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     NEEDS_CONTEXT();
     RUNTIME_MAY_FAIL(cudaMemGetInfo);
@@ -77,7 +80,9 @@ Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *addres
     NEEDS_CONTEXT();
     Block block;
     if (!memory_find(address, &block)) {
-        *attributes = (PointerAttributes){MEMORY_UNREGISTERED, 0, NULL, NULL};
+        bool registered = pinned_is_registered(address);
+        void *there = registered ? (void *)address : NULL;
+        *attributes = (PointerAttributes){registered ? MEMORY_HOST : MEMORY_UNREGISTERED, 0, there, there};
     } else {
         bool on_host = block.kind != MEMORY_DEVICE;
         *attributes = (PointerAttributes){block.kind, block.device, (void *)address, on_host ? (void *)address : NULL};

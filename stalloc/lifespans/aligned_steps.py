@@ -25,6 +25,7 @@ from stalloc.sizes import LITTLE_BYTES
 from stalloc.trace import MARK_STEP, Trace
 
 _STEADY_SHARE = 8  # a key that one step has less often than another by more than one in so many is the data's
+_ALIKE_SHARE = 8  # steps are alike if one asks for more than the other by no more than one byte in so many
 _NOTHING: Column = np.zeros(0, np.int64)
 _MOST_BITS = 1 << 31  # of the rows that are kept of a pair of steps: a quarter of a gigabyte
 
@@ -46,8 +47,10 @@ def align(steps: Sequence[Column], little: Column) -> Aligned:
     size by chance, or since no expert takes more tokens, would be paired with any others; so would lists of tokens.
     """
     key = distinct(np.concatenate(steps))
-    counts = np.array([np.bincount(np.searchsorted(key, step), minlength=len(key)) for step in steps])
-    least, most = counts.min(axis=0), counts.max(axis=0)
+    counts = np.sort([np.bincount(np.searchsorted(key, step), minlength=len(key)) for step in steps], axis=0)
+    least, most = counts[0], counts[-1]
+    some = len(steps) // _STEADY_SHARE  # steps in which something dynamic may be of the size by chance, too
+    most = np.where((least > 0) & (least == counts[len(steps) - 1 - some]), least, most)
     key = key[(_STEADY_SHARE * least >= (_STEADY_SHARE - 1) * most) & ((least == most) | ~np.isin(key, little))]
     rows = [np.flatnonzero(np.isin(step, key)) for step in steps]
     tokens = [np.searchsorted(key, step[row]) for step, row in zip(steps, rows, strict=True)]
@@ -144,30 +147,40 @@ def _pair(one, other, begin, masks, rows, pairs):
             j += 1
 
 
+def _alike_in_bytes(size: Column) -> Column:
+    """Which steps, of so many bytes each, are like the last two, if these are alike, or like most."""
+    alike = np.abs(size[:, None] - size) * _ALIKE_SHARE <= np.minimum(size[:, None], size)
+    last, order = len(size) - 1, np.argsort(size, kind="stable")  # of as many the least: others may begin with more
+    like = last if alike[last, last - 1] else order[alike.sum(axis=0)[order].argmax()]
+    return np.flatnonzero(alike[like])
+
+
 class AlignedSteps:
     """The steps between the marks of a trace, aligned. Raises ValueError if there are fewer than two.
 
-    The first step may be special, and lifespans are those that the record shows to its end.
+    The first step may be special, and lifespans are those that the record shows to its end. `some`: not all of them are
+    aligned, but those that ask for about as much as the last two do, or as most do.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, some: bool = False) -> None:
         self._trace, self._rows = trace, sequence_rows(trace, TINY_BYTES + 1)
         self._births = trace.start[self._rows]
         marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
-        self._bounds, self._over = np.searchsorted(self._births, marks), int(marks[-1])
+        self._marks, self._bounds = marks, np.searchsorted(self._births, marks)
         if len(self._bounds) < 3:
             raise ValueError("steps can be aligned if there are two at least")
-        keys = sequence_keys(trace, self._rows)
-        bounds = self._bounds.tolist()
-        self.num_steps = len(bounds) - 1
-        steps = [keys[begin:end] for begin, end in itertools.pairwise(bounds)]
-        self._aligned = align(steps, keys[trace.size[self._rows] < LITTLE_BYTES])
+        keys, size = sequence_keys(trace, self._rows), trace.size[self._rows]
+        bounds = list(itertools.pairwise(self._bounds.tolist()))
+        step_bytes = np.array([size[begin:end].sum() for begin, end in bounds])
+        self._steps = [bounds[step] for step in _alike_in_bytes(step_bytes).tolist()] if some else bounds
+        self.num_steps = len(self._steps)
+        self._aligned = align([keys[begin:end] for begin, end in self._steps], keys[size < LITTLE_BYTES])
 
     @property
     def static_share(self) -> float:
         """Bytes of static requests over those of all, in the step that has least of them."""
-        size, steps = self._trace.size[self._rows], itertools.pairwise(self._bounds.tolist())
-        of_steps = zip([size[begin:end] for begin, end in steps], self._aligned.sites, strict=True)
+        size = self._trace.size[self._rows]
+        of_steps = zip([size[begin:end] for begin, end in self._steps], self._aligned.sites, strict=True)
         return min(float(own[sites >= 0].sum() / max(int(own.sum()), 1)) for own, sites in of_steps)
 
     @property
@@ -183,9 +196,19 @@ class AlignedSteps:
     @cached_property
     def _sites(self) -> Column:
         """(requests of whole steps,) the tick at which each static one comes, -1: it is none."""
-        return np.concatenate(
-            [np.where(sites >= 0, sites + step * self._length, -1) for step, sites in enumerate(self._aligned.sites)]
-        )
+        ticks = np.full(len(self._whole), -1)
+        for number, ((begin, end), sites) in enumerate(zip(self._steps, self._aligned.sites, strict=True)):
+            first = int(self._bounds[0])
+            ticks[begin - first : end - first] = np.where(sites >= 0, sites + number * self._length, -1)
+        return ticks
+
+    @cached_property
+    def _is_aligned(self) -> Column:
+        """(requests of whole steps,) bool: whether each is one of the steps that are aligned."""
+        is_aligned = np.zeros(len(self._whole), bool)
+        for begin, end in self._steps:
+            is_aligned[begin - int(self._bounds[0]) : end - int(self._bounds[0])] = True
+        return is_aligned
 
     @cached_property
     def _times(self) -> tuple[Column, Column, Column]:
@@ -236,15 +259,15 @@ class AlignedSteps:
         `row` is the entry of the ring, -1: a dynamic one. Little ones, and those that live on after the step, are none
         of it: the heap has them.
         """
-        sites, begin = self._aligned.sites[-1], int(self._bounds[-2])
-        rows, births = (column[begin : int(self._bounds[-1])] for column in (self._rows, self._births))
+        sites, (begin, stop) = self._aligned.sites[-1], self._steps[-1]
+        rows, births = (column[begin:stop] for column in (self._rows, self._births))
         size, stream, number = self._trace.size[rows], self._trace.stream[rows].astype(np.int64), np.arange(len(rows))
         is_static, unit = sites >= 0, len(sites)
         last = np.maximum.accumulate(np.where(is_static, number, -1))  # static request before each, or itself
         time = np.append(sites[last] * unit + number - last, ring.ring_end * unit)
-        freed = self._trace.end[rows]
+        freed, over = self._trace.end[rows], self._marks[np.searchsorted(self._bounds, stop)]
         end = np.searchsorted(births, freed)
-        beside = np.flatnonzero(~is_static & (last >= 0) & (freed <= self._over) & (size >= LITTLE_BYTES))
+        beside = np.flatnonzero(~is_static & (last >= 0) & (freed <= over) & (size >= LITTLE_BYTES))
         start = np.concatenate([ring.start * unit, time[beside]])
         order, count = np.argsort(start, kind="stable"), len(start)
         return replace(
@@ -260,15 +283,18 @@ class AlignedSteps:
             covered_requests=count,
         )
 
-    def between(self) -> tuple[Column, Column, Column]:
+    def between(self) -> tuple[Column, Column, Column, Column]:
         """What steps have beside the n static requests, or leave out of them, as the runtime's `Between` has it.
 
         (n,) how many dynamic requests of a step come before each; (s,) for how long each of these lives, in that order,
-        in ticks and one, 0: not known; (n,) for one that some steps leave out, the next one that all have, or n.
+        in ticks and one, 0: not known; (s, 2) how its size is to that of the one before it, 0: not known; (n,) for one
+        that some steps leave out, the next one that all have, or n.
         """
         birth, lived, _ = self._times
-        dynamic = (self._sites < 0) & (birth > 0)
-        return *_sites_between(birth[dynamic], lived[dynamic], self._length, self.num_steps), self._next_sure()
+        dynamic = (self._sites < 0) & (birth > 0) & self._is_aligned
+        size = self._trace.size[self._whole[dynamic]]
+        sites = _sites_between(birth[dynamic], lived[dynamic], size, self._length, self.num_steps)
+        return *sites, self._next_sure()
 
     def _next_sure(self) -> Column:
         length = self._length
@@ -277,8 +303,10 @@ class AlignedSteps:
         return np.minimum.accumulate(places[::-1])[::-1]
 
 
-def _sites_between(tick: Column, lived: Column, length: int, num_steps: int) -> tuple[Column, Column]:
-    """The first two of `AlignedSteps.between`, from when dynamic requests come and for how long they lived, in order.
+def _sites_between(
+    tick: Column, lived: Column, size: Column, length: int, num_steps: int
+) -> tuple[Column, Column, Column]:
+    """The first three of `AlignedSteps.between`, from when dynamic requests come, how long they lived and their sizes.
 
     Where steps differ in how many come, any of them may be any other: all count as living as long as the longest.
     """
@@ -291,10 +319,29 @@ def _sites_between(tick: Column, lived: Column, length: int, num_steps: int) -> 
     np.add.at(runs, place, 1)
     first = np.cumsum(most) - most
     lasts = np.zeros(int(most.sum()), np.int64)
-    np.maximum.at(lasts, np.repeat(first[place], counts) + number, lived)
+    slot = np.repeat(first[place], counts) + number
+    np.maximum.at(lasts, slot, lived)
+    is_whole = np.repeat(counts == most[place], counts)
     # the first step's head, and the last one's tail, may be missing
     varies = (most > 0) & ((least < most) | (runs < num_steps - 1))
     for at in np.flatnonzero(varies).tolist():
         own = slice(first[at], first[at] + most[at])
         lasts[own] = lasts[own].max()
-    return most, lasts
+    return most, lasts, _ratios(size, slot, number, is_whole, len(lasts))
+
+
+def _ratios(size: Column, slot: Column, number: Column, is_whole: Column, num_slots: int) -> Column:
+    """(num_slots, 2) how the size of each dynamic request is to that of the one before it, 0: not known.
+
+    What an expert asks for grows alike with its tokens. Of dynamic requests without a static one between, those of the
+    last step that had all of them (`is_whole`) count; the first of them may be another expert's than the one before,
+    where steps do not agree.
+    """
+    pairs = np.stack([size[1:], size[:-1]], axis=1)
+    pairs = pairs // np.gcd(pairs[:, :1], pairs[:, 1:])
+    slot, number, is_whole = slot[1:], number[1:], is_whole[1:]
+    ratios = np.zeros((num_slots, 2), np.int64)
+    ratios[slot[is_whole]] = pairs[is_whole]
+    differs = slot[(number == 0) & (pairs != ratios[slot]).any(axis=1)]
+    ratios[differs] = 0
+    return ratios

@@ -460,7 +460,9 @@ class Controller:
         trace = self.recording.regular_trace(decisions.first_aligned(len(self.recording.step_events) - 1))
         aligned = AlignedSteps(trace)
         if not decisions.is_static_enough(aligned.static_share):
-            return False
+            aligned = AlignedSteps(trace, some=True)  # others may be of another length, or evaluate before they train
+            if aligned.num_steps < 2 or not decisions.is_static_enough(aligned.static_share):
+                return False
         tape = aligned.tape()
         if self._is_planned:
             self.arenas.drop_tape()

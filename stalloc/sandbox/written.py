@@ -46,6 +46,11 @@ class Files:
     removals: Named = Named()
     """What the program removed, and what is there still."""
 
+    @property
+    def written_bytes(self) -> int:
+        """Of all that was written, whatever became of it."""
+        return self.discarded.size_bytes + self.kept.size_bytes
+
     def sentences(self) -> list[str]:
         """A line of what was discarded, and one of what was kept; none where nothing was written."""
         removed = self.removals.text()

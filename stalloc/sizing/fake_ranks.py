@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stalloc.device.collectives import Maker, replace
+from stalloc.device.virtual import communicators
 from stalloc.errors import MissingRankError
 from stalloc.imports import after_import
 
@@ -117,6 +118,7 @@ def _replace() -> None:
         @functools.wraps(function)
         def new_process_group_helper(*args: Any, **named: Any) -> Any:
             backend = named["backend"] if "backend" in named else args[_BACKEND]
+            _note_made(c10d, inspect.signature(function).bind(*args, **named).arguments)
             stood_in = _standing_in(c10d, backend)
             if "backend" in named:
                 named["backend"] = stood_in
@@ -159,10 +161,14 @@ def _own_rank() -> int:
     return int(os.environ["RANK"])
 
 
+def _backends(c10d: Any, backend: Any) -> dict[str, str]:
+    """The backend of a process group for each kind of device."""
+    return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+
+
 def _standing_in(c10d: Any, backend: Any) -> str:
     """The backends of a process group, those for the host replaced."""
-    of_devices = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
-    if not _STAND_INS & set(of_devices.values()):
+    if not _STAND_INS & set(_backends(c10d, backend).values()):
         return str(backend)
     return f"cpu:{_ABSENT},cuda:nccl"
 
@@ -176,9 +182,11 @@ def _store_without_others(c10d: Any) -> Any:
             self._held: dict[str, bytes] = {}
 
         def set(self, key: str, value: bytes) -> None:
+            _note_group(key)
             self._held[key] = value
 
         def get(self, key: str) -> bytes:
+            _note_group(key)
             return self._held.get(key, bytes(128))
 
         def add(self, key: str, value: int) -> int:
@@ -205,6 +213,20 @@ def _store_without_others(c10d: Any) -> Any:
             return self
 
     return Store()
+
+
+def _note_made(c10d: Any, given: dict[str, Any]) -> None:
+    """Remember a process group that is made with these arguments."""
+    ranks = given["global_ranks_in_group"] or range(given["group_size"])
+    backend = _backends(c10d, given["backend"]).get("cuda", "nccl")
+    communicators().note_group(str(given["group_name"]), ranks, backend)
+
+
+def _note_group(key: str) -> None:
+    """Say which group the next communicator is of: its identifier is under "GROUP//cuda//NUMBER"."""
+    words = key.split("//")
+    if len(words) > 2 and words[-2] == "cuda":
+        communicators().next_is_of(words[-3])
 
 
 def _register_absent(c10d: Any) -> None:

@@ -20,6 +20,7 @@ from stalloc.device.completion import Completion
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
+from stalloc.sizing.process_memory import process_told
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
 
@@ -74,8 +75,10 @@ class _Run:
         self._refused: dict[str, Any] | None = None  # the history as it was when memory ran out last
         self._refused_at = UNKNOWN  # the line that the main thread was at then
         self._num_steps = 0
+        self._host: Any = None
 
     def perform(self, program: Callable[[], int]) -> None:
+        from stalloc.device import virtual
         from stalloc.imports import after_import
 
         work = self._work
@@ -93,6 +96,8 @@ class _Run:
             self._history.begin()
         if work.num_steps:
             after_import("torch", self._count_steps)
+        self._host = virtual.host_use()
+        self._host.begin()
         self._end(program())
 
     def _count_steps(self) -> None:
@@ -113,12 +118,14 @@ class _Run:
         """Write what came of it; the process is over."""
         from stalloc.device import virtual
 
+        process = process_told(self._host)
         devices, refused = self._peaks()
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
             "devices": devices,
             "findings": virtual.findings(),
+            "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "ran_out": self._place_and_holders() if code != 0 else None,
         }

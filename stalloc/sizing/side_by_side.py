@@ -51,6 +51,8 @@ class RunSeen:
     """Of each: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
     findings: dict[str, Any]
     """What it could not know, as of `device.virtual.findings`."""
+    process: dict[str, Any] = field(default_factory=dict)
+    """What the process took beside its allocators, as `process_memory` tells it."""
     ran_out: RanOut | None = None
     traces: list[Trace] = field(default_factory=list)
     """The whole program, of each device; empty where a replay of it would not be exact."""
@@ -138,6 +140,7 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         completes=found["exit_code"] == 0,
         devices=found["devices"],
         findings=found["findings"],
+        process=found["process"],
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
         traces=_traces(child) if found["is_replayable"] else [],
     )

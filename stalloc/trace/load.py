@@ -32,7 +32,7 @@ from stalloc.trace.storage import read_npz
 _PRIORITY = re.compile(rb"<\d{1,3}>")  # with which lines of syslog begin
 _PPROF = re.compile(rb"\n[\x02-\x08]\x08")  # begins with the kind of its first column
 _SNAPSHOT_JSON = re.compile(
-    rb'\{\s*"(?:segments|device_traces|allocator_settings|external_annotations)"\s*:|\[\s*\{[^{}\[\]]{0,1000}"total_size"\s*:'
+    rb'\{\s*"(?:segments|device_traces|allocator_settings|external_annotations|host_segments|host_traces)"\s*:|\[\s*\{[^{}\[\]]{0,1000}"total_size"\s*:'
 )
 
 

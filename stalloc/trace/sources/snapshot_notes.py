@@ -9,25 +9,11 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.trace.header import is_plain
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP
-
-
-class Budget:
-    """Bounds how much is walked: a pickle may hold one list under many names and so be larger than its file."""
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self._path, self._left = path, num_bytes + 1000
-
-    def spend(self, items: Any) -> list[Any]:
-        if not isinstance(items, list | tuple):
-            raise TypeError(f"a {type(items).__name__} where a list belongs")
-        self._left -= len(items)
-        if self._left < 0:
-            raise BadInputError(f"{self._path}: the pickle repeats its contents endlessly: give an intact snapshot.")
-        return list(items)
+from stalloc.trace.sources.pinned_host import pinned_host
+from stalloc.trace.sources.snapshot_budget import Budget
 
 
 class SnapshotNotes:
@@ -41,8 +27,14 @@ class SnapshotNotes:
         if not all(isinstance(note, dict) for note in notes):
             raise TypeError("an annotation that is no dictionary")
         self._annotations: list[dict[str, Any]] = notes
+        self._pinned = pinned_host(budget, snapshot)
         settings = snapshot.get("allocator_settings")
         self._settings = _plain_settings(budget, settings) if isinstance(settings, dict) else None
+
+    @property
+    def of_host(self) -> str:
+        """What is said of pinned host memory; empty for nothing."""
+        return " ".join(self._pinned.get("notes", []))
 
     def info(self, device: int) -> dict[str, Any]:
         """What goes into the trace of a device."""
@@ -54,6 +46,7 @@ class SnapshotNotes:
                 raise TypeError("a note that is no text")
             info["notes"] = [printable(note, 300) for note in notes]
             info["converted_from"] = printable(source, 100)
+        info |= {**self._pinned, "notes": [*info["notes"], *self._pinned.get("notes", [])]}
         if self._settings is not None:
             info["allocator_settings"] = dict(self._settings)
         return info

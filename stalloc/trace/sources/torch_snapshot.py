@@ -20,7 +20,8 @@ from stalloc.trace.header import MAX_DEVICE
 from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import Action, Trace
 from stalloc.trace.sites import StackCollector
-from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
+from stalloc.trace.sources.snapshot_budget import Budget
+from stalloc.trace.sources.snapshot_notes import SnapshotNotes
 from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
 from stalloc.trace.streams import index_streams
 
@@ -105,7 +106,8 @@ def _traces(path: Path, snapshot: Any, num_bytes: int) -> list[Trace]:
             f"save it again with torch.cuda.memory._dump_snapshot()."
         ) from error
     if not traces:
-        raise BadInputError(f"{path} holds no allocation events, and no segments either: {_RECORD}.")
+        besides = f"; {said.of_host}" if said.of_host else ""
+        raise BadInputError(f"{path} holds no allocation events of a GPU, and no segments either{besides}: {_RECORD}.")
     if without_history and has_history(traces[0]):
         note = f"devices {', '.join(map(str, without_history))} have segments but no events"
         traces = [trace.replace(info=trace.info | {"notes": [*trace.info["notes"], note]}) for trace in traces]

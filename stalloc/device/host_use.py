@@ -1,0 +1,228 @@
+"""Memory of the host that a program takes on the virtual GPU: pinned, registered, its own, and below /dev/shm.
+
+Contract: what is pinned and registered is what the driver was asked for, to the byte. The program's own memory is the
+peak of what is resident in this process, less what was resident when it began, what `import torch` added, and pages
+that stand for device memory and pinned memory. What it and its children share below /dev/shm is looked at every 20 ms:
+what is there for less time may be missed.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from stalloc.imports import after_import, before_import
+
+_PINNED, _UNPINNED, _REGISTERED, _UNREGISTERED = range(4)  # as virtual_pinned.c numbers them
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+_CUDA = 1  # c10::DeviceType
+_GET_ALLOCATOR = "_ZN2at16getHostAllocatorEN3c1010DeviceTypeE"  # at::getHostAllocator, of newer releases
+_NOBODY = "a thread without a line of Python"
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SHARED = "/dev/shm"
+_EVERY_SECONDS = 0.02
+
+
+class HostUse:
+    """What this process takes, from `begin` until `told`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._observer = _OBSERVER(self._observe)
+        self._lock = threading.RLock()  # what is freed meanwhile, by the collector, is noted too
+        self._live: dict[int, tuple[str, int, int]] = {}  # address: line, bytes, bytes asked for
+        self._asked = self._asked_at_peak = self._pinned = self._pinned_peak = 0
+        self._sites: Counter[str] = Counter()
+        self._asked_sites: Counter[str] = Counter()
+        self._sites_at_peak: Counter[str] = Counter()
+        self._asked_sites_at_peak: Counter[str] = Counter()
+        self._knows_asked = False
+        self._imported = self._before_import = 0
+        self._at_start = 0
+        self._shared = _SharedMemory()
+
+    def begin(self) -> None:
+        """Look from now on; before torch is imported, or after."""
+        if "torch" in sys.modules:
+            self._follow_torch()
+        else:
+            before_import(("torch",), self._import_begins)
+            after_import("torch", self._import_ends)
+        self._library.stalloc_virtual_observe_pinned(self._observer)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        self._at_start = _status()["VmRSS"]
+        self._shared.start()
+
+    def told(self) -> dict[str, Any]:
+        """What was seen, as plain values; the end of looking."""
+        peak = _status()["VmHWM"]
+        self._library.stalloc_virtual_observe_pinned(None)
+        counted = (ctypes.c_uint64 * 4)()
+        self._library.stalloc_virtual_pinned(counted)
+        resident = self._resident_of_virtual()
+        sites = self._sites_at_peak.most_common()
+        known = self._knows_asked
+        return {
+            "pinned_bytes": counted[1],
+            "pinned_asked_bytes": self._asked_at_peak if known else None,
+            "pinned_sites": [[name, size, self._asked_sites_at_peak[name] if known else None] for name, size in sites],
+            "pinned_end_bytes": counted[0],
+            "registered_bytes": counted[3],
+            "own_bytes": max(0, peak - self._at_start - self._imported - resident),
+            "resident_peak_bytes": peak,
+            "resident_before_bytes": self._at_start + self._imported,
+            "largest_child_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+            "shared_memory_bytes": self._shared.stop(),
+        }
+
+    def _import_begins(self) -> None:
+        self._before_import = _status()["VmRSS"]
+
+    def _import_ends(self) -> None:
+        self._imported = max(0, _status()["VmRSS"] - self._before_import)
+        self._follow_torch()
+
+    def _follow_torch(self) -> None:
+        """Have the allocator of pinned memory say how much it was asked for."""
+        allocator = _allocator_of_torch()
+        if allocator:
+            self._library.stalloc_virtual_follow_host_allocator(ctypes.c_void_p(allocator))
+            self._knows_asked = True
+
+    def _observe(self, event: int, address: int, size: int, asked: int) -> None:
+        with self._lock:
+            self._note(event, address, size, asked)
+
+    def _note(self, event: int, address: int, size: int, asked: int) -> None:
+        if event == _PINNED:
+            site = _line_of_caller()
+            self._live[address] = (site, size, asked)
+            self._sites[site] += size
+            self._asked_sites[site] += asked
+            self._pinned += size
+            self._asked += asked
+            if self._pinned > self._pinned_peak:
+                self._pinned_peak, self._asked_at_peak = self._pinned, self._asked
+                self._sites_at_peak = self._sites.copy()
+                self._asked_sites_at_peak = self._asked_sites.copy()
+        elif event == _UNPINNED and address in self._live:
+            site, size, asked = self._live.pop(address)
+            self._sites[site] -= size
+            self._asked_sites[site] -= asked
+            self._pinned -= size
+            self._asked -= asked
+
+    def _resident_of_virtual(self) -> int:
+        """Pages that stand for memory of devices, and pinned ones, as far as somebody wrote to them."""
+        region = (ctypes.c_uint64 * 2)()
+        self._library.stalloc_virtual_region(region)
+        resident, inside = 0, False
+        with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                first = line.split(maxsplit=1)[0]
+                if "-" in first and not first.endswith(":"):
+                    inside = region[0] <= int(first.split("-")[0], 16) < region[1]
+                elif inside and first == "Rss:":
+                    resident += int(line.split()[1]) * 1024
+        return resident
+
+
+class _SharedMemory:
+    """The most that this process and its children have mapped below /dev/shm, segments that they share counted once."""
+
+    def __init__(self) -> None:
+        self._most = self._at_start = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stalloc-shared-memory", daemon=True)
+
+    def start(self) -> None:
+        """Look every now and then, in a thread."""
+        self._at_start = _used_below(_SHARED)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Bytes."""
+        self._ended.set()
+        self._look()
+        return self._most
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        if _used_below(_SHARED) > self._at_start:  # by whomever: else there is nothing to look for
+            self._most = max(self._most, _mapped_by(os.getpid(), {}))
+
+
+def _used_below(folder: str) -> int:
+    try:
+        there = os.statvfs(folder)
+    except OSError:
+        return 0
+    return (there.f_blocks - there.f_bfree) * there.f_frsize
+
+
+def _mapped_by(process: int, found: dict[str, int]) -> int:
+    """Bytes of the segments that a process and its children have mapped, by their inodes; semaphores are none."""
+    own: Counter[str] = Counter()
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            if f" {_SHARED}/" in line and f" {_SHARED}/sem." not in line:
+                span, _, _, _, inode, _ = line.split(maxsplit=5)
+                begin, end = span.split("-")
+                own[inode] += int(end, 16) - int(begin, 16)
+        for file in Path(f"/proc/{process}/task").glob("*/children"):
+            children += map(int, file.read_text(encoding="ascii").split())
+    for inode, size in own.items():
+        found[inode] = max(found.get(inode, 0), size)
+    for child in children:
+        _mapped_by(child, found)
+    return sum(found.values())
+
+
+def _status() -> dict[str, int]:
+    """What the system says of this process, in bytes; zeros where it does not."""
+    found = {"VmRSS": 0, "VmHWM": 0}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.split()[0]) * 1024
+    return found
+
+
+def _allocator_of_torch() -> int:
+    """Where PyTorch's allocator of pinned memory is; 0: this release has none that is known."""
+    torch: Any = sys.modules["torch"]
+    folder = Path(torch.__file__).parent / "lib"
+    with contextlib.suppress(OSError, AttributeError):
+        function = getattr(ctypes.CDLL(str(folder / "libtorch_cpu.so")), _GET_ALLOCATOR)
+        function.restype = ctypes.c_void_p
+        return function(_CUDA) or 0
+    return 0
+
+
+def _line_of_caller() -> str:
+    """The innermost line that is the program's own: neither this package's nor torch's."""
+    torch: Any = sys.modules.get("torch")
+    library = os.path.dirname(torch.__file__) + os.sep if torch is not None else _PACKAGE
+    frame = sys._getframe(2).f_back
+    innermost = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_PACKAGE, "<frozen")):
+            innermost = innermost or frame
+            if not name.startswith(library) and f"{os.sep}threading.py" not in name:
+                return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    if innermost is None:
+        return _NOBODY
+    return f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno} {innermost.f_code.co_name}"

@@ -1,0 +1,241 @@
+"""Every byte of a node: what each rank takes of its GPU and of the host, and what the machine has to have.
+
+Contract: what was counted is exact (allocated, reserved, pinned, registered); what was looked at while the program ran
+is of this machine (its own memory, /dev/shm); what is not there in a dry run (the CUDA context, NCCL) is a `Span` from
+what sources say. docs/node.md says how each figure is come by.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stalloc.device import KNOWN_GPUS, VirtualGPU
+from stalloc.device.context import Context, context_of
+from stalloc.sizing.nccl_channels import Links, Span, links_of
+from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, nccl_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMemory:
+    """One communicator and what NCCL takes for it."""
+
+    used: Communicator
+    memory: NcclMemory
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; spans as [least, most]."""
+        channels = self.memory.channels
+        return {
+            "num_ranks": self.used.num_ranks,
+            "num_local": self.used.num_local,
+            "num_nodes": self.used.num_nodes,
+            "collectives": sorted(self.used.collectives),
+            "channels": _pair(channels.collective),
+            "p2p_channels": _pair(channels.p2p),
+            "p2p_channels_each_peer": _pair(channels.p2p_each_peer),
+            "nvls_channels": channels.nvls,
+            "device_bytes": _pair(self.memory.device),
+            "parts": {name: _pair(span) for name, span in self.memory.parts.items()},
+            "pinned_bytes": _pair(self.memory.pinned),
+            "shared_memory_bytes": _pair(self.memory.shared_memory),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank, or the program if it has none."""
+
+    rank: int | None
+    allocated_bytes: int
+    """On the GPU that takes most, as the next ones."""
+    reserved_bytes: int
+    outside_bytes: int
+    """What the driver gave beyond what is reserved: allocations of libraries, and those of the program past PyTorch."""
+    context: Context
+    groups: list[GroupMemory]
+    host: dict[str, Any]
+    """As `host_use` tells it."""
+    outside_nccl: list[str]
+
+    @property
+    def nccl(self) -> Span:
+        """On the GPU, of all communicators."""
+        return sum((group.memory.device for group in self.groups), NONE)
+
+    @property
+    def nccl_pinned(self) -> Span:
+        """On the host, of their proxies."""
+        return sum((group.memory.pinned for group in self.groups), NONE)
+
+    @property
+    def shared_memory(self) -> Span:
+        """Below /dev/shm, NCCL's part included."""
+        seen = self.host["shared_memory_bytes"]
+        return sum((group.memory.shared_memory for group in self.groups), Span(least=seen, most=seen))
+
+    @property
+    def nvidia_smi(self) -> Span:
+        """What nvidia-smi would show of the process."""
+        driver = self.reserved_bytes + self.outside_bytes
+        context = Span(least=self.context.least_bytes, most=self.context.most_bytes)
+        return Span(least=driver, most=driver) + context + self.nccl
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; spans as [least, most]."""
+        return {
+            "rank": self.rank,
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "outside_allocator_bytes": self.outside_bytes,
+            "context_bytes": [self.context.least_bytes, self.context.most_bytes],
+            "context_source": self.context.source,
+            "nccl_bytes": _pair(self.nccl),
+            "nvidia_smi_bytes": _pair(self.nvidia_smi),
+            "nccl_pinned_bytes": _pair(self.nccl_pinned),
+            "shared_memory_bytes": _pair(self.shared_memory),
+            "communicators": [group.as_json() for group in self.groups],
+            "host": self.host,
+            "outside_nccl": self.outside_nccl,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """The ranks that were tried, and the machine with all of its ranks."""
+
+    ranks: list[RankMemory]
+    num_local: int
+    """Ranks of one machine."""
+    files_bytes: int = 0
+    """Written by the program, which a container counts until they are on the disk."""
+    tried_here: list[RankMemory] = field(default_factory=list)
+    """Those of the machine with most of them."""
+
+    def _of_machine(self, spans: Sequence[Span]) -> Span:
+        """Of all ranks of the machine, each that was not tried like the one with most."""
+        missing = self.num_local - len(spans)
+        largest = max(spans, key=lambda span: (span.most, span.least))
+        return sum(spans, Span(least=missing * largest.least, most=missing * largest.most))
+
+    def host(self, name: str) -> int:
+        """One figure of the host for all ranks of the machine."""
+        return self._of_machine([Span(least=one.host[name], most=one.host[name]) for one in self.tried_here]).most
+
+    @property
+    def pinned(self) -> Span:
+        """Of the machine, NCCL's proxies included."""
+        return self._of_machine(
+            [Span(least=(own := one.host["pinned_bytes"]), most=own) + one.nccl_pinned for one in self.tried_here]
+        )
+
+    @property
+    def shared_memory(self) -> Span:
+        """Of the machine."""
+        return self._of_machine([one.shared_memory for one in self.tried_here])
+
+    @property
+    def cgroup(self) -> Span:
+        """What the machine's ranks add to the memory of their container.
+
+        At the most with pinned memory and libraries: whether the driver has pages charged to it is not known here.
+        """
+        own, loaded, shared = self.host("own_bytes"), self.host("resident_before_bytes"), self.shared_memory
+        return Span(least=own + shared.least, most=own + loaded + shared.most + self.pinned.most + self.files_bytes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; spans as [least, most]."""
+        return {
+            "ranks": [one.as_json() for one in self.ranks],
+            "machine": {
+                "num_ranks": self.num_local,
+                "num_tried": len(self.tried_here),
+                "pinned_bytes": _pair(self.pinned),
+                "registered_bytes": self.host("registered_bytes"),
+                "own_bytes": self.host("own_bytes"),
+                "shared_memory_bytes": _pair(self.shared_memory),
+                "files_bytes": self.files_bytes,
+                "cgroup_bytes": _pair(self.cgroup),
+            },
+        }
+
+
+def card_of(gpu: VirtualGPU) -> str:
+    """The name of a card in `known_gpus`; empty for one that is not there."""
+    return next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
+
+
+def node_memory(
+    gpu: VirtualGPU,
+    seen: Mapping[int | None, tuple[Sequence[Mapping[str, int]], Mapping[str, Any]]],
+    *,
+    num_local: int = 1,
+    files_bytes: int = 0,
+) -> NodeMemory:
+    """What was seen of each rank (its devices, what its process told), put together."""
+    card = card_of(gpu)
+    links = links_of(card, gpu.compute_capability)
+    ranks = [_rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()]
+    machines: dict[int, list[RankMemory]] = {}
+    for one in ranks:
+        machines.setdefault((one.rank or 0) // num_local, []).append(one)
+    most = max(machines.values(), key=len)
+    return NodeMemory(ranks=ranks, num_local=num_local, files_bytes=files_bytes, tried_here=most)
+
+
+def _rank_memory(
+    rank: int | None,
+    card: str,
+    links: Links,
+    devices: Sequence[Mapping[str, int]],
+    process: Mapping[str, Any],
+    num_local: int,
+) -> RankMemory:
+    largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=None)
+    index = largest["device"] if largest is not None else 0
+    reserved = largest["reserved_peak_bytes"] if largest is not None else 0
+    peaks = process["driver_peak_bytes"]
+    groups = [
+        GroupMemory(used=used, memory=nccl_memory(links, used, settings=process["nccl_settings"]))
+        for told in process["communicators"]
+        if (used := _communicator(told, num_local)).is_used
+    ]
+    return RankMemory(
+        rank=rank,
+        allocated_bytes=largest["allocated_peak_bytes"] if largest is not None else 0,
+        reserved_bytes=reserved,
+        outside_bytes=max(0, (peaks[index] if index < len(peaks) else 0) - reserved),
+        context=context_of(card),
+        groups=groups,
+        host=dict(process["host"]),
+        outside_nccl=list(process["outside_nccl"]),
+    )
+
+
+def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:
+    """Where the ranks of a communicator are; those of one whose group is gone are taken to follow each other."""
+    num, own = told["num_ranks"], told["rank"]
+    ranks = told["ranks"]
+    if ranks is None or len(ranks) != num:
+        ranks = list(range(num))
+    nodes = [rank // per_node for rank in ranks]
+    here = nodes[own] if own < num else 0
+    local = [at for at in range(num) if nodes[at] == here]
+
+    def count(peers: Sequence[int], *, are_local: bool) -> int:
+        return sum(1 for peer in peers if peer < num and (nodes[peer] == here) == are_local)
+
+    to, source = told["sends_to"], told["receives_from"]
+    return Communicator(
+        num_ranks=num,
+        rank=own,
+        num_local=len(local),
+        local_index=local.index(own) if own in local else 0,
+        num_nodes=len(set(nodes)),
+        collectives=tuple(told["most_bytes"]),
+        num_local_peers=(count(to, are_local=True), count(source, are_local=True)),
+        num_remote_peers=(count(to, are_local=False), count(source, are_local=False)),
+    )
+
+
+def _pair(span: Span) -> list[int]:
+    return [span.least, span.most]
