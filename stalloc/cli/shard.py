@@ -142,6 +142,7 @@ class _Search:
         from stalloc.sharding.rank_work import RankWork
 
         marks = self._runs.marks(RankWork(self._gpu))
+        assert self._only is not None  # --export needs --way
         layout, recompute = self._only.layout, self._only.recomputes_blocks
         blocks = marks.units[:-1]
         return exported(form, layout, self._args.ranks, blocks, recompute=recompute, kind=marks.block_kind)

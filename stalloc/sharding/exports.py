@@ -6,12 +6,10 @@ of DeepSpeed ("ZeRO Optimizations"), accelerate ("FSDP2"), torchtitan (`parallel
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stalloc.errors import BadInputError
 from stalloc.techniques.shard_settings import Layout
-
-FORMS = ("fsdp2", "deepspeed", "accelerate", "torchtitan")
 
 _CODE = '''\
 """Shard a model as stalloc foresaw it: `model = shard(model)` after it is made, before its optimizer is."""
@@ -36,6 +34,7 @@ _RECOMPUTED = """block = model.get_submodule(name)
 
 def exported(form: str, layout: Layout, num_ranks: int, blocks: Sequence[str], *, recompute: bool, kind: str) -> str:
     """The text. `blocks`: names within the model of what is gathered as one; `kind`: their class."""
+    makers: dict[str, Callable[[Layout, int, Sequence[str], bool, str], str]]
     makers = {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "accelerate": _accelerate, "torchtitan": _torchtitan}
     return makers[form](layout, num_ranks, blocks, recompute, kind)
 
