@@ -33,6 +33,7 @@ _MODULES = {
     "install": ".integrations",
     "uninstall": ".integrations",
     "scope": ".integrations",
+    "exclusive_graphs": ".integrations.graph_pools",
     "sleep": ".integrations.sleep_and_wake",
     "tag": ".integrations.sleep_and_wake",
     "wake": ".integrations.sleep_and_wake",

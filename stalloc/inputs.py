@@ -1,6 +1,7 @@
 """Files that a user names: opened in one place, so that no name makes a verb wait for ever or fill the memory.
 
-Contract: what is read is a regular file, or standard input where the name is `-` or /dev/stdin. Directories, named
+Contract: what is read is a regular file, standard input where the name is `-` or /dev/stdin, or a file on another
+machine where the name has a scheme (`remote.py`). Directories, named
 pipes, devices and sockets are refused in one sentence before anything is read from them, whatever takes the place of
 the name meanwhile; more than `memory_limit_bytes` is refused as well.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from stalloc.errors import BadInputError
+from stalloc.remote import is_remote, read_remote
 
 MAX_BYTES = 8 << 30
 _STANDARD_INPUT = ("-", "/dev/stdin")
@@ -62,6 +64,10 @@ def open_input(name: str | os.PathLike[str], wanted: str) -> Iterator[BinaryIO]:
     shown = shown_name(name)
     if is_standard_input(name):
         yield io.BytesIO(_standard_input())
+        return
+    if is_remote(remote := os.fspath(name)):
+        limit = memory_limit_bytes()
+        yield io.BytesIO(read_remote(remote, lambda file: read_bounded(file, remote, limit)))
         return
     try:
         with _opened(shown, wanted) as file:

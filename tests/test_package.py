@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,8 +19,9 @@ from stalloc.cli import VERBS
 HEAVY = ("torch", "cupy", "numba", "llvmlite", "matplotlib", "pandas")
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 
 def test_import_loads_no_heavy_library() -> None:
@@ -54,7 +57,30 @@ def test_kernels_are_installed_below_stalloc() -> None:
 
 def test_version_is_that_of_the_package() -> None:
     done = run_python("-m", "stalloc", "--version")
-    assert (done.returncode, done.stdout.strip()) == (0, f"stalloc {stalloc.__version__}")
+    assert done.returncode == 0
+    assert re.fullmatch(rf"stalloc {re.escape(stalloc.__version__)}(\+g[0-9a-f]{{12,40}}(\.dirty)?)?\n", done.stdout)
+
+
+def test_the_version_of_a_checkout_names_its_state(tmp_path: Path) -> None:
+    def version() -> str:
+        done = run_python("-P", "-m", "stalloc", "--version", PYTHONPATH=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().removeprefix(f"stalloc {stalloc.__version__}")
+
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    shutil.copytree(Path(stalloc.__file__).parent, tmp_path / "stalloc", ignore=shutil.ignore_patterns("__pycache__"))
+    assert version() == ""
+    git("init")
+    git("add", "stalloc/__init__.py")
+    git("commit", "-m", "First")
+    assert version() == f"+g{git('rev-parse', 'HEAD')[:12]}"
+    with (tmp_path / "stalloc/__init__.py").open("a") as file:
+        file.write("# changed\n")
+    assert version() == f"+g{git('rev-parse', 'HEAD')[:12]}.dirty"
 
 
 def test_stalloc_alone_shows_the_verbs() -> None:
@@ -83,7 +109,7 @@ finally:
 def test_help_of_each_verb_documents_json_and_exit_codes(verb: str) -> None:
     done = run_stalloc(verb, "--help")
     assert done.returncode == 0, done.stderr
-    assert "--json FILE" in done.stdout
+    assert ("--json FILE" in done.stdout) == (verb != "mcp")  # which speaks JSON anyway
     codes = "0 done, 1 a check failed, 2 bad input or usage"
     if verb in ("run", "record"):
         codes = "the program's own, 128 + N after signal N; 125 if it is stalloc that failed"

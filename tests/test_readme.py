@@ -42,6 +42,7 @@ def test_it_allocates():
 #: what the pages call the reader's files and choices, where they do not name one
 MEANT = {
     "stalloc swap FILE… --budget SIZE": "stalloc swap operations.trace.npz --budget 16MiB",
+    "stalloc evict FILE… --budget 0.5": "stalloc evict operations.trace.npz --budget 0.5",
     "SCRIPT": "train.py", "FILE…": "snapshot.pickle", "FILE": "snapshot.pickle", "PLAN": "step.plan.npz",
     "TRACE": "snapshot.pickle", "IN": "snapshot.pickle", "OUT": "out.json", "A": "snapshot.pickle",
     "B": "snapshot.pickle", "T": "snapshot.pickle", "P": "p.plan.npz",
@@ -54,6 +55,7 @@ ELSEWHERE = {
     "./scripts/site": "installs MkDocs: test_site.py",
     "./scripts/gpu_check": "needs a GPU",
     "stalloc live": "needs a program beside it: test_live.py",
+    "stalloc mcp": "needs the mcp package: test_mcp.py",
     "stalloc bench": "takes minutes: test_bench_….py run parts of them",
     "eval": "is argcomplete's own",
 }

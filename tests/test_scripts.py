@@ -37,3 +37,35 @@ def test_a_script_enters_the_environment_by_itself(name: str, tmp_path: Path) ->
     check_help(
         name, subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     )
+
+
+def near(file: str) -> list[str]:
+    """The tests that `scripts/test --near FILE` runs."""
+    done = run_file(SCRIPTS / "lib" / "near_tests.py", file, folder=SCRIPTS.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("file", "test", "other"),
+    [
+        (
+            "stalloc/runtime/thresholds.py",
+            "tests/test_decisions.py",
+            "tests/test_runtime_heap.py",
+        ),
+        ("stalloc/replay/bfc.py", "tests/test_replay_models.py", "tests/test_fit.py"),  # loaded by its name
+        ("stalloc/cli/top.py", "tests/test_top.py", "tests/test_fit.py"),  # a verb, which tests type
+        ("kernels/__init__.py", "tests/test_kernels.py", "tests/test_top.py"),
+        ("tests/test_cost.py", "tests/test_cost.py", "tests/test_top.py"),
+    ],
+)
+def test_the_tests_nearest_to_a_file_import_it_or_run_it(file: str, test: str, other: str) -> None:
+    found = near(file)
+    assert test in found
+    assert other not in found
+
+
+def test_the_tests_nearest_to_something_else_are_refused(tmp_path: Path) -> None:
+    done = run_file(SCRIPTS / "lib" / "near_tests.py", "README.md", folder=SCRIPTS.parent)
+    assert (done.returncode, done.stderr) == (2, "--near README.md: give a Python file of the checkout.\n")

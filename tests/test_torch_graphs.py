@@ -1,5 +1,6 @@
 """CUDA graphs under stalloc: their memory is private until they are gone, by hand and by torch.compile."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,147 @@ show(overlaps, shared, kept, [STATE.record.total.num_live, torch.cuda.memory_res
     assert shared >= 0
     assert kept
     assert back == [0, 0]
+
+
+CAPTURES = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch.cuda as cuda
+from programs.replayed_addresses import captured, clobbered, random_replays, wrong_reads
+def reserved():
+    gc.collect()
+    cuda.empty_cache()
+    return cuda.memory_reserved()
+torch.zeros(1, device="cuda")
+before = reserved()
+"""
+
+
+@pytest.mark.parametrize("order", [(1, 2, 4, 8, 16, 24), (24, 16, 8, 4, 2, 1), (8, 24, 1, 16, 2, 4)])
+def test_what_a_replayed_graph_reads_was_written_by_itself_or_is_an_input(run_checks: Any, order: Any) -> None:
+    (reads, wrong), kept_and_written, faulty = run_checks(
+        PROLOGUE
+        + CAPTURES
+        + f"""
+works, inputs = captured(torch, {list(order)}, seed=5)
+history = random_replays(torch, works, 3000, seed=6)
+found, overlaps = wrong_reads(works, inputs, history), clobbered(works)
+source, name = inputs[0]
+works[0].steps.append((True, source.data_ptr() + 1024, 512, -5))  # a place that is not its own
+show(found, overlaps, wrong_reads(works, inputs, history)[1])
+"""
+    )
+    assert reads > 10_000
+    assert wrong == 0
+    assert kept_and_written == 0
+    assert faulty > 0, "the simulator finds a place that is another's"
+
+
+@pytest.mark.slow
+def test_ten_thousand_replays_of_many_graphs(run_checks: Any) -> None:
+    found, overlaps = run_checks(
+        PROLOGUE
+        + CAPTURES
+        + """
+works, inputs = captured(torch, [1, 2, 4, *range(8, 65, 8)][::-1], seed=9)
+history = random_replays(torch, works, 10_000, seed=10)
+show(wrong_reads(works, inputs, history), clobbered(works))
+"""
+    )
+    assert found[0] > 100_000
+    assert [found[1], overlaps] == [0, 0]
+
+
+ENGINE = """
+def step(size, workspace=0):
+    x = new(size * 4000)
+    if workspace:
+        kept.append(new(workspace))
+    for _ in range(3):
+        y, z = new(size * 14000), new(size * 14000)
+        del y
+        x = new(size * 4000)
+        del z
+    return new(size * 128000)
+def capture(sizes, pool=None, workspace=8 * MIB):
+    graphs = []
+    for size in sizes:
+        step(size)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            step(size, 0 if graphs else workspace)
+        pool = graph.pool()
+        graphs.append(graph)
+    return graphs
+kept = [new(8 * MIB)]  # the workspace of the default stream
+PAGE = 2 * MIB
+largest = 256 * (128000 + 4000)
+"""
+
+
+@pytest.mark.parametrize("sizes", ["range(8, 257, 8)", "range(256, 7, -8)", "(64, 256, 8, 128)"])
+def test_graphs_in_one_pool_take_what_the_largest_needs_and_their_workspace(run_checks: Any, sizes: str) -> None:
+    taken, least = run_checks(
+        PROLOGUE
+        + CAPTURES
+        + ENGINE
+        + f"""
+graphs = capture({sizes})
+show(reserved() - before - 8 * MIB, largest + 8 * MIB)
+"""
+    )
+    assert least <= taken <= least + (2 + 1) * (2 << 20), "whole pages, and one for each number of the random state"
+
+
+def test_a_capture_unlike_its_warm_up_is_served_all_the_same(run_checks: Any) -> None:
+    (reads, wrong), overlaps = run_checks(
+        PROLOGUE
+        + CAPTURES
+        + """
+import programs.replayed_addresses as replayed
+own, calls = replayed.run_step, []
+def other(torch, work, inputs, names, size, draw):
+    calls.append(size)
+    if len(calls) % 2:
+        draw.random()  # from here on the warm-up, or the capture, draws other sizes
+    return own(torch, work, inputs, names, size, draw)
+replayed.run_step = other
+works, inputs = captured(torch, [16, 8, 24, 4], seed=7)
+history = random_replays(torch, works, 1000, seed=8)
+show(wrong_reads(works, inputs, history), clobbered(works))
+"""
+    )
+    assert reads > 1000
+    assert [wrong, overlaps] == [0, 0]
+
+
+def test_separate_pools_are_one_only_where_the_program_says_they_may(run_checks: Any) -> None:
+    apart, together, later, back = run_checks(
+        PROLOGUE
+        + CAPTURES
+        + ENGINE
+        + """
+def added(number):
+    begin = reserved()
+    graphs.extend(capture([256], workspace=0)[0] for _ in range(number))
+    return (reserved() - begin) // PAGE
+CONTROLLER.drop_plan()  # an arena would be counted, too
+graphs = []
+added(1)  # and the numbers of the random state
+one = added(1)
+apart = added(3) // one
+with stalloc.exclusive_graphs(), stalloc.exclusive_graphs():
+    together = added(4) // one
+later = added(1) // one
+first, *rest = graphs[5:9]
+for graph in rest:
+    graph.reset()
+still = reserved()
+first.reset()
+show(apart, together, later, (still - reserved()) // PAGE // one)
+"""
+    )
+    assert (apart, together, later) == (3, 1, 1)
+    assert back == 1, "its memory goes back with the last of its graphs"
 
 
 def test_thousands_of_graphs_one_after_another(run_checks: Any) -> None:

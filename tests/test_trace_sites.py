@@ -102,6 +102,8 @@ def test_a_source_without_frames_has_no_sites(tmp_path):
         ([CPP, TORCH, STANDARD, USER, OTHER], 2, "model.py:57 forward from train.py:9 step"),
         ([CPP, TORCH, TRANSFORMERS, USER], 1, "modeling_llama.py:240 forward"),
         ([CPP, TORCH, STANDARD], 1, "linear.py:125 forward"),  # torch itself is better than nothing
+        ([TORCH, USER, ("/x/stalloc/sandbox/forked_child.py", 9, "fork")], 2, "model.py:57 forward"),  # not what ran it
+        ([TORCH, ("/x/stalloc/sizing/model_program.py", 9, "_run")], 1, "model_program.py:9 _run"),  # a program too
         ([("functional.py", 5, "relu"), ("mine.py", 6, "act")], 1, "mine.py:6 act"),  # directories were cut
         ([CPP, ("??", 0, "torch::autograd::generated::MulBackward0::apply(x)")], 1, "MulBackward0 (autograd)"),
         ([CPP, ("??", 0, "at::_ops::sum::call(at::Tensor const&)")], 1, "at::_ops::sum::call"),

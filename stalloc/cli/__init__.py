@@ -23,11 +23,11 @@ from stalloc.printable import MAX_SENTENCE, printable
 
 GROUPS = {
     "look at a recording": ("stats", "top", "explain", "report", "timeline", "live"),
-    "predict": ("dryrun", "simulate", "plan", "swap"),
+    "predict": ("dryrun", "simulate", "plan", "swap", "evict"),
     "run": ("run", "record"),
     "fit into a budget": ("fit", "shard", "policies"),
     "guard": ("diff",),
-    "more": ("validate", "convert", "info", "bench"),
+    "more": ("mcp", "validate", "convert", "info", "bench"),
 }
 """The verbs by what they are for, as `stalloc --help` lists them."""
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
@@ -64,10 +64,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(self.usage_code, f"{self.prog}: error: {printable(message, MAX_SENTENCE)}\n")
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print the version and exit."""
+        from stalloc.version import full_version  # asks git, which takes as long as some verbs
+
+        print(f"stalloc {full_version()}")
+        parser.exit()
+
+
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
     """The parser: with the options of the verb that is asked for, or without one with a summary of each."""
-    from stalloc import __version__
-
     parser = _Parser(
         prog="stalloc",
         usage="stalloc [-h] [--version] VERB ...",
@@ -75,7 +82,9 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         epilog=f"{_CODES}\n`stalloc VERB --help` tells more. {_WORDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"stalloc {__version__}")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version and exit"
+    )
     verbs = parser.add_subparsers(prog="stalloc", dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)
     for name in VERBS if verb is None else (verb,):
         if verb is not None or "_ARGCOMPLETE" in os.environ:

@@ -16,12 +16,20 @@ what was reserved.
 
   stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
   stalloc dryrun --gpu H100 --ranks 8 train.py
+  stalloc dryrun --gpu H100 --serve --length 4096 serve.py
+  stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
 What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
 --find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
 torchrun would start, rank by rank without the others. Both run the program in forks of one process, side by side.
+
+--serve is for a program that asks how much is free and takes most of it, as inference servers do: it is run on the card
+as it is, and shown is what it makes of it: weights, activations, cache, in bytes, tokens and requests of --length. With
+--find the answer has a cache of at least --tokens; without them every value is run, and listed.
+--model needs no script: a training loop of stalloc's runs a language model that transformers makes from its
+configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
@@ -49,14 +57,17 @@ from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
+from stalloc.cli.shared_options import refuse_typed
 from stalloc.device.completion import VARIABLE, Completion
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
 from stalloc.device.deciding_lines import as_variable, parse_assumption
-from stalloc.device.known_gpus import PLENTY
+from stalloc.device.known_gpus import PLENTY, takes_what_is_free
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.sandbox import ProgramFiles, files_from_json
+from stalloc.sizing.model_program import PROGRAM, add_model_arguments, check_model, model_words
+from stalloc.sizing.named_models import KNOWN
 from stalloc.sizing.node import node_memory
 
 Measure = Callable[..., dict[str, Any]]
@@ -109,18 +120,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
+    _add_server_arguments(parser)
+    _add_model_arguments(parser)
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    of_server = parser.add_argument_group("an inference server")
+    of_server.add_argument(
+        "--serve",
+        action="store_true",
+        help="the program is a server that takes most of what is free: show what it makes of the card",
+    )
+    of_server.add_argument("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
+    of_server.add_argument(
+        "--tokens", type=int, metavar="N", help="with --serve, a cache of at least N tokens is what --find looks for"
+    )
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    of_model = parser.add_argument_group("a model without a script")
+    of_model.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(KNOWN)}; a config.json of transformers or a folder with one; or a name of the Hugging Face "
+        "hub, whose configuration is in your cache",
+    )
+    of_model.add_argument(
+        "--download", action="store_true", help="fetch the configuration from the hub if it is not (no weights)"
+    )
+    add_model_arguments(of_model)
 
 
 def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
 
-    if args.find and args.node:
-        raise BadInputError(
-            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
-        )
+    _check_together(args)
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
-    if args.find or args.ranks is not None:
+    _take_model(args)
+    if args.find or args.serve or args.ranks is not None:
         with _assuming(args):
             return _in_forks(args)
     command, offer = program_command(args), offer_of(args)
@@ -143,6 +181,34 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
 
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing without, or beside, one another."""
+    if not args.serve and (args.length is not None or args.tokens is not None):
+        raise BadInputError("--length and --tokens are of a server's cache: give --serve too.")
+    if args.serve and args.model is not None:
+        raise BadInputError("--serve runs a server, and --model a training loop or a pass of stalloc's: leave one out.")
+    if args.find and args.node:
+        raise BadInputError(
+            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
+        )
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """Make the program of --model the one that is run."""
+    if args.model is None:
+        refuse_typed(args, "needs --model NAME", "batch", "seq", "train", "infer", "dtype", "checkpoint", "download")
+        return
+    if args.module is not None or args.program:
+        raise BadInputError("--model runs a program of stalloc's: leave out the script, or --model.")
+    if args.find not in (None, "gpu"):
+        searched = args.find.partition("=")[0].strip()
+        if searched not in ("batch", "seq"):
+            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model is of batch, seq or gpu.")
+        setattr(args, searched, f"{{{searched}}}")
+    check_model(args.model, args, download=args.download)
+    args.module = [PROGRAM, args.model, *model_words(args)]
+
+
 @contextlib.contextmanager
 def _assuming(args: argparse.Namespace) -> Iterator[None]:
     """A block in which programs read what the option says. Raises BadInputError where it says nothing."""
@@ -160,7 +226,9 @@ def _assuming(args: argparse.Namespace) -> Iterator[None]:
 
 def _in_forks(args: argparse.Namespace) -> int:
     """What runs the program many times."""
-    if args.find:
+    if args.serve:
+        from stalloc.cli.dryrun_serve import serve as answer
+    elif args.find:
         from stalloc.cli.dryrun_find import find as answer
     else:
         from stalloc.cli.dryrun_runs import try_ranks as answer
@@ -238,6 +306,8 @@ def _uncertain(
 ) -> dict[str, Any]:
     """What a native run could not know, with its figures for the least and the most that cuDNN may ask for."""
     uncertain: dict[str, Any] = tried.get("virtual", {})
+    if takes_what_is_free(PLENTY, need.taken_bytes):
+        uncertain["taking_what_is_free"] = need.taken_bytes
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
         seen = [{name: getattr(need, name) for name in FIGURES}]

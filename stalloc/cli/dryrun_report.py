@@ -8,7 +8,7 @@ from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
 from stalloc.device.context import ASSUMED_BYTES, SOURCE
-from stalloc.device.known_gpus import shown_with_memory
+from stalloc.device.known_gpus import PLENTY, shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sandbox import files_from_json
@@ -111,7 +111,9 @@ def print_needs(
     print_node(console, node, offer.headroom_bytes, whole=whole_node)
     for line in last_lines(result):
         print_prose(console, line, indent="  ")
-    if results["stalloc"].fits:
+    if result["uncertain"].get("taking_what_is_free"):
+        console.print(f"next: {command_text('stalloc', 'dryrun', '--serve', *command)}")
+    elif results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
         words = command_text("stalloc", "fit", "--budget", size_text(offer.program_bytes), *command)
@@ -174,6 +176,11 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
     """What a dry run cannot know, a sentence each."""
     lines = []
     convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
+    if taken := uncertain.get("taking_what_is_free"):
+        lines.append(
+            f"this program sizes itself by what is free: given {human_bytes(PLENTY)} it took {human_bytes(taken)}, and "
+            "these figures say nothing of a card: use --serve"
+        )
     if convolutions.get("unknown_bytes"):
         if "taken_bytes_tried" in convolutions:
             found = (

@@ -45,8 +45,8 @@ def no_trace_but_errors(file: str) -> str:
 def no_errors(file: str) -> str:
     """The sentence for a log without any."""
     return (
-        f"{shown_name(file)}: a log without an out-of-memory error that stalloc knows: give the log of the process "
-        "that ran out of memory, or a trace (`stalloc stats --help` names the kinds)."
+        f"{shown_name(file)}: a log without an out-of-memory error, or a server's start, that stalloc knows: give the "
+        "log of the process that ran out of memory, or a trace (`stalloc stats --help` names the kinds)."
     )
 
 

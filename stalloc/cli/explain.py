@@ -2,7 +2,9 @@
 
 FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error, of PyTorch, CuPy or
 another GPU library, plain, compressed, or in the JSON of a container's runtime; then the report says what follows from
-the figures in the text, and how to learn more. A memory snapshot of torch is explained from what it records; other
+the figures in the text, and how to learn more. Of the log of a server (vLLM, SGLang) it shows the memory of its last
+start, and the lines that are not what its settings predict, with the reason: another process, the estimate of the CUDA
+graphs, the warm-up of the sampler. A memory snapshot of torch is explained from what it records; other
 traces are replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. Of
 several files those that can be explained are. --at chooses the moment: the most reserved (peak, the default), the last
 out-of-memory error (oom, the default if there is one), or an event index.
@@ -30,10 +32,12 @@ from rich.text import Text
 
 from stalloc.allocator_conf import variable_to_set
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
+from stalloc.analysis.error_search import find_errors
 from stalloc.analysis.error_text import ErrorText
 from stalloc.analysis.holders import find_growth
 from stalloc.analysis.moments import last_oom, moment_text
-from stalloc.cli.error_log import error_entry, errors_of, no_errors, print_error, print_next
+from stalloc.analysis.server_log import ServerLog, read_server_log
+from stalloc.cli.error_log import error_entry, no_errors, print_error, print_next
 from stalloc.cli.output import (
     add_json_argument,
     add_top_argument,
@@ -45,12 +49,14 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.cli.progress import working
+from stalloc.cli.server_report import print_server, server_entry
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
+from stalloc.trace.load import read_log
 from stalloc.trace.sources.torch_snapshot import has_history
 
 _RETURNABLE = "whole segments without a live block: torch.cuda.empty_cache() returns them"
@@ -69,28 +75,34 @@ def run(args: argparse.Namespace) -> int:
     """Explain each device of each file."""
     devices: list[tuple[str, Trace, Explanation]] = []
     errors: list[tuple[str, ErrorText]] = []
+    servers: list[tuple[str, ServerLog]] = []
     failed: dict[str, tuple[str, bool]] = {}  # what cannot be explained: why, and whether it is but a log without error
     for file in args.files:
         with working(f"explaining {file_label(file)}"):
             try:
-                found = errors_of(file)
-                if found is None:
+                text = read_log(file)
+                if text is None:
                     devices += [(file, trace, made) for trace, made in _explained(args, file)]
-                elif not found:
+                    continue
+                found, server = find_errors(text), read_server_log(text)
+                errors += [(file, error) for error in found]
+                servers += [(file, server)] if server is not None else []
+                if not found and server is None:
                     failed[file] = no_errors(file), True
-                else:
-                    errors += [(file, error) for error in found]
             except BadInputError as problem:
                 failed[file] = str(problem), False
-    if not devices and not errors:
+    if not devices and not errors and not servers:
         raise BadInputError(next(iter(failed.values()))[0])
     result = {"files": list(args.files), "devices": [_entry(*device) for device in devices]}
     result |= {"errors": [error_entry(file, error) for file, error in errors]}
+    result |= {"servers": [server_entry(file, server) for file, server in servers]}
     write_json(args, result | {"not_explained": {file: sentence for file, (sentence, _) in failed.items()}})
     for sentence, _ in failed.values():
         say(sentence)
     if wants_text(args):
         console = table_console()
+        for file, server in servers:
+            print_server(console, file, server)
         for file, error in errors[-max(args.top, 1) :]:
             print_error(console, file, error)
         if errors:

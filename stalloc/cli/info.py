@@ -26,6 +26,7 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.sandbox.ways import layer_place, way
+from stalloc.version import full_version
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -64,10 +65,8 @@ def _version(package: str) -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
-    from stalloc import __version__
-
     cupy = next((f"{version} ({wheel})" for wheel in _CUPY_WHEELS if (version := _version(wheel))), None)
-    found: dict[str, str | None] = {"stalloc": __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"stalloc": full_version(), "python": platform.python_version()}
     return found | {"cupy": cupy} | {package: _version(package) for package in _PACKAGES}
 
 

@@ -14,6 +14,10 @@ repeated blocks and the roles of requests are told too, and with --gpu what its 
 with --order how much less the step (or one repetition, where no optimizer steps) would need if its operations came in
 another order, with the layout of both orders (replayed, not executed).
 
+Of more than eight files, or with --ranks, the ranks of one job are told side by side in place of one block a file:
+least, median and most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
+('run/*/snapshot.pickle') stands for all files that match.
+
 --graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
 one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
 before which next to nothing but persistent requests is live, where the record can be split.
@@ -27,6 +31,7 @@ from typing import Any
 from rich.text import Text
 
 from stalloc.analysis import Summary, summarize
+from stalloc.cli.input_names import expand_patterns
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -37,6 +42,7 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.cli.progress import working
+from stalloc.cli.stats_ranks import MOST_APART, run_ranks
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.cost.step_seconds import StepEstimate
@@ -54,7 +60,10 @@ _MAX_CUTS_SHOWN = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc stats`."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help="trace to describe")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="trace to describe, or a quoted pattern")
+    parser.add_argument(
+        "--ranks", action="store_true", help="compare the files as ranks of one job (default from 9 files)"
+    )
     parser.add_argument(
         "--align", type=int, default=512, metavar="BYTES", help="sizes are rounded up to this (default: 512)"
     )
@@ -70,8 +79,14 @@ def run(args: argparse.Namespace) -> int:
     """Describe each device of each file."""
     if args.align < 1:
         raise BadInputError(f"--align is {args.align}: give a number of bytes from 1, such as 512.")
+    args.files = expand_patterns(args.files)
     if args.graph and len(args.files) > 1:
         raise BadInputError(f"--graph is for one file, {len(args.files)} were given: describe them one by one.")
+    of_each = next((name for name in ("graph", "order", "gpu") if getattr(args, name)), None)
+    if args.ranks and of_each:
+        raise BadInputError(f"--{of_each} describes each file by itself: leave --ranks out.")
+    if args.ranks or (len(args.files) > MOST_APART and not of_each):
+        return run_ranks(args)
     with working(f"describing {plural(len(args.files), 'file')}"):
         traces = [(file, trace) for file in args.files for trace in load_traces(file, history=False)]
         devices = [(file, summarize(trace, args.align)) for file, trace in traces]

@@ -43,6 +43,7 @@ FIRST_TRY, ASKED, HEAP_ONLY, GOT_PAGES, POLLED = 0, 1, 2, 3, 4
 # what is meant to last.
 SMALL_KIND, GENERAL_KIND, LEASED_KIND, PERSISTENT_KIND = range(4)
 PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
+LASTING_BIT = 1  # of a private kind: what outlives the capture, so that what does not shares one piece of memory
 POOL_USED, POOL_PINNED = 1, 2  # Pool.status; pinned: its memory belongs to graphs, live or not
 
 # Block.state and Slot.state. Shared: other streams use it; deferred: freed, but they may not be done; in handover:

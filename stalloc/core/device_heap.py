@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stalloc.core import growth, pages, pools, segments, splices
+from stalloc.core import capture_plan, growth, pages, pools, segments, splices
 from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 
@@ -20,6 +20,18 @@ class DeviceHeap:
     def unpin_pools(self, kind: int) -> None:
         """The graphs that a private kind of pool served are gone: its free segments may go back."""
         pools.unpin_pools(self._tables.address, kind)
+
+    def find_place(self, pool: int, size_bytes: int) -> int:
+        """Where a pool has so many free bytes in one piece; 0: nowhere."""
+        return int(capture_plan.find_place(self._tables.address, pool, size_bytes))
+
+    def find_range(self, pool: int, size_bytes: int) -> int:
+        """Where a pool has addresses for so many bytes, with memory or without; 0: nowhere."""
+        return int(capture_plan.find_range(self._tables.address, pool, size_bytes))
+
+    def is_idle(self, pool: int) -> bool:
+        """Whether nothing lives in a pool."""
+        return bool(capture_plan.is_idle(self._tables.address, pool))
 
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""

@@ -181,6 +181,13 @@ class State(Record):
     exchange_mode: int
     mode_of_asker: int  # how the thread that asks which uses are over heeds captures, while it does not
     capture_is_untold: int  # Python, 1: private_kind is for a capture that nobody told of, and may be over
+    lasting_sizes: int  # Python: bytes (rounded) of requests that outlive a capture, one word each
+    num_lasting_sizes: int
+    capture_plan: int  # Python: table of CaptureEntry, what the warm-up of a capture requested
+    capture_plan_length: int  # 0: nothing is planned
+    capture_plan_bytes: int  # of its places together
+    capture_plan_base: int  # the address they are from; 0: Python is to be asked for it
+    capture_plan_lacks: int  # where a planned place lacks memory, for which Python is asked; 0: it has it
     num_waits: int  # of a stream for an event of another
 
     # blocks that several streams use

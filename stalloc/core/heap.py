@@ -8,6 +8,7 @@ not shut in.
 from typing import NamedTuple
 
 from stalloc.compiled import inner
+from stalloc.core.capture_plan import planned_place
 from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
@@ -17,6 +18,7 @@ from stalloc.core.constants import (
     GENERAL_KIND,
     GRANULE,
     HEAP_ONLY,
+    LASTING_BIT,
     MAX_SHARED_SEGMENT,
     NEED_SEGMENT,
     PERSISTENT_KIND,
@@ -30,7 +32,7 @@ from stalloc.core.constants import (
 from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, remove_free
 from stalloc.core.hash_table import add_live, drop_live, live_is_full
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, pool_at, segment_at
+from stalloc.core.records import block_at, lasting_size_at, pool_at, segment_at
 from stalloc.core.segments import absorb, allocate_block_row
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
@@ -60,7 +62,7 @@ def _choose(state, stream, size, stage):
     """
     private = state.private_kind
     if private != 0:
-        pool = find_pool(state, stream, private, True)
+        pool = find_pool(state, stream, private | LASTING_BIT if _outlives_capture(state, size) else private, True)
         if pool >= 0:  # the kind may have served graphs before that are gone
             pool_at(state, pool).status = POOL_PINNED
         return pool, best_fit(state, pool, size) if pool >= 0 else 0
@@ -83,6 +85,15 @@ def _choose(state, stream, size, stage):
     if hole != 0 and (fit == 0 or is_before(state, hole, fit)):
         return persistent, hole
     return persistent if lasts and fit == 0 else pool, fit
+
+
+@inner()
+def _outlives_capture(state, size):
+    """Whether a request of a capture is expected to live on after it; a wrong guess costs memory, nothing else."""
+    lasts = False
+    for i in range(state.num_lasting_sizes):
+        lasts = lasts or lasting_size_at(state, i).value == size
+    return lasts
 
 
 @inner()
@@ -152,6 +163,13 @@ def take_block(state, row, size, requested):
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
     if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
         _split(state, row, size)
+    return _begin_life(state, row, requested)
+
+
+@inner()
+def _begin_life(state, row, requested):
+    """Make a block that is on no list live; its address."""
+    block = block_at(state, row)
     block.state = BLOCK_LIVE
     block.requested_bytes = requested
     block.born = -1
@@ -170,6 +188,14 @@ def heap_allocate(state, stream, size, requested, stage):
         return Outcome(0, REFUSED, FULL_POOLS)
     if live_is_full(state):
         return Outcome(0, REFUSED, FULL_LIVE)
+    if state.private_kind != 0 and pool_at(state, pool).kind == state.private_kind and state.capture_plan_length != 0:
+        if state.capture_plan_base == 0:
+            return Outcome(0, NEED_SEGMENT, pool)
+        planned = planned_place(state, pool, size)
+        if planned < 0:
+            return Outcome(0, NEED_SEGMENT, pool)
+        if planned != 0:
+            return Outcome(_begin_life(state, planned, requested), 0, 0)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
     return Outcome(take_block(state, row, size, requested), 0, 0)
@@ -184,17 +210,20 @@ def any_pool_fit(state, stream, size, requested):
     if live_is_full(state):
         return 0
     private, best = state.private_kind, 0
+    for row in range(state.pools_mask + 1):
+        pool_row = pool_at(state, row)
+        is_ours = pool_row.status == POOL_USED
+        if private != 0:
+            is_ours = pool_row.status != 0 and (pool_row.kind | LASTING_BIT) == (private | LASTING_BIT)
+        if is_ours and pool_row.stream == stream:
+            fit = best_fit(state, row, size)
+            if fit != 0 and (best == 0 or is_before(state, fit, best)):
+                best = fit
+    if best == 0:
+        return 0
     if private != 0:
-        pool = find_pool(state, stream, private, False)
-        best = best_fit(state, pool, size) if pool >= 0 else 0
-    else:
-        for row in range(state.pools_mask + 1):
-            pool_row = pool_at(state, row)
-            if pool_row.status == POOL_USED and pool_row.stream == stream:
-                fit = best_fit(state, row, size)
-                if fit != 0 and (best == 0 or is_before(state, fit, best)):
-                    best = fit
-    return take_block(state, best, size, requested) if best != 0 else 0
+        pool_at(state, pool_of(state, best)).status = POOL_PINNED
+    return take_block(state, best, size, requested)
 
 
 @inner()

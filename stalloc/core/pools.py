@@ -3,12 +3,14 @@
 Contract: the lock is held, except where Python calls. Small requests share segments; large requests split general
 segments, as a caching allocator does, except what is expected to last (the state of an optimizer): it has segments that
 hold nothing else, so that it does not pin what is transient. While a CUDA graph is captured everything comes from a
-private pool, whose memory nobody else gets as long as the graph can be replayed.
+private pool, whose memory nobody else gets as long as the graph can be replayed: two rows, of which one (LASTING_BIT)
+has what is expected to outlive the capture.
 """
 
 from stalloc.compiled import inner, njit
 from stalloc.core.constants import (
     GENERAL_KIND,
+    LASTING_BIT,
     LEASED_KIND,
     POOL_PINNED,
     POOL_USED,
@@ -49,7 +51,7 @@ def unpin_pools(device, kind):
     state = locked(device)
     for row in range(state.pools_mask + 1):
         pool = pool_at(state, row)
-        if pool.status == POOL_PINNED and pool.kind == kind:
+        if pool.status == POOL_PINNED and (pool.kind | LASTING_BIT) == (kind | LASTING_BIT):
             pool.status = POOL_USED
     unlock(state)
 

@@ -129,6 +129,13 @@ class TapeEntry(Record):
     begins_line = True
 
 
+class CaptureEntry(Record):
+    """A request of the warm-up of a capture, and its place."""
+
+    size_bytes: int  # 0: the capture has asked for it
+    offset: int
+
+
 class Slot(Record):
     """What lives at an offset of the arena; all offsets of the tape have one, in a hash table."""
 
@@ -252,6 +259,8 @@ lifespan_at = row_of("lifespans", Word)
 stream_use_at = row_of("stream_uses", StreamUse)
 previous_user_at = row_of("previous_users", Word)
 history_at = word_of("history", Word)
+lasting_size_at = row_of("lasting_sizes", Word)
+capture_entry_at = row_of("capture_plan", CaptureEntry)
 root_at = word_of("roots", Word)
 filled_at = word_of("filled", Word)
 word_at = row_at(Word)  # (address of words, which one)

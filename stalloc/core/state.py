@@ -204,6 +204,11 @@ class DeviceState:
             return table[begin:end].copy()
         return table[np.arange(begin, max(begin, end)) % capacity]
 
+    def recorded_lives(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Action, address and bytes of the events [begin, end), as far as they are there: (m,) int64 each."""
+        events = self._events(begin, end)
+        return events["action"] & 0xFF, events["address"], events["requested_bytes"]
+
     def record_anew(self) -> None:
         """Forget what was recorded, and record from here on, as much as there is room for."""
         capacity = len(self.tables.events)

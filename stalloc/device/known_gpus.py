@@ -23,16 +23,22 @@ class VirtualGPU:
 
     name: str = "Virtual GPU"
     total_bytes: int = 80 << 30
-    """Memory that can be allocated, in bytes; nothing is set aside for a CUDA context."""
+    """Memory of the card, in bytes."""
     compute_capability: tuple[int, int] = (9, 0)
     num_devices: int = 1
     copy_limit_bytes: int | None = 1 << 20
     """Larger writes to device memory are skipped, so that its pages stay untouched; None makes every copy."""
     num_multiprocessors: int = 132
+    context_bytes: int = 0
+    """What each context takes of the memory as it is made; by default nothing is set aside for it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.total_bytes <= _MAX_BYTES:
             raise BadInputError(f"a GPU of {self.total_bytes:,} bytes is impossible: give a size up to 4 EiB.")
+        if not 0 <= self.context_bytes < self.total_bytes:
+            raise BadInputError(
+                f"a context of {self.context_bytes:,} bytes leaves nothing of {self.total_bytes:,}: give it less."
+            )
         if not 1 <= self.num_devices <= 64:
             raise BadInputError(f"{self.num_devices} devices are not possible: choose 1 to 64.")
         if self.copy_limit_bytes is not None and self.copy_limit_bytes < 0:
@@ -118,6 +124,11 @@ KNOWN_GPUS: dict[str, VirtualGPU] = {
 MEMORY_SOURCES: dict[str, str] = {key: source for key, *_, source in _CARDS}
 """Where the memory of each of KNOWN_GPUS is from."""
 DEFAULT_GPU = KNOWN_GPUS["H200"]
+
+
+def takes_what_is_free(total_bytes: int, reserved_bytes: int) -> bool:
+    """Whether a program that was given plenty took most of it, as only one does that goes by what is free."""
+    return total_bytes == PLENTY and reserved_bytes > PLENTY // 2
 
 
 def _plain(name: str) -> str:

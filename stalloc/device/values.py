@@ -22,7 +22,7 @@ LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a 
 _PLACES = ("device", "pin_memory")  # arguments that say where a result goes
 
 
-@dataclass
+@dataclass(init=False)
 class _Known:
     """The host's copy of what a storage on the GPU holds."""
 
@@ -30,7 +30,12 @@ class _Known:
     elements: Any  # a flat tensor of the host
     version: int | None
     certain: bool
-    made: bool = False  # by a followed function, be it of what is not certain
+    made: bool  # by a followed function, be it of what is not certain
+
+    # written out, since one that is generated is of no file, and torch.compile leaves files out (leave_uncompiled)
+    def __init__(self, keeper: Any, elements: Any, version: int | None, certain: bool, made: bool = False) -> None:
+        self.keeper, self.elements, self.version = keeper, elements, version
+        self.certain, self.made = certain, made
 
 
 class Values:

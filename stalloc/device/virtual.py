@@ -149,6 +149,7 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
     )
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
+    library.stalloc_virtual_set_context(ctypes.c_size_t(gpu.context_bytes))
     set_faults(library, os.environ.get(VARIABLE, ""))
     told = {"folder": str(Path(__file__).parents[2]), "gpu": asdict(gpu)}
     os.environ["STALLOC_VIRTUAL_GPU"] = json.dumps(told)  # of which inherited.py makes one

@@ -1,8 +1,9 @@
 """Building the virtual GPU's libraries: one that holds everything, and an empty one under each name NVIDIA uses.
 
-Contract: `build()` returns a directory whose libraries, loaded first, satisfy every NVIDIA library that the installed
-torch and CuPy ask for. It is built once per user and kept; its name is a hash of all that went into it, and it appears
-by one rename, so several processes may build at the same time. A C compiler is all that is needed, no CUDA headers.
+Contract: `build()` returns a directory whose libraries, loaded first, satisfy every NVIDIA library that torch, CuPy and
+the other installed extensions ask for. It is built once per user and kept; its name is a hash of all that went into it,
+and it appears by one rename, so several processes may build at the same time. A C compiler is all that is needed, no
+CUDA headers.
 
 The empty libraries carry the names (sonames) and version nodes that the loader checks; the symbols themselves are
 found in the one library, unversioned, which the loader accepts for any version (glibc: elf/dl-lookup.c, check_match).
@@ -13,19 +14,17 @@ that were built are loaded from it.
 
 import atexit
 import hashlib
-import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from stalloc.device.elf import ElfFile
+from stalloc.device.installed_extensions import Extensions, of_torch_and_cupy
 from stalloc.errors import SetupError
 from stalloc.notices import say
 from stalloc.private import check_private_file, private_folder, remove_old, user_cache
@@ -33,12 +32,6 @@ from stalloc.private import check_private_file, private_folder, remove_old, user
 MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
 _SOURCES = sorted(Path(__file__).parent.glob("virtual_*.[ch]"))
 _AT_START = Path(__file__).with_name("inherited.py")  # what new interpreters run
-_NVIDIA_LIBRARY = re.compile(
-    r"lib(cuda|cudart|cudnn|cublas|cufft|curand|cusolver|cusparse|cufile|cupti|cutensor|nv|nccl)"
-)
-_NVIDIA_SYMBOL = re.compile(
-    r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|curand|cusparse|cusolver|cutensor|p?nccl[A-Z]|nvshmem|nvrtc|nvJitLink|nvml)"
-)
 _SCRATCH = "building-"  # how the names of unfinished builds begin
 _ADVICE = "set XDG_CACHE_HOME to another directory"
 # Loaded by name at run time, so no file asks for them.
@@ -52,49 +45,35 @@ class Surface:
 
     symbols: tuple[str, ...]
     libraries: tuple[tuple[str, tuple[str, ...]], ...]
-
-    @property
-    def cuda_version(self) -> int:
-        """The CUDA version that suits it, as CUDA writes it: 13000, or 12080 where everything is built for CUDA 12."""
-        names = [name for name, _ in self.libraries]
-        return 12080 if "libcublas.so.12" in names and "libcublas.so.13" not in names else 13000
+    cuda_version: int
+    """That suits torch and CuPy, as CUDA writes it: 13000, or 12080 where they are built for CUDA 12."""
 
 
-def package_directory(name: str) -> Path | None:
-    """Where the package `name` is installed, without importing it; None if it is not."""
-    spec = importlib.util.find_spec(name)
-    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
-
-
-def _consumers() -> Iterator[Path]:
-    torch = package_directory("torch")
-    if torch is not None:
-        yield from sorted((torch / "lib").glob("lib*.so"))
-    for package in ("cupy", "cupy_backends"):
-        directory = package_directory(package)
-        if directory is not None:
-            yield from sorted(directory.rglob("*.so"))
+def _suiting(names: Collection[str]) -> int:
+    return 12080 if "libcublas.so.12" in names and "libcublas.so.13" not in names else 13000
 
 
 def scan() -> Surface:
-    """The surface of the torch and CuPy that are installed; they are read, not imported."""
+    """The surface of all that is installed; it is read, not imported, and only what has changed since the last time."""
     symbols: set[str] = set()
     libraries: dict[str, set[str]] = {name: set() for name in _ALWAYS}
-    for path in _consumers():
-        with ElfFile(path) as elf:
-            nvidia = [name for name in elf.needed_libraries() if _NVIDIA_LIBRARY.match(name)]
-            for name in nvidia:
-                libraries.setdefault(name, set())
-            for version, library in elf.needed_versions().values():
-                if library in libraries:
-                    libraries[library].add(version)
-            if nvidia:
-                for requirement in elf.requirements():
-                    if requirement.library in libraries or _NVIDIA_SYMBOL.match(requirement.name):
-                        symbols.add(requirement.name)
-    return Surface(
-        tuple(sorted(symbols)), tuple((name, tuple(sorted(versions))) for name, versions in sorted(libraries.items()))
-    )
+    try:
+        cache = private_folder(user_cache("extensions"), _ADVICE)
+    except (OSError, SetupError):
+        cache = None
+    extensions = Extensions(cache)
+    version = 0
+    for paths in (of_torch_and_cupy(), extensions.installed()):
+        for path in paths:
+            asked = extensions.asked(path)
+            if asked is not None:
+                symbols.update(asked.symbols)
+                for name, versions in asked.versions.items():
+                    libraries.setdefault(name, set()).update(versions)
+        version = version or _suiting(libraries)
+    extensions.keep()
+    named = tuple((name, tuple(sorted(versions))) for name, versions in sorted(libraries.items()))
+    return Surface(tuple(sorted(symbols)), named, version)
 
 
 def compiler() -> list[str] | None:

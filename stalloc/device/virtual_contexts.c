@@ -74,8 +74,9 @@ int context_make(int device) {
     if (gpu.num_devices == 0) return NO_DEVICE;
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
     int status = fault_of_number("device", device_on_machine(device));
-    if (status == SUCCESS) atomic_fetch_or(&contexts, 1ULL << device);
-    return status;
+    if (status != SUCCESS) return status;
+    bool is_new = !(atomic_fetch_or(&contexts, 1ULL << device) >> device & 1);
+    return is_new && gpu.context_bytes && !memory_charge(device, gpu.context_bytes) ? OUT_OF_MEMORY : SUCCESS;
 }
 
 int stalloc_virtual_is_initialised(void) { return atomic_load(&is_initialised); }

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from stalloc.device.elf import ElfFile
-from stalloc.device.virtual_build import package_directory
+from stalloc.device.installed_extensions import package_directory
 from stalloc.errors import SetupError
 
 _PREFIXES = (b"cuda", b"__cuda")

@@ -49,6 +49,8 @@ void stalloc_virtual_statistics(uint64_t out[NUM_COUNTS]) {
     for (int i = 0; i < NUM_COUNTS; i++) out[i] = counts[i];
 }
 
+void stalloc_virtual_set_context(size_t bytes) { gpu.context_bytes = bytes; }
+
 void stalloc_virtual_set_copy_limit(size_t bytes) { gpu.copy_limit_bytes = bytes; }
 
 void *find_function(const char *name) {

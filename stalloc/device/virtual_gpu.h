@@ -54,6 +54,7 @@ typedef struct {
     int num_devices;         // that the process sees
     int num_machine_devices;
     int cuda_version;        // 1000 * major + 10 * minor, of driver, runtime and compiler
+    size_t context_bytes;    // that each context takes as it is made
     size_t copy_limit_bytes; // larger writes to device memory are skipped, so its pages stay untouched
 } Configuration;
 

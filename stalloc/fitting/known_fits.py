@@ -18,6 +18,7 @@ from stalloc.fitting.trial_work import COMPARED_STEPS, TrialWork
 from stalloc.fitting.trials import Measured
 from stalloc.integrations.program_source import ProgramSource
 from stalloc.notices import say
+from stalloc.version import full_version
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
 
 def program_of(source: ProgramSource, gpu: str) -> Program:
     """What a fit of this program on a GPU of this name is of."""
-    from stalloc import __version__
-
     return Program(
         name=source.path.name if source.path.stem != "__main__" else source.name,
         content=sha256(source.content).hexdigest(),
         arguments=tuple(source.arguments),
         torch=_version("torch"),
-        stalloc=__version__,
+        stalloc=full_version(),
         gpu=gpu,
     )
 

@@ -24,6 +24,7 @@ class System:
 
 _SHARD = "stalloc shard --ranks N --way"
 _FIT, _SWAP = "stalloc fit --policy", "stalloc swap --budget SIZE"  # of a program, of a recording with --ops
+_EVICT = "stalloc evict --budget 0.5 --policy"  # of a recording with --ops
 SYSTEMS: tuple[System, ...] = (
     System("recompute", "stalloc", "operations and blocks, most bytes for a second first", "executes", "stalloc fit"),
     System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
@@ -66,9 +67,15 @@ SYSTEMS: tuple[System, ...] = (
     System(
         "roam", "ROAM", "another order of operations, laid out", "replays", "stalloc stats --order (after record --ops)"
     ),
-    System("dtr", "DTR", "evicts when memory is short", "not yet"),
-    System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
-    System("coop", "Coop", "evicts what frees a contiguous window", "not yet"),
+    System(
+        "dtr",
+        "DTR",
+        "evicts what costs least for its size and age, as memory is short",
+        "replays",
+        f"{_EVICT} dtr,dtr-eq,dtr-local",
+    ),
+    System("dte", "MegTaiChi", "the same, free neighbours counted (DTE; not DTP, TMA)", "replays", f"{_EVICT} dte"),
+    System("coop", "Coop", "evicts neighbours in memory that make room", "replays", f"{_EVICT} coop"),
     System(
         "offload-ratio",
         "Yuan et al.",

@@ -9,7 +9,10 @@ import threading
 from stalloc.core import constants
 from stalloc.device.capture import is_captured
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.warm_ups import WarmUps
 
+_KINDS_APART = constants.LASTING_BIT + 1  # the bit is not a part of their names
+_NONE = 0  # no kind of pool
 _UNTOLD = -2, -1  # torch's pools begin with 0, that of CuPy's captures is -1
 
 
@@ -20,6 +23,10 @@ class Captures:
         self._memory, self._state = memory, memory.state
         self.pools: dict[tuple[int, int], tuple[int, int]] = {}  #: torch's pool of graphs -> kind of pool, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._next_kind = constants.PRIVATE_KINDS
+        self._times_shared = 0  # declarations under way that no two new pools are used at once
+        self._shared_kind = _NONE  # of the pools that are new meanwhile
+        self._warm_ups = WarmUps(memory.state)
         self._untold_stream = 0  # that is captured without a word
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
@@ -27,13 +34,19 @@ class Captures:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until `end`."""
         me = threading.get_ident()
         with self._memory.lock:
+            self._warm_ups.look()
             kind, users = self.pools.get(graph_pool, (0, 0))
             if not self._counted.get(me):
-                if users == 0:
-                    unused = constants.PRIVATE_KINDS + len(self.pools)
-                    kind = self._spare_kinds[-1] if self._spare_kinds else unused
-                if users == 0 and self._spare_kinds:
-                    del self._spare_kinds[-1]
+                if users == 0 and self._shared_kind:
+                    kind = self._shared_kind
+                elif users == 0:
+                    kind = self._spare_kinds[-1] if self._spare_kinds else self._next_kind
+                    if self._spare_kinds:
+                        del self._spare_kinds[-1]
+                    else:
+                        self._next_kind += _KINDS_APART
+                    if self._times_shared:
+                        self._shared_kind = kind
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
             self._state.record.private_kind = kind
@@ -42,7 +55,40 @@ class Captures:
 
     def end(self) -> None:
         """The capture is over; what it allocated stays where it is."""
-        self._state.write(private_kind=0, capture_is_untold=0)
+        with self._memory.lock:
+            self._state.write(private_kind=0, capture_is_untold=0)
+            self._warm_ups.pass_over()
+
+    def place_plan(self, pool: int, size_bytes: int) -> bool:
+        """At a request (bytes, rounded): do what its planned place lacks; False if that is nothing.
+
+        The places get memory as they are asked for, since a capture may be unlike its warm-up. Where something lives in
+        the pool nothing is planned, since best fit uses what is free around it.
+        """
+        record, paging = self._state.record, self._memory.paging
+        if not record.capture_plan_length or self._state.heap.pool_kind(pool) != record.private_kind:
+            return False
+        if not record.capture_plan_base:
+            base = self._base(pool, int(record.capture_plan_bytes))
+            self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
+            return True
+        address = int(record.capture_plan_lacks)
+        if address:
+            self._state.write(capture_plan_lacks=0)
+            if not paging.fill(address, size_bytes):
+                self._state.write(capture_plan_length=0)
+        return address != 0
+
+    def _base(self, pool: int, size_bytes: int) -> int:
+        """Where a plan of so many bytes may begin; 0: nowhere."""
+        heap, memory = self._state.heap, self._memory
+        if not heap.is_idle(pool):
+            return 0
+        base = heap.find_place(pool, size_bytes)
+        if base or not memory.source.paged or memory.source.refusal:
+            return base
+        base = heap.find_range(pool, size_bytes)
+        return base or (heap.find_range(pool, size_bytes) if memory.paging.add_range(pool, size_bytes) else 0)
 
     def heed(self, captured_stream: int) -> None:
         """At a request on a stream that somebody captures, 0: on none: serve what follows as for a graph of torch.
@@ -67,8 +113,28 @@ class Captures:
                 if users > 1:
                     self.pools[graph_pool] = kind, users - 1
                 elif users == 1:
-                    self._state.heap.unpin_pools(kind)
+                    is_last = self._num_pools(kind) == 1
+                    if is_last:
+                        self._state.heap.unpin_pools(kind)
                     del self.pools[graph_pool]
-                    self._spare_kinds += (kind,)
+                    if is_last and kind != self._shared_kind:
+                        self._spare_kinds += (kind,)
                 self._counted[me] = True
         self._counted[me] = False
+
+    def begin_sharing(self) -> None:
+        """From here on all new pools are one, as the program says that no two of their graphs run at once."""
+        with self._memory.lock:
+            self._times_shared += 1
+
+    def end_sharing(self) -> None:
+        """New pools are apart again; those that were made meanwhile stay one."""
+        with self._memory.lock:
+            self._times_shared -= 1
+            if self._times_shared == 0:
+                kind, self._shared_kind = self._shared_kind, _NONE
+                if kind and not self._num_pools(kind):
+                    self._spare_kinds += (kind,)
+
+    def _num_pools(self, kind: int) -> int:
+        return sum(one == kind for one, _ in self.pools.values())

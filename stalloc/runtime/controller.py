@@ -138,7 +138,8 @@ class Controller:
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         if (
-            self.memory.free_deferred()
+            self.captures.place_plan(pool, size_bytes)
+            or self.memory.free_deferred()
             or self.lasting.ends_here(expects_marks=self.expects_marks)
             or self._aside.begins()
         ):
@@ -457,9 +458,12 @@ class Controller:
         """No marked step recurs: whether the last ones are the same in a good part, which is planned then."""
         from stalloc.lifespans.aligned_steps import AlignedSteps
 
-        trace = self.recording.regular_trace(decisions.first_aligned(len(self.recording.step_events) - 1))
+        num_steps = len(self.recording.step_events) - 1
+        trace = self.recording.regular_trace(decisions.first_aligned(num_steps))
         aligned = AlignedSteps(trace)
         if not decisions.is_static_enough(aligned.static_share):
+            if not decisions.may_align_some(num_steps):
+                return False
             aligned = AlignedSteps(trace, some=True)  # others may be of another length, or evaluate before they train
             if aligned.num_steps < 2 or not decisions.is_static_enough(aligned.static_share):
                 return False

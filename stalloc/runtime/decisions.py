@@ -99,6 +99,11 @@ def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
     return is_due and missed >= t.SOME_REQUESTS
 
 
+def may_align_some(steps: int) -> bool:
+    """Whether to align some of so many steps only: before, kinds of steps may not have come twice each yet."""
+    return steps >= t.MANY_STEPS
+
+
 def first_aligned(steps: int) -> int:
     """The first step of a record of so many that is aligned with those after it."""
     return max(0, steps - t.ALIGNED_STEPS)
@@ -341,6 +346,11 @@ def may_fill(peak_bytes: int, device_bytes: int) -> bool:
 def is_large_part(peak_bytes: int, device_bytes: int) -> bool:
     """Whether a peak is such a part of the device that a step which needs more than any before may fill it."""
     return t.MANY_SHARE * peak_bytes > device_bytes
+
+
+def is_planned_for_capture(requests: int) -> bool:
+    """Whether a warm-up of so many requests is planned, for which the capture after it waits."""
+    return 0 < requests <= t.MOST_CAPTURE_REQUESTS
 
 
 def range_bytes(size_bytes: int, device_bytes: int) -> int:

@@ -99,7 +99,7 @@ class Paging:
         for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
-                if not self._add_range(pool, size_bytes):
+                if not self.add_range(pool, size_bytes):
                     break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
@@ -129,7 +129,13 @@ class Paging:
         memory.unmap(address, size_bytes)
         return False
 
-    def _add_range(self, pool: int, size_bytes: int) -> bool:
+    def fill(self, address: int, size_bytes: int) -> bool:
+        """Map what a place in a segment lacks; False if there is no memory, or no row. While a graph is captured."""
+        lacking = self.range_of(address).lacking(address, address + size_bytes)
+        return self._has_room(_bytes_of(lacking)) and all(self._add_pages(*one) for one in lacking)
+
+    def add_range(self, pool: int, size_bytes: int) -> bool:
+        """Give a pool addresses without memory, for so many bytes at least; False if there are none, or no row."""
         span = whole_pages(decisions.range_bytes(size_bytes, self._memory.device.total_bytes))
         memory = self._source.reserve(span) or self._source.reserve(whole_pages(size_bytes))
         if memory is None:

@@ -35,7 +35,7 @@ class Shortage:
         """
         state, memory = self._state, self._memory
         kind = state.heap.pool_kind(pool)
-        if memory.source.paged and kind < constants.PRIVATE_KINDS:
+        if memory.source.paged:
             if self._grow(pool, size_bytes):
                 return True
             if not memory.source.refusal:

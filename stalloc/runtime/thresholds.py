@@ -46,6 +46,7 @@ FIRST_PLAN_SECONDS = 1.0  # until the first plan
 LATER_PLAN_SECONDS = 0.3  # at least, for what comes after it
 BUDGET_STEPS = 1_000  # whose share of the program's time is there to begin with
 PLANNING_SECONDS = 20e-6  # that a request takes to plan
+MOST_CAPTURE_REQUESTS = 1 << 14  # of a warm-up that is planned before its capture: 3.8 s where its requests are random
 MOST_PASSED_STEPS = 15  # steady steps in a row whose marks only the core notes, or are heard after one that was not
 
 # --- segments of the heap

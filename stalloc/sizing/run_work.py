@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from stalloc.device import VirtualGPU
 from stalloc.device.completion import Completion
+from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
@@ -39,6 +40,7 @@ class RunWork:
     under: Literal["native", "stalloc"] = "native"
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
     is_rank: bool = False  #: one of several, as the variables say
     completion: Completion = "at-once"  #: when its work is done
     num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
@@ -75,6 +77,7 @@ class _Run:
         self._refused: dict[str, Any] | None = None  # the history as it was when memory ran out last
         self._refused_at = UNKNOWN  # the line that the main thread was at then
         self._num_steps = 0
+        self._server: Any = None
         self._host: Any = None
 
     def perform(self, program: Callable[[], int]) -> None:
@@ -94,6 +97,11 @@ class _Run:
             most = MAX_EVENTS if work.keep_history else _RECENT_EVENTS
             self._history = NativeHistory(most, stacks=work.name_holders, out_of_memory=self._ran_out)
             self._history.begin()
+        if work.watch_server:
+            from stalloc.integrations.server_watch import ServerWatch
+
+            self._server = ServerWatch()
+            self._server.begin()
         if work.num_steps:
             after_import("torch", self._count_steps)
         self._host = virtual.host_use()
@@ -120,13 +128,16 @@ class _Run:
 
         process = process_told(self._host)
         devices, refused = self._peaks()
+        taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
+        taking = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
             "devices": devices,
-            "findings": virtual.findings(),
+            "findings": virtual.findings() | taking,
             "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
+            "server": self._server.told() if self._server is not None else None,
             "ran_out": self._place_and_holders() if code != 0 else None,
         }
         write_whole(self._folder / RESULT, json.dumps(told))

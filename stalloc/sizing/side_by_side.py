@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stalloc import device
+from stalloc.analysis.error_search import find_errors
 from stalloc.device import VirtualGPU
 from stalloc.errors import SetupError
 from stalloc.forked_child import ForkedChild, first_ended
@@ -54,6 +55,8 @@ class RunSeen:
     process: dict[str, Any] = field(default_factory=dict)
     """What the process took beside its allocators, as `process_memory` tells it."""
     ran_out: RanOut | None = None
+    server: dict[str, Any] | None = None
+    """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
     traces: list[Trace] = field(default_factory=list)
     """The whole program, of each device; empty where a replay of it would not be exact."""
 
@@ -129,7 +132,10 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         sys.stderr.write(child.output())
         raise SetupError(f"the program ({one.name}) ended before it could report: see its output above.")
     found = json.loads(file.read_text(encoding="utf-8"))
-    if found["exit_code"] != 0 and not found["out_of_memory"]:
+    server = found["server"]
+    # an engine that measures what is free says itself that it is too little, before the device has to
+    lacks_memory = found["out_of_memory"] or (server is not None and bool(find_errors(child.output())))
+    if found["exit_code"] != 0 and not lacks_memory:
         sys.stderr.write(child.output())
         raise SetupError(
             f"the program failed with code {found['exit_code']} ({one.name}), not for lack of memory: see its output "
@@ -142,6 +148,7 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         findings=found["findings"],
         process=found["process"],
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
+        server=server | {"output": child.output()} if server is not None else None,
         traces=_traces(child) if found["is_replayable"] else [],
     )
 

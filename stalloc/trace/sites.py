@@ -259,8 +259,8 @@ _ALLOCATOR = ("torch::unwind", "torch::CapturedTraceback", "torch::cuda::(anonym
 _LIBRARIES = re.compile(r"^/(torch|torch_npu|torchgen|functorch|triton|cupy|cupy_backends)/")
 _STANDARD = re.compile(r"/(lib/python3(\.\d+)?|torch/(nn|cuda|utils|optim|autograd|_\w+|distributed))/")
 _OURS = re.compile(
-    r"/stalloc/((analysis|cli|compaction|core|cost|device|fitting|guard|integrations|lifespans|planner|replay|runtime|"
-    r"sizing|techniques|trace|writers)/(\w+/)*\w+|imports|lazy|__main__)\.py$"
+    r"/stalloc/((analysis|cli|compaction|core|cost|device|fitting|guard|integrations|lifespans|planner|poison|replay|"
+    r"runtime|sandbox|sizing(?!/model_program)|sleeping|techniques|trace|writers)/(\w+/)*\w+|imports|lazy|__main__)\.py$"
 )
 _TORCH_FILES = re.compile(
     r"(module|functional|_tensor|_ops|container|conv|linear|batchnorm|normalization|pooling|activation|embedding|sparse|"

@@ -322,8 +322,8 @@ _SERVING = (
         "other-streams-blocks",
         "core/heap",
         "the last resort takes other streams' blocks",
-        "if pool_row.status == POOL_USED and pool_row.stream == stream:",
-        "if pool_row.status == POOL_USED:",
+        "if is_ours and pool_row.stream == stream:",
+        "if is_ours:",
     ),
     _rule(
         "exact-fit",

@@ -1,0 +1,37 @@
+"""vLLM of a Llama of 8B parameters without weights: profile, cache, graphs unless --eager, and four tokens.
+
+vllm_engine.py [--eager] [SETTINGS]     SETTINGS: arguments of vllm.LLM as JSON
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+from vllm import LLM, SamplingParams
+
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+words = [word for word in sys.argv[1:] if word != "--eager"]
+with tempfile.TemporaryDirectory() as folder:
+    (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": "--eager" in sys.argv}
+    engine = LLM(model=folder, disable_log_stats=True, **settings, **json.loads(words[0] if words else "{}"))
+    sampling = SamplingParams(max_tokens=4, detokenize=False, ignore_eos=True)
+    outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling)
+assert len(outputs[0].outputs[0].token_ids) == 4

@@ -1,0 +1,142 @@
+"""Replay eviction while a program runs: what it costs to stay under a budget by making things again.
+
+FILE is a recording by `stalloc record --ops`, of which the last whole step is replayed, or a log of the DTR simulator
+(one JSON object a line, plain or packed). Whenever a request does not fit, a policy chooses what is dropped; what is
+needed again later is computed again, from what is there or has to be computed again first.
+
+A budget is a share of the peak without one, such as 0.5, or a size, such as 12GiB; several are separated by commas.
+Without --policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts what is evicted around a
+storage, dtr-eq does so by equivalence classes, dtr-local does not; dte counts free memory beside it; coop evicts
+neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. dte and coop go
+by addresses, in a range of the budget's size; --places gives addresses to all policies. Nothing is moved to the host.
+
+overhead is the time of all calls over that without a budget; a replay that takes twice the time is given up. Times of a
+recording are those that were measured, else estimates for --gpu. "apart": storages evicted though enough bytes were
+free, but not next to each other; a replay that fails so ends as "fragmented". docs/eviction.md says what is a model.
+
+JSON: `files`, each with `file`, `device`, `peak_bytes`, `seconds` (null for a log) and `rows`: `policy`, `places`,
+`budget_bytes`, `ending` (complete, too long, out of memory, fragmented), `overhead` (null unless complete),
+`added_seconds`, `peak_bytes`, `evictions`, `evicted_bytes`, `recomputed_calls`, `recomputed_bytes`, `moved_bytes`,
+`extra_evictions`.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from stalloc.cli import EXIT_DONE
+from stalloc.cli.output import add_json_argument, file_label, table_console, wants_text, write_json
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.cost.gpu_rates import rates_of
+from stalloc.device import find_gpu, parse_memory
+from stalloc.errors import BadInputError
+from stalloc.eviction.scores import POLICIES
+from stalloc.figures import human_bytes, human_seconds
+
+_SHOWN = ("dtr", "dtr-eq", "dtr-local", "dte", "coop")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc evict`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="recording with operations, or log of the simulator")
+    parser.add_argument(
+        "--budget", required=True, metavar="B[,B]", help="shares of the peak, such as 0.5,0.7, or sizes, such as 12GiB"
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--policy", metavar="NAME[,NAME]", help=f"of {', '.join(POLICIES)}")
+    chosen.add_argument("--all", action="store_true", help="every policy")
+    parser.add_argument("--places", action="store_true", help="addresses for all policies, not only dte and coop")
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help="for estimated times (default: H100)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the policy random (default: 0)")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay each file under each budget."""
+    policies = _policies(args)
+    asked = [_budget(text) for text in args.budget.split(",")]
+    if not 0 <= args.seed < 1 << 31:
+        raise BadInputError(f"--seed is {args.seed}: give a number from 0 to {(1 << 31) - 1}.")
+    rates = rates_of(find_gpu(args.gpu).name)
+    from stalloc.eviction.programs import read_programs
+
+    told = []
+    for file in args.files:
+        with working(f"replaying {file_label(file)}"):
+            told += [_replay(args, file, program, policies, asked) for program in read_programs(file, rates)]
+    write_json(args, {"files": told})
+    if wants_text(args):
+        for one in told:
+            _print(one)
+    return EXIT_DONE
+
+
+def _policies(args: argparse.Namespace) -> list[str]:
+    if args.all:
+        return list(POLICIES)
+    names = args.policy.split(",") if args.policy else list(_SHOWN)
+    for name in names:
+        if name not in POLICIES:
+            raise BadInputError(f"--policy: there is no policy {name[:40]!r}: choose from {', '.join(POLICIES)}.")
+    return names
+
+
+def _budget(text: str) -> float | int:
+    """A share of the peak as a float, or bytes as an integer."""
+    try:
+        share = float(text)
+    except ValueError:
+        return parse_memory(text)
+    if not 0 < share <= 1:
+        raise BadInputError(
+            f"--budget: {text[:40]} is no share of the peak: give one above 0 up to 1, or a size such as 12GiB."
+        )
+    return share
+
+
+def _replay(
+    args: argparse.Namespace, file: str, program: Any, policies: list[str], asked: list[float | int]
+) -> dict[str, Any]:
+    from stalloc.eviction.replay import peak_of, replay
+
+    peak = peak_of(program.copied)
+    rows = []
+    for budget in asked:
+        num_bytes = int(budget * peak) if isinstance(budget, float) else budget
+        for name in policies:
+            source = program.in_place if name == "coop" else program.copied
+            made = dataclasses.asdict(replay(source, name, num_bytes, places=args.places, seed=args.seed))
+            made["ending"] = made["ending"].name.lower().replace("_", " ")
+            rows.append(made | {"places": args.places or POLICIES[name].by_place, "moved_bytes": 0})
+    ticks = program.copied.ticks_per_second
+    seconds = None if ticks is None else int(program.copied.op_ticks.sum()) / ticks
+    return {"file": file, "device": program.device, "peak_bytes": peak, "seconds": seconds, "rows": rows}
+
+
+def _print(told: dict[str, Any]) -> None:
+    console = table_console()
+    seconds = "" if told["seconds"] is None else f", est. {human_seconds(told['seconds'])} a step"
+    peak = human_bytes(told["peak_bytes"])
+    print_prose(console, f"{file_label(told['file'])}, device {told['device']}: {peak} at the peak{seconds}")
+    rows = [
+        [
+            human_bytes(one["budget_bytes"]),
+            POLICIES[one["policy"]].title,
+            f"{one['overhead']:.4f}" if one["overhead"] is not None else _ENDINGS[one["ending"]],
+            f"{one['evictions']:,}",
+            human_bytes(one["evicted_bytes"]),
+            f"{one['recomputed_calls']:,}",
+            human_bytes(one["recomputed_bytes"]),
+            f"{one['extra_evictions']:,}" if one["places"] else "",
+        ]
+        for one in told["rows"]
+    ]
+    columns = ("budget", "policy", "overhead", "evictions", "evicted", "calls again", "made again", "apart")
+    print_table(console, columns, rows, text_columns=2)
+    if any(one["ending"] == "out of memory" for one in told["rows"]):
+        told_why = "out of memory: what has to be there at once does not fit, whatever is evicted"
+        print_prose(console, told_why, indent="  ")
+
+
+_ENDINGS = {"too long": "over 2", "out of memory": "out of memory", "fragmented": "fragmented"}

@@ -1,0 +1,181 @@
+"""The snapshots of many ranks in one summary, for `stalloc stats`.
+
+Contract: a file that cannot be read is named with its reason, and the rest is summarised. Files are read one at a time
+by each process, which keeps the figures and forgets the trace.
+"""
+
+import argparse
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from multiprocessing import get_context
+from typing import Any
+
+from stalloc.analysis.rank_comparison import (
+    COMPARED,
+    Outlier,
+    RankComparison,
+    RankFigures,
+    Spread,
+    compare_ranks,
+    number_ranks,
+    rank_figures,
+)
+from stalloc.cli.output import command_text, table_console, wants_text, write_json
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_items, print_prose, print_table
+from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes, plural
+from stalloc.printable import printable
+from stalloc.trace import load_traces
+
+MOST_APART = 8  #: of so many files each is described by itself: eight ranks are the GPUs of one machine
+_FILES_A_PROCESS = 16  # whose reading is worth the second that a process takes to start
+_MAX_SHOWN = 12
+_Read = list[RankFigures] | str
+
+
+def run_ranks(args: argparse.Namespace) -> int:
+    """Summarise all files together. Raises BadInputError if none can be read."""
+    with working(f"reading {plural(len(args.files), 'file')}") as tell:
+        read = _read_all(args.files, args.align, tell)
+    ranks = [one for found in read if not isinstance(found, str) for one in found]
+    unread = {file: found for file, found in zip(args.files, read, strict=True) if isinstance(found, str)}
+    if not ranks:
+        raise BadInputError(f"none of {plural(len(args.files), 'file')} can be read: {next(iter(unread.values()), '')}")
+    ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.file, one.device))
+    compared = compare_ranks(ranks)
+    write_json(args, {"files": list(args.files)} | _entry(compared, unread))
+    if wants_text(args):
+        _print(compared, unread, len(args.files))
+    return 0
+
+
+def _read_all(files: Sequence[str], alignment: int, tell: Callable[[str], None]) -> list[_Read]:
+    """What each file says, in their order; a sentence for one that cannot be read."""
+    work = list(zip(files, number_ranks(files), strict=True))
+    num_processes = min(len(os.sched_getaffinity(0)), len(files) // _FILES_A_PROCESS)
+    if num_processes < 2:
+        return [_read(file, rank, alignment) for file, rank in work]
+    found: list[_Read] = [""] * len(files)
+    pool = ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_leave_interrupts_to_the_parent)
+    try:
+        places = {pool.submit(_read, file, rank, alignment): place for place, (file, rank) in enumerate(work)}
+        for done, future in enumerate(as_completed(places), 1):
+            place = places[future]
+            try:
+                found[place] = future.result()
+            except BrokenProcessPool:
+                found[place] = f"{files[place]}: the process that read files was killed: give fewer files at once."
+            tell(f"reading {plural(len(files), 'file')}, {done:,} read")
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _read(file: str, rank: int | None, alignment: int) -> _Read:
+    try:
+        return [rank_figures(file, rank, trace, alignment) for trace in load_traces(file, history=False)]
+    except BadInputError as error:
+        return str(error)
+
+
+def _entry(compared: RankComparison, unread: dict[str, str]) -> dict[str, Any]:
+    decides = compared.deciding
+    return {
+        "ranks": [asdict(one) for one in compared.ranks],
+        "spreads": {name: _spread_entry(name, spread) for name, spread in compared.spreads.items()},
+        "outliers": [
+            _who(one.rank) | {"figure": one.figure, "bytes": one.num_bytes, "median_bytes": one.median_bytes}
+            for one in compared.outliers
+        ],
+        "deciding": _who(decides) | {"used_share": decides.used_share} if decides else None,
+        "unread": unread,
+    }
+
+
+def _spread_entry(name: str, spread: Spread) -> dict[str, Any]:
+    return {
+        "least": _who(spread.least) | {"bytes": getattr(spread.least, name)},
+        "median_bytes": spread.median_bytes,
+        "most": _who(spread.most) | {"bytes": getattr(spread.most, name)},
+        "imbalance": spread.imbalance,
+    }
+
+
+def _who(one: RankFigures) -> dict[str, Any]:
+    return {"file": one.file, "rank": one.rank, "device": one.device}
+
+
+def _print(compared: RankComparison, unread: dict[str, str], num_files: int) -> None:
+    console = table_console()
+    ranks = compared.ranks
+    several = len({one.file for one in ranks}) < len(ranks)
+
+    def label(one: RankFigures) -> str:
+        return printable(f"{one.label}, device {one.device}" if several else one.label)
+
+    read = plural(num_files - len(unread), "rank")
+    more = f", {plural(len(ranks), 'device')}: some files tell of several" if several else ""
+    print_prose(console, f"{read} read{f' of {num_files:,} files' if unread else ''}{more}")
+    rows = [
+        (
+            COMPARED[name],
+            f"{human_bytes(getattr(spread.least, name))} ({label(spread.least)})",
+            human_bytes(spread.median_bytes),
+            f"{human_bytes(getattr(spread.most, name))} ({label(spread.most)})",
+            f"{spread.imbalance:.2f}" if spread.imbalance is not None else "-",
+        )
+        for name, spread in compared.spreads.items()
+    ]
+    console.print()
+    print_table(console, ("", "least", "median", "most", "most / median"), rows)
+    console.print()
+    print_items(console, [*_findings(compared, label), *_unread_lines(unread)], indent="")
+    if compared.deciding is not None:
+        console.print(f"\nNext: stalloc explain {command_text(compared.deciding.file)}")
+
+
+def _findings(compared: RankComparison, label: Callable[[RankFigures], str]) -> Iterator[tuple[str, str]]:
+    by_rank: dict[str, list[Outlier]] = {}
+    for one in compared.outliers:
+        by_rank.setdefault(label(one.rank), []).append(one)
+    for name, outliers in list(by_rank.items())[:_MAX_SHOWN]:
+        told = (f"{COMPARED[one.figure]} {_difference(one)}" for one in outliers)
+        yield "stands out", f"{name}: {'; '.join(told)}"
+    if len(by_rank) > _MAX_SHOWN:
+        yield "stands out", f"{len(by_rank) - _MAX_SHOWN:,} more ranks, which --json names"
+    if not by_rank:
+        yield "stands out", "no rank"
+    failed = [one for one in compared.ranks if one.out_of_memory_bytes is not None]
+    if failed:
+        names = "; ".join(label(one) for one in failed[:_MAX_SHOWN])
+        more = f" and {len(failed) - _MAX_SHOWN:,} more" if len(failed) > _MAX_SHOWN else ""
+        yield "out of memory", names + more
+    decides = compared.deciding
+    if decides is None:
+        return
+    peak = f"{label(decides)}, which has {human_bytes(decides.allocated_peak_bytes)} allocated at its peak"
+    if decides.used_share is not None and all(one.device_bytes for one in compared.ranks):
+        yield "largest batch", f"is decided by {peak}, {decides.used_share:.0%} of its device"
+    else:
+        yield "largest batch", f"is decided by {peak}, if all devices are of one size: the files do not tell"
+
+
+def _difference(one: Outlier) -> str:
+    away = one.num_bytes - one.median_bytes
+    return f"{human_bytes(one.num_bytes)}, {human_bytes(abs(away))} {'more' if away > 0 else 'less'} than the median"
+
+
+def _unread_lines(unread: dict[str, str]) -> list[tuple[str, str]]:
+    lines = [("not read", sentence) for sentence in list(unread.values())[:_MAX_SHOWN]]
+    if len(unread) > _MAX_SHOWN:
+        lines.append(("not read", f"{len(unread) - _MAX_SHOWN:,} more files, which --json names"))
+    return lines

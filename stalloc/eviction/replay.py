@@ -1,0 +1,523 @@
+"""Online eviction replayed: what a program takes under a budget if a policy evicts whenever something does not fit.
+
+Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
+Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
+locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
+is made again first, and so on down. A call that is repeated first locks those of its arguments that are there. The
+clock counts calls, first ones and repeated ones alike; a storage was used when a call that reads it begins, and when
+one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made again later, it
+stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program still holds at
+the end has to be there. A run that takes twice its time is given up.
+"""
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.compiled import inner, njit
+from stalloc.eviction.eviction_state import make_tables
+from stalloc.eviction.instructions import Instructions, Step
+from stalloc.eviction.places import choose_window, forget_place, free_beside, has_hole, put_in_place
+from stalloc.eviction.scores import (
+    POLICIES,
+    Around,
+    Candidate,
+    dtr,
+    largest_first,
+    least_recently_used,
+    local_cost,
+    memory_saved_per_second,
+    random_choice,
+    tensor_evicting,
+    window_cost,
+)
+
+LONGEST = 2.0  #: times of a run without a budget, from which on one is given up, as the paper's evaluation does
+
+
+class Ending(enum.IntEnum):
+    """How a replay ended."""
+
+    COMPLETE = 0
+    TOO_LONG = 1  #: it took LONGEST times as long as without a budget
+    OUT_OF_MEMORY = 2  #: nothing evictable was left, and the bytes were not there
+    FRAGMENTED = 3  #: nothing evictable was left, and the bytes were there, but not next to each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A policy under a budget."""
+
+    policy: str
+    budget_bytes: int
+    ending: Ending
+    overhead: float | None  #: time over that without a budget; None unless complete
+    peak_bytes: int
+    evictions: int  #: chosen by the policy, not counting what nobody held any more
+    evicted_bytes: int
+    recomputed_calls: int
+    recomputed_bytes: int  #: made again
+    extra_evictions: int  #: of those, chosen though enough bytes were free, but not next to each other
+    added_seconds: (
+        float | None
+    )  #: by calls that were repeated; None where the recording does not say how long they take
+
+
+_NAMES = tuple(POLICIES)
+_, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
+_NOTHING, _NEIGHBOURS, _CLASSES, _SOURCES = (int(one) for one in Around)
+_CONSTANT, _CALL, _HOLD, _LET_GO = (int(one) for one in Step)
+_COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)
+
+_dtr, _local, _lru, _size = inner()(dtr), inner()(local_cost), inner()(least_recently_used), inner()(largest_first)
+_msps, _random, _dte = inner()(memory_saved_per_second), inner()(random_choice), inner()(tensor_evicting)
+_coop = inner()(window_cost)
+
+
+def peak_of(program: Instructions) -> int:
+    """The most that a program has allocated without a budget, in bytes."""
+    return replay(program, "lru", None).peak_bytes
+
+
+def replay(
+    program: Instructions, policy: str, budget_bytes: int | None, *, places: bool = False, seed: int = 0
+) -> Replayed:
+    """Run a program under a budget; None: without one.
+
+    With `places` storages have addresses in a range of that many bytes, best fit, as policies that go by place always
+    have: what is free but not in one piece does not help then.
+    """
+    chosen = POLICIES[policy]
+    has_places = (places or chosen.by_place) and budget_bytes is not None
+    budget = int(budget_bytes) if budget_bytes is not None else 1 << 62
+    tables, counts = make_tables(program, classes=chosen.around == Around.CLASSES, seed=seed)
+    base = int(program.op_ticks.sum())
+    counts["budget"], counts["limit"] = budget, int(LONGEST * base)
+    counts["policy"], counts["around"] = _NAMES.index(policy), int(chosen.around)
+    counts["has_places"], counts["by_window"] = has_places, has_places and chosen.by_window
+    made_bytes = int(program.size[~program.is_constant].sum())
+    density = float(program.op_ticks[program.tensor_op[program.tensor_op >= 0]].sum()) / max(made_bytes, 1)
+    _run(tables, counts[0], program.step_kind, program.step_of, density)
+    told = counts[0]
+    ending = Ending(int(told["ending"]))
+    seconds = program.ticks_per_second
+    return Replayed(
+        policy=policy,
+        budget_bytes=budget,
+        ending=ending,
+        overhead=int(told["ticks"]) / base if ending == Ending.COMPLETE and base else None,
+        peak_bytes=int(told["peak"]),
+        evictions=int(told["evictions"]),
+        evicted_bytes=int(told["evicted_bytes"]),
+        recomputed_calls=int(told["recomputed"]),
+        recomputed_bytes=int(told["recomputed_bytes"]),
+        extra_evictions=int(told["extra_evictions"]),
+        added_seconds=None if seconds is None else (int(told["ticks"]) - base) / seconds,
+    )
+
+
+@inner()
+def _score(policy, one):
+    if policy <= _EQ:
+        return _dtr(one)
+    if policy == _LOCAL:
+        return _local(one)
+    if policy == _LRU:
+        return _lru(one)
+    if policy == _SIZE:
+        return _size(one)
+    if policy == _MSPS:
+        return _msps(one)
+    if policy == _DTE:
+        return _dte(one)
+    if policy == _COOP:
+        return _coop(one)
+    return _random(one)
+
+
+@inner()
+def _walk(t, c, storage, begin, edges, edge_op, since):
+    """The cost of evicted storages that lead on from one through evicted ones; not those that were seen `since`."""
+    c.stamp += 1
+    stack, total = 0, 0
+    t.rows[0].stack = storage
+    t.storages[storage].seen = c.stamp
+    stack = 1
+    while stack > 0:
+        stack -= 1
+        one = t.rows[stack].stack
+        for row in range(begin[one], begin[one + 1]):
+            other = edges[row]
+            if edge_op[row] > c.current or t.storages[other].resident or t.storages[other].is_constant:
+                continue
+            if t.storages[other].seen == c.stamp:
+                continue
+            if t.storages[other].seen < since:
+                total += t.storages[other].cost
+            t.storages[other].seen = c.stamp
+            t.rows[stack].stack = other
+            stack += 1
+    return total
+
+
+@inner()
+def _root(t, node):
+    while t.classes[node].parent != node:
+        t.classes[node].parent = t.classes[t.classes[node].parent].parent
+        node = t.classes[node].parent
+    return node
+
+
+@inner()
+def _classes_beside(t, c, storage, begin, edges, edge_op):
+    """The cost of the classes of direct neighbours on one side, each counted once under the current stamp."""
+    total = 0
+    for row in range(begin[storage], begin[storage + 1]):
+        other = edges[row]
+        if edge_op[row] <= c.current and t.storages[other].class_of >= 0:
+            root = _root(t, t.storages[other].class_of)
+            if t.classes[root].seen != c.stamp:
+                t.classes[root].seen = c.stamp
+                total += t.classes[root].cost
+    return total
+
+
+@inner()
+def _around(t, c, storage):
+    if c.around == _NOTHING:
+        return 0
+    if c.around == _CLASSES:
+        c.stamp += 1
+        total = _classes_beside(t, c, storage, t.source_begin, t.sources, t.source_op)
+        return total + _classes_beside(t, c, storage, t.user_begin, t.users, t.user_op)
+    first = c.stamp + 1
+    total = _walk(t, c, storage, t.source_begin, t.sources, t.source_op, first)
+    if c.around == _NEIGHBOURS:
+        total += _walk(t, c, storage, t.user_begin, t.users, t.user_op, first)
+    return total
+
+
+@inner()
+def _draw(c):
+    """The next number of a generator of Park and Miller: the same on every machine."""
+    c.random = (c.random * 48271) % 2147483647
+    return c.random / 2147483647.0
+
+
+@inner()
+def _score_of(t, c, storage):
+    age = max(c.clock - t.storages[storage].used, 1)
+    beside = 0
+    if c.policy == _DTE and c.has_places:
+        beside = free_beside(t, c, storage)
+    draw = 0.0
+    if c.policy == _RANDOM:
+        draw = _draw(c)
+    around = _around(t, c, storage)
+    return _score(
+        c.policy,
+        Candidate(
+            float(t.storages[storage].cost),
+            float(around),
+            float(t.storages[storage].size),
+            float(age),
+            float(beside),
+            draw,
+        ),
+    )
+
+
+@inner()
+def _join_pool(t, c, storage):
+    t.storages[storage].before = c.last
+    t.storages[storage].behind = -1
+    if c.last >= 0:
+        t.storages[c.last].behind = storage
+    else:
+        c.first = storage
+    c.last = storage
+    t.storages[storage].in_pool = True
+
+
+@inner()
+def _leave_pool(t, c, storage):
+    if not t.storages[storage].in_pool:
+        return
+    before, behind = t.storages[storage].before, t.storages[storage].behind
+    if before >= 0:
+        t.storages[before].behind = behind
+    else:
+        c.first = behind
+    if behind >= 0:
+        t.storages[behind].before = before
+    else:
+        c.last = before
+    t.storages[storage].in_pool = False
+
+
+@inner()
+def _lock(t, c, storage):
+    t.storages[storage].locks += 1
+    _leave_pool(t, c, storage)
+
+
+@inner()
+def _unlock(t, c, storage):
+    t.storages[storage].locks -= 1
+    if t.storages[storage].locks == 0 and t.storages[storage].resident and not t.storages[storage].is_constant:
+        _join_pool(t, c, storage)
+
+
+@inner()
+def _join_classes(t, c, storage, begin, edges, edge_op):
+    for row in range(begin[storage], begin[storage + 1]):
+        other = edges[row]
+        if edge_op[row] <= c.current and t.storages[other].class_of >= 0:
+            one, two = _root(t, t.storages[storage].class_of), _root(t, t.storages[other].class_of)
+            if one != two:
+                t.classes[one].parent = two
+                t.classes[two].cost += t.classes[one].cost
+
+
+@inner()
+def _free(t, c, storage):
+    """An allocated storage is evicted, by choice or since nobody holds it."""
+    _leave_pool(t, c, storage)
+    t.storages[storage].resident = False
+    c.allocated -= t.storages[storage].size
+    t.storages[storage].version += 1  # its tensors are gone
+    if c.has_places:
+        forget_place(t, c, storage)
+    if c.around == _CLASSES and c.num_classes < len(t.classes):
+        node = c.num_classes
+        c.num_classes += 1
+        t.classes[node].parent, t.classes[node].cost, t.storages[storage].class_of = (
+            node,
+            t.storages[storage].cost,
+            node,
+        )
+        t.storages[storage].class_share = t.storages[storage].cost
+        _join_classes(t, c, storage, t.source_begin, t.sources, t.source_op)
+        _join_classes(t, c, storage, t.user_begin, t.users, t.user_op)
+
+
+@inner()
+def _evict(t, c, storage, is_extra):
+    c.evictions += 1
+    c.evicted_bytes += t.storages[storage].size
+    c.extra_evictions += is_extra
+    _free(t, c, storage)
+
+
+@inner()
+def _choose(t, c):
+    """The evictable storage of the lowest score; the last of equals. -1 if there is none."""
+    best, lowest = -1, 0.0
+    one = c.first
+    while one >= 0:
+        if t.storages[one].size > 0:
+            score = _score_of(t, c, one)
+            if best < 0 or score <= lowest:
+                best, lowest = one, score
+        one = t.storages[one].behind
+    return best
+
+
+@inner()
+def _evict_window(t, c, size):
+    """Evict neighbours in memory, which leave one hole of the size. False if there are none."""
+    for row in range(c.num_placed):
+        storage = t.rows[row].placed
+        t.storages[storage].window_cost = _score_of(t, c, storage) if t.storages[storage].in_pool else np.inf
+    num = choose_window(t, c, size)
+    for row in range(num):
+        _evict(t, c, t.rows[row].window, c.budget - c.allocated >= size and row == 0)
+    return num > 0
+
+
+@inner()
+def _make_hole(t, c, size):
+    """Evict until there is a hole for a storage; False after a failure, which is noted."""
+    while not has_hole(t, c, size):
+        is_there = c.budget - c.allocated >= size
+        if c.by_window:
+            done = _evict_window(t, c, size)
+        else:
+            chosen = _choose(t, c)
+            done = chosen >= 0
+            if done:
+                _evict(t, c, chosen, is_there)
+        if not done:
+            c.ending = _FRAGMENTED if is_there else _OUT_OF_MEMORY
+            return False
+    return True
+
+
+@inner()
+def _make_room(t, c, needed):
+    """Evict until so many bytes are free; False after a failure, which is noted."""
+    while c.allocated + needed > c.budget:
+        chosen = _choose(t, c)
+        if chosen < 0:
+            c.ending = _OUT_OF_MEMORY
+            return False
+        _evict(t, c, chosen, False)
+    return True
+
+
+@inner()
+def _allocate(t, c, storage, density):
+    """A storage is there from now on; False after a failure. Without places the room was made before."""
+    if c.has_places and t.storages[storage].size > 0:
+        if not _make_hole(t, c, t.storages[storage].size):
+            return False
+        from_top = (
+            c.by_window
+            and not t.storages[storage].is_constant
+            and t.storages[storage].cost > density * t.storages[storage].size
+        )
+        put_in_place(t, c, storage, from_top)
+    t.storages[storage].resident = True
+    c.allocated += t.storages[storage].size
+    c.peak = max(c.peak, c.allocated)
+    if c.around == _CLASSES and t.storages[storage].class_of >= 0:
+        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].class_share
+        t.storages[storage].class_of = -1
+    return True
+
+
+@inner()
+def _is_made(t, tensor):
+    storage = t.tensors[tensor].storage
+    return t.storages[storage].is_constant or (
+        t.storages[storage].resident and t.tensors[tensor].made_in == t.storages[storage].version
+    )
+
+
+@inner()
+def _make_outputs(t, c, op, is_first, density):
+    """A call whose arguments are there and locked; False after a failure."""
+    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
+        t.storages[t.tensors[t.arguments[row].tensor].storage].used = c.clock
+    low, high = t.operations[op].out_begin, t.operations[op + 1].out_begin
+    needed = t.operations[op].work_bytes
+    for row in range(low, high):
+        storage = t.tensors[t.outs[row]].storage
+        if not t.tensors[t.outs[row]].is_view and not t.storages[storage].resident:
+            needed += t.storages[storage].size
+    if (not c.has_places or t.operations[op].work_bytes > 0) and not _make_room(t, c, needed):
+        return False
+    for row in range(low, high):
+        tensor = t.outs[row]
+        storage = t.tensors[tensor].storage
+        if not t.tensors[tensor].is_view and not t.storages[storage].resident:
+            t.storages[storage].locks += 1
+            if not _allocate(t, c, storage, density):
+                return False
+            t.storages[storage].fresh = True
+            if not is_first:
+                c.recomputed_bytes += t.storages[storage].size
+        t.tensors[tensor].made_in = t.storages[storage].version
+    c.peak = max(c.peak, c.allocated + t.operations[op].work_bytes)
+    c.clock += t.operations[op].ticks
+    c.ticks += t.operations[op].ticks
+    c.recomputed += not is_first
+    if c.ticks > c.limit:
+        c.ending = _TOO_LONG
+        return False
+    for row in range(low, high):
+        t.storages[t.tensors[t.outs[row]].storage].used = c.clock
+    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
+        _unlock(t, c, t.tensors[t.arguments[row].tensor].storage)
+        t.arguments[row].is_locked = False
+    for row in range(low, high):
+        storage = t.tensors[t.outs[row]].storage
+        if t.storages[storage].fresh:
+            t.storages[storage].fresh = False
+            _unlock(t, c, storage)
+    return True
+
+
+@inner()
+def _lock_those_there(t, c, op):
+    """Before arguments of a repeated call are made again: the others must not be evicted for them."""
+    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
+        if _is_made(t, t.arguments[row].tensor):
+            _lock(t, c, t.tensors[t.arguments[row].tensor].storage)
+            t.arguments[row].is_locked = True
+
+
+@inner()
+def _perform(t, c, op, is_first, density):
+    """A call, after all that has to be made again for it; False after a failure."""
+    depth = 1
+    t.operations[0].frame_op, t.operations[0].frame_row = op, t.operations[op].arg_begin
+    while depth > 0:
+        one, row = t.operations[depth - 1].frame_op, t.operations[depth - 1].frame_row
+        if row == t.operations[one + 1].arg_begin:
+            depth -= 1
+            if not _make_outputs(t, c, one, is_first and depth == 0, density):
+                return False
+            continue
+        t.operations[depth - 1].frame_row = row + 1
+        if t.arguments[row].is_locked:
+            continue
+        tensor = t.arguments[row].tensor
+        _lock(t, c, t.tensors[tensor].storage)
+        t.arguments[row].is_locked = True
+        if not _is_made(t, tensor):
+            maker = t.tensors[tensor].op
+            t.operations[depth].frame_op, t.operations[depth].frame_row = maker, t.operations[maker].arg_begin
+            depth += 1
+            _lock_those_there(t, c, maker)
+    return True
+
+
+@inner()
+def _begin_call(t, c, op):
+    """What the operation adds to the cost of the storages that it puts something into."""
+    c.current = op
+    for row in range(t.operations[op].out_begin, t.operations[op + 1].out_begin):
+        t.storages[t.tensors[t.outs[row]].storage].cost += t.operations[op].ticks
+
+
+@inner()
+def _end(t, c, density):
+    """What the program still holds has to be there at once."""
+    for tensor in range(len(t.tensors)):
+        if t.tensors[tensor].held > 0:
+            _lock(t, c, t.tensors[tensor].storage)
+    for tensor in range(len(t.tensors)):
+        if (
+            t.tensors[tensor].held > 0
+            and not _is_made(t, tensor)
+            and not _perform(t, c, t.tensors[tensor].op, False, density)
+        ):
+            return
+
+
+@njit(nogil=True)
+def _run(t, c, step_kind, step_of, density):
+    """Follow all steps; what came of it is in the counts."""
+    for row in range(len(step_kind)):
+        kind, of = step_kind[row], step_of[row]
+        if kind == _CALL:
+            _begin_call(t, c, of)
+            if not _perform(t, c, of, True, density):
+                return
+        elif kind == _HOLD:
+            t.tensors[of].held += 1
+            t.storages[t.tensors[of].storage].names += 1
+        elif kind == _LET_GO:
+            storage = t.tensors[of].storage
+            t.tensors[of].held -= 1
+            t.storages[storage].names -= 1
+            if t.storages[storage].names == 0 and t.storages[storage].resident and t.storages[storage].locks == 0:
+                _free(t, c, storage)
+        elif kind == _CONSTANT:
+            if not c.has_places and not _make_room(t, c, t.storages[of].size):
+                return
+            if not _allocate(t, c, of, density):
+                return
+    _end(t, c, density)

@@ -1,0 +1,102 @@
+"""What is known of a capture before it begins, from the warm-up: engines run a step once before they capture it.
+
+Contract: a wrong guess costs memory, never correctness. The warm-up's requests are planned, and the capture's get
+these places, by size and order. What outlives a capture is apart: a size of which nothing was ever freed is taken to
+last, as the workspace that a library makes once does. All of it is known as far as requests are recorded, which they
+are while stalloc looks for steps; without a record a capture is served best fit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, ALIGNMENT
+from stalloc.core.records import CaptureEntry, table
+from stalloc.core.state import DeviceState
+from stalloc.runtime.decisions import is_planned_for_capture
+
+
+class Requests(NamedTuple):
+    """Requests in order: bytes (rounded), and the events [start, end) between which each lived; (n,) each."""
+
+    size: Column
+    start: Column
+    end: Column
+
+
+def last_run(action: Column, address: Column, size: Column) -> Requests:
+    """The run in the events (m,) that has most requests, the last of equals: some of its requests live all along.
+
+    What was not freed is no part of it.
+    """
+    events = np.flatnonzero((action == ACTION_ALLOC) | (action == ACTION_FREE_COMPLETED))
+    events = events[np.argsort(address[events], kind="stable")]
+    begins, ends = events[:-1], events[1:]
+    pairs = (address[begins] == address[ends]) & (action[begins] == ACTION_ALLOC) & (action[ends] != ACTION_ALLOC)
+    start, end = begins[pairs], ends[pairs]
+    order = np.argsort(start)
+    start, end = start[order], end[order]
+    if len(start) == 0:
+        return Requests(start, start, start)
+    is_first = np.append(True, start[1:] > np.maximum.accumulate(end)[:-1])
+    first = np.flatnonzero(is_first)
+    length = np.diff(np.append(first, len(start)))
+    chosen = len(length) - 1 - int(np.argmax(length[::-1]))
+    part = slice(first[chosen], first[chosen] + length[chosen])
+    return Requests(size[start[part]], start[part], end[part])
+
+
+class WarmUps:
+    """Of one device."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._requested: set[int] = set()  # sizes, bytes rounded as the core does it
+        self._freed: set[int] = set()
+        self._begin = 0  # the first event that was not looked at
+        self._sizes = np.empty(0, np.int64)  # which the core reads
+        self._entries = table(CaptureEntry, 1)
+
+    def look(self) -> None:
+        """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
+        action, address, size = self._unseen()
+        self._requested.update(np.unique(size[action == ACTION_ALLOC]).tolist())
+        self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
+        sizes = np.array(sorted(self._requested - self._freed), np.int64)
+        self._state.write(lasting_sizes=sizes.ctypes.data, num_lasting_sizes=len(sizes))
+        self._sizes = sizes
+        self._plan(last_run(action, address, size))
+
+    def pass_over(self) -> None:
+        """A capture is over: what it requested is no warm-up of the next one."""
+        self._state.write(capture_plan_length=0, num_lasting_sizes=0)
+        action, _, size = self._unseen()
+        self._requested.update(np.unique(size[action == ACTION_ALLOC]).tolist())
+        self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
+
+    def _unseen(self) -> tuple[Column, Column, Column]:
+        """Action, address and rounded bytes of the events that were not looked at."""
+        end = int(self._state.record.num_events)
+        begin = self._begin if self._begin <= end else 0  # it began anew
+        action, address, size = self._state.recorded_lives(begin, end)
+        self._begin = end
+        return action, address, (size + (ALIGNMENT - 1)) & -ALIGNMENT
+
+    def _plan(self, run: Requests) -> None:
+        self._state.write(capture_plan_length=0)
+        if not is_planned_for_capture(len(run.size)):
+            return
+        from stalloc.planner.layout import plan_arrays
+
+        layout = plan_arrays(run.start, run.end, run.size, alignment=ALIGNMENT)
+        entries = table(CaptureEntry, len(run.size))
+        entries["size_bytes"], entries["offset"] = run.size, layout.offset
+        self._entries = entries
+        self._state.write(
+            capture_plan=entries.ctypes.data,
+            capture_plan_length=len(entries),
+            capture_plan_bytes=layout.peak_bytes,
+            capture_plan_base=0,
+            capture_plan_lacks=0,
+        )

@@ -1,0 +1,23 @@
+"""Where along a row of runs something stops being enough.
+
+Contract: of the answer it was seen to be enough, and of the one after it that it is not; in between nothing is left
+out. That is the last one that is enough if more never comes after less, which holds for tokens in a cache where the
+program's weights and activations grow with the value, or the cards are in the order of their memory.
+"""
+
+from collections.abc import Callable, Sequence
+
+
+def last_enough(num: int, enough: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+    """The last of `num` places that is enough, -1 if the first is not; `enough` tries several places side by side."""
+    low, high = -1, num
+    while high - low > 1:
+        third = max((high - low) // 3, 1)
+        places = sorted({low + third, high - third} - {low, high})
+        for place, is_enough in zip(places, enough(places), strict=True):
+            if is_enough:
+                low = max(low, place)
+            else:
+                high = min(high, place)
+                break
+    return low
