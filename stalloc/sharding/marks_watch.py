@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from stalloc.sharding.step_marks import Mark, MarkKind, Parameter, StepMarks
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.sharding import units_within
 
 WATCHED_STEP = 2  #: from 0: the first makes the state, the second has found it made
 
@@ -52,6 +53,7 @@ class StepWatch:
         if number:
             return
         self._model, self._before = model, live_bytes()
+        blocks = units_within(model, blocks)
         self._units = [*((block.name, block.module) for block in blocks), ("", model)]
         self._parameters = [
             (name, unit, one) for unit, owned in enumerate(units_of(model, blocks)) for name, one in owned

@@ -88,7 +88,7 @@ class Sharding:
         names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
         former = {name: weakref.ref(one) for name, one in model.named_parameters()}
         held = layout.parameters if 1 < layout.parameters < layout.state else layout.parameters == layout.state
-        for block in blocks:
+        for block in units_within(model, blocks):
             fully_shard(block.module, mesh=mesh, reshard_after_forward=held)
         fully_shard(model, mesh=mesh)
         parts = dict(model.named_parameters(remove_duplicate=False))
@@ -114,6 +114,12 @@ class Sharding:
         if self.layout.state > 1:
             group = _group(self.layout, self.num_ranks)
             self._divided = [_divide(optimizer, group) for optimizer in self._optimizers]
+
+
+def units_within(model: Any, blocks: list[Block]) -> list[Block]:
+    """The blocks that are modules of the model: rows of layers that it was cut into are none, so FSDP2 cannot see them."""
+    modules = {id(one) for one in model.modules()}
+    return [block for block in blocks if id(block.module) in modules]
 
 
 def _is_own(optimizer: Any) -> bool:
