@@ -15,6 +15,7 @@ QUICK: dict[str, list[str]] = {
     "budget": ["--quick", "--only", "accumulated"],
     "budget_epochs": ["--quick"],
     "capacity": ["--quick", "--device", "virtual", "--size", "tiny"],
+    "cap": ["--only", "tree"],
     "convolutions": ["--only", "no network"],
     "cost": [],
     "first_use": ["--only", "starts", "--repeats", "1"],
@@ -35,8 +36,9 @@ QUICK: dict[str, list[str]] = {
     "tiers": ["--quick", "--only", "page"],
     "values": ["--size", "tiny", "--pairs", "1"],
 }
-#: by tests of their own (test_fidelity.py has recordings, test_bench_paper.py runs a step), and what needs a GPU
-ELSEWHERE = {"ablate", "fidelity", "kernels", "mutate", "paper"}
+#: by tests of their own (test_fidelity.py has recordings, test_bench_paper.py runs a step, test_shard_ranks.py ranks),
+#: and what needs a GPU
+ELSEWHERE = {"ablate", "fidelity", "kernels", "mutate", "paper", "shard"}
 NEEDS_TRACES = ("cost", "replay")
 
 

@@ -25,7 +25,7 @@ GROUPS = {
     "look at a recording": ("stats", "top", "explain", "report", "timeline", "live"),
     "predict": ("dryrun", "simulate", "plan", "swap", "evict"),
     "run": ("run", "record"),
-    "fit into a budget": ("fit", "policies"),
+    "fit into a budget": ("fit", "shard", "policies"),
     "guard": ("diff",),
     "more": ("mcp", "validate", "convert", "info", "bench"),
 }

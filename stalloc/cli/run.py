@@ -64,6 +64,7 @@ from stalloc.sandbox import Ended
 
 if TYPE_CHECKING:
     from stalloc.fitting.capping import Cap
+    from stalloc.integrations import Settings
     from stalloc.runtime import Runtime
     from stalloc.trace import Trace
 
@@ -73,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
     add_budget_arguments(parser)
     add_cap_arguments(parser)
+    parser.add_argument(
+        "--shard",
+        metavar="NAME",
+        help="under torchrun, divide model and optimizer over the ranks: zero-3 or another way of stalloc shard",
+    )
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
     parser.add_argument(
         "--observe-steps",
@@ -141,6 +147,8 @@ def run(args: argparse.Namespace) -> int:
         form = format_of(Path(args.report), None)
         check_writable(args.report)
     capped = wanted_cap(args)
+    if args.shard:
+        _shard(args)
     held = prepare(args, command, gpu) if args.budget or args.fit else None
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
@@ -175,6 +183,19 @@ class _Ran:
     runtime: "Runtime | None"  # None: the program has not used CUDA
 
 
+def _settings(args: argparse.Namespace) -> "Settings":
+    """What the options say of the runtime."""
+    from stalloc.integrations import Settings
+
+    return Settings(
+        observe_steps=args.observe_steps,
+        streams=args.streams,
+        arena="pool" if args.arena == "pool" else "pages",
+        call_sites=args.stacks or bool(args.report),
+        keep_recording=bool(args.report),
+    )
+
+
 def _run_here(
     args: argparse.Namespace,
     command: list[str],
@@ -185,18 +206,11 @@ def _run_here(
     """Run the program in this process, and report."""
     from stalloc import integrations
     from stalloc.integrations import plan_cache
+    from stalloc.integrations.installing import read_plan_file
 
     held = limit if isinstance(limit, Held) else None
     capped = limit if isinstance(limit, Capped) else None
-    from stalloc.integrations.installing import read_plan_file
-
-    settings = integrations.Settings(
-        observe_steps=args.observe_steps,
-        streams=args.streams,
-        arena="pool" if args.arena == "pool" else "pages",
-        call_sites=args.stacks or bool(args.report),
-        keep_recording=bool(args.report),
-    )
+    settings = _settings(args)
     # what is wrong with the file is said before the program begins, which may write another one in its place
     plans = read_plan_file(args.plan) if args.plan else None
     keeps = limit is None and not args.plan and not args.save_plan and not args.observe_steps
@@ -238,6 +252,25 @@ def _run_here(
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     return _Ran(result, runtime)
+
+
+def _shard(args: argparse.Namespace) -> None:
+    """Divide the program over the ranks of torchrun, once it has imported torch."""
+    from stalloc.imports import after_import
+    from stalloc.techniques.shard_settings import parse_way
+
+    if args.budget or args.fit:
+        raise BadInputError("--shard and --budget exclude each other: `stalloc shard --budget` finds a way that fits.")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise BadInputError("--shard is for ranks: torchrun --nproc-per-node 8 -m stalloc run --shard zero-3 train.py")
+    way = parse_way(args.shard, int(os.environ["WORLD_SIZE"]))
+
+    def begin() -> None:
+        from stalloc.techniques.sharding import shard_program
+
+        shard_program(way)
+
+    after_import("torch", begin)
 
 
 def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class System:
     where: str = ""  #: what to type
 
 
+_SHARD = "stalloc shard --ranks N --way"
 _FIT, _SWAP = "stalloc fit --policy", "stalloc swap --budget SIZE"  # of a program, of a recording with --ops
 _EVICT = "stalloc evict --budget 0.5 --policy"  # of a recording with --ops
 SYSTEMS: tuple[System, ...] = (
@@ -136,11 +137,35 @@ SYSTEMS: tuple[System, ...] = (
     System("smart-infinity", "Smart-Infinity", "updates in drives that compute", "reports", _SWAP),
     System("lohan", "LoHan", "how many activations to swap to the host, no disk", "replays", _SWAP),
     System("moe-cache", "MoESys", "a cache of experts for inference, by use", "in part", "stalloc.cache_experts"),
-    System("zero-1…3", "ZeRO", "state, gradients, weights over ranks", "not yet"),
-    System("fsdp", "PyTorch FSDP", "units of weights over ranks", "emulates", "stalloc dryrun --ranks N"),
-    System("zero++", "ZeRO++", "a second copy within a node", "not yet"),
-    System("mics", "MiCS", "groups of ranks", "not yet"),
-    System("paro", "PaRO", "all ways to share over groups", "not yet"),
-    System("amsp", "AMSP", "a search among those", "not yet"),
-    System("rtp", "RTP", "weights that rotate", "not yet"),
+    System("zero-1…3", "ZeRO", "state, gradients, weights over ranks", "executes", f"{_SHARD} zero-1, zero-2, zero-3"),
+    System("fsdp", "PyTorch FSDP", "units of weights over ranks", "executes", f"{_SHARD} zero-3"),
+    System(
+        "zero++",
+        "ZeRO++",
+        "a second copy within a node; the quantised gather is stalloc.techniques.quantised_gather, by itself",
+        "in part",
+        f"{_SHARD} hpz:K",
+    ),
+    System("mics", "MiCS", "groups of ranks", "executes", f"{_SHARD} mics:K"),
+    System(
+        "paro",
+        "PaRO",
+        "all 14 triples are costed; those that PyTorch has something for run",
+        "in part",
+        "stalloc shard --ranks N --per-node K",
+    ),
+    System(
+        "amsp",
+        "AMSP",
+        "the cheapest triple under a cap, among those that run",
+        "in part",
+        "stalloc shard --ranks N --factors all --budget SIZE",
+    ),
+    System(
+        "rtp",
+        "RTP",
+        "weights that rotate, of linear layers",
+        "in part",
+        "stalloc.techniques.rotated_linear.RotatedLinear",
+    ),
 )

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,8 +28,22 @@ from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewher
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.transfers import Transfers, phase
 
-if TYPE_CHECKING:
-    from stalloc.techniques.late_checkpoint import Region
+
+class Region(Protocol):
+    """One call of a block, which can compute again what it saved."""
+
+    @property
+    def may_be_dropped(self) -> bool:
+        """Whether what it saved may be let go of."""
+        ...
+
+    def seconds_to_recompute(self) -> float:
+        """What dropping more of it costs."""
+        ...
+
+    def recompute(self) -> None:
+        """Make what was dropped."""
+        ...
 
 
 @dataclass
@@ -239,7 +253,7 @@ _thread = _Thread()
 class _Lot:
     """What goes together. Members that are in the host already are let go of in either way."""
 
-    region: "Region | None"  #: None: it cannot be dropped
+    region: Region | None  #: None: it cannot be dropped
     members: "list[Saved]"
     score: float
     is_dropped: bool  #: rather than moved

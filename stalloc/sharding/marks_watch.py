@@ -1,0 +1,173 @@
+"""Records the marks of one step of a program that is not sharded, in the process that runs it.
+
+Contract: the program computes what it would; peaks of torch's statistics are begun anew at every mark. The step is one
+that makes no optimizer state. Source of what is marked: the hooks of FSDP2 (torch.distributed.fsdp.fully_shard).
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from stalloc.sharding.step_marks import Mark, MarkKind, Parameter, StepMarks
+from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.sharding import units_within
+
+WATCHED_STEP = 2  #: from 0: the first makes the state, the second has found it made
+
+
+class StepWatch:
+    """To be made before the program makes its model."""
+
+    def __init__(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.num_steps = 0
+        self._model: Any = None
+        self._optimizer: Any = None
+        self._units: list[tuple[str, Any]] = []
+        self._parameters: list[tuple[str, int, Any]] = []
+        self._marks: list[Mark] = []
+        self._before = (0, 0)
+        self._is_ending = False  # a backward pass of which the end will be marked
+        self._entered: set[int] = set()
+        when_models_appear(self._appeared)
+        register_optimizer_step_pre_hook(self._update)
+        register_optimizer_step_post_hook(self._updated)
+
+    def told(self) -> StepMarks:
+        """What was recorded."""
+        state = getattr(self._optimizer, "state", {})
+        return StepMarks(
+            units=tuple(name for name, _ in self._units),
+            parameters=tuple(_parameter(name, unit, one, state.get(one, {})) for name, unit, one in self._parameters),
+            marks=tuple(self._marks),
+            before_bytes=self._before[0],
+            before_peak_bytes=self._before[1],
+            block_kind=type(self._units[0][1]).__name__ if len(self._units) > 1 else "",
+        )
+
+    def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:
+        if number:
+            return
+        self._model, self._before = model, live_bytes()
+        blocks = units_within(model, blocks)
+        self._units = [*((block.name, block.module) for block in blocks), ("", model)]
+        self._parameters = [
+            (name, unit, one) for unit, owned in enumerate(units_of(model, blocks)) for name, one in owned
+        ]
+        for row, (_, module) in enumerate(self._units):
+            module.register_forward_pre_hook(self._forward(row), with_kwargs=True)
+            module.register_forward_hook(self._forwarded(row))
+        for row, (_, _, one) in enumerate(self._parameters):
+            if one.requires_grad:
+                one.register_post_accumulate_grad_hook(lambda _, row=row: self._mark("gradient", row))
+
+    def _mark(self, kind: MarkKind, place: int = -1) -> None:
+        if self.num_steps != WATCHED_STEP:
+            return
+        gradients = sum(one.grad.nbytes for _, _, one in self._parameters if one.grad is not None)
+        live, peak = live_bytes()
+        self._marks.append(Mark(kind, place, live, peak, gradients))
+        torch.cuda.reset_peak_memory_stats()
+
+    def _forward(self, row: int) -> Any:
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            self._mark("forward", row)
+            if not torch.is_grad_enabled() or self._units[row][1] is self._model:
+                return args, kwargs  # of the whole, the gradients are there when backward is over
+            flat, form = tree_flatten((args, kwargs))
+            places = [at for at, one in enumerate(flat) if torch.is_tensor(one) and one.requires_grad]
+            if not places:
+                return args, kwargs
+            for at, one in zip(places, _Inputs.apply(self, row, *(flat[at] for at in places)), strict=True):
+                flat[at] = one
+            return tree_unflatten(flat, form)
+
+        return before
+
+    def _forwarded(self, row: int) -> Any:
+        def after(_: Any, __: Any, output: Any) -> None:
+            self._mark("forwarded", row)
+            self._entered.discard(row)
+            for one in tree_flatten(output)[0]:
+                if torch.is_tensor(one) and one.requires_grad:
+                    one.register_hook(lambda _: self._backward(row))
+
+        return after
+
+    def _backward(self, row: int) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            Variable._execution_engine.queue_callback(self._finished)
+        if row not in self._entered:
+            self._entered.add(row)
+            self._mark("backward", row)
+
+    def left(self, row: int) -> None:
+        """The gradients of a unit's inputs are there."""
+        self._mark("backwarded", row)
+
+    def _finished(self) -> None:
+        self._is_ending = False
+        self._entered.clear()
+        self._mark("finished")
+
+    def _update(self, optimizer: Any, *_: Any) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is self._optimizer:
+            self._mark("update")
+
+    def _updated(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is self._optimizer:
+            self._mark("updated")
+            self.num_steps += 1
+            torch.cuda.reset_peak_memory_stats()
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs of a unit as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, watch: StepWatch, row: int, *inputs: Any) -> Any:
+        ctx.left = lambda: watch.left(row)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.left()
+        return (None, None, *gradients)
+
+
+def live_bytes() -> tuple[int, int]:
+    """What the program holds of what it asked for, on its device, now and at the most since peaks were begun anew."""
+    told = torch.cuda.memory_stats()
+    return told["requested_bytes.all.current"], told["requested_bytes.all.peak"]
+
+
+def units_of(model: Any, blocks: list[Block]) -> list[list[tuple[str, Any]]]:
+    """Names and parameters of each block, each parameter once, and last of what lies in no block."""
+    names = {id(one): name for name, one in model.named_parameters()}
+    known: set[int] = set()
+    found: list[list[tuple[str, Any]]] = []
+    for module in [*(block.module for block in blocks), model]:
+        owned = [one for one in module.parameters() if id(one) not in known]
+        known.update(map(id, owned))
+        found.append([(names.get(id(one), ""), one) for one in owned])
+    return found
+
+
+def _parameter(name: str, unit: int, one: Any, state: Any) -> Parameter:
+    tensors = [value for value in state.values() if torch.is_tensor(value) and value.is_cuda]
+    alike = tuple(value.nbytes for value in tensors if value.shape == one.shape)
+    return Parameter(
+        name=name,
+        unit=unit,
+        shape=tuple(one.shape),
+        item_bytes=one.element_size(),
+        is_trained=one.requires_grad,
+        state_bytes=alike,
+        rest_bytes=sum(value.nbytes for value in tensors) - sum(alike),
+    )

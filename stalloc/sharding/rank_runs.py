@@ -1,0 +1,89 @@
+"""Runs of a program for sharding, each in a fork: as it is, with marks; and as the first of many ranks.
+
+Contract: this process is on the virtual GPU and has not used it. A rank runs alone, on a process group whose others are
+not there (`sizing/fake_ranks.py`). What a program cannot do is a sentence, never an exception of the child's.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stalloc.errors import SetupError
+from stalloc.forked_child import ForkedChild, first_ended
+from stalloc.sandbox import ProgramFiles
+from stalloc.sharding.rank_work import RESULT, RankWork, perform
+from stalloc.sharding.step_marks import StepMarks
+
+
+@dataclass(frozen=True)
+class RankSeen:
+    """What one rank held."""
+
+    failure: str = ""  #: why there is nothing else
+    step_bytes: int = 0  #: at the most, of what it asked for, in a step that makes no state
+    making_bytes: int = 0  #: the same until the model was divided
+    allocated_bytes: int = 0  #: the same as `step_bytes`, as PyTorch counts blocks
+    reserved_bytes: int = 0  #: by PyTorch's own allocator
+
+    @property
+    def needed_bytes(self) -> int:
+        """At any time."""
+        return max(self.step_bytes, self.making_bytes)
+
+
+class ShardRuns:
+    """Runs of one program, a function that gives its exit code."""
+
+    def __init__(self, program: Callable[[], int], files: ProgramFiles, limit_seconds: float) -> None:
+        self._program, self._files, self._limit_seconds = program, files, limit_seconds
+
+    def marks(self, work: RankWork) -> StepMarks:
+        """Of a step as it is. Raises SetupError where the program cannot be recorded."""
+        text, output = self._run(work)
+        if text is None:
+            raise SetupError(f"the program failed where its step was to be recorded: {_why(output)}")
+        found = StepMarks.from_json(json.loads(text))
+        if not found.marks:
+            raise SetupError(
+                "no step could be recorded: the program needs a model that it calls, an optimizer of torch.optim and "
+                "three steps."
+            )
+        return found
+
+    def rank(self, work: RankWork) -> RankSeen:
+        """Of one rank."""
+        text, output = self._run(work)
+        if text is None:
+            return RankSeen(_why(output))
+        told = json.loads(text)
+        if not told["steps"]:
+            return RankSeen("it made no step")
+        return RankSeen(
+            step_bytes=told["steps"][-1],
+            making_bytes=told["making_bytes"],
+            allocated_bytes=told["allocated"][-1],
+            reserved_bytes=told["reserved_bytes"],
+        )
+
+    def _run(self, work: RankWork) -> tuple[str | None, str]:
+        variables = {"STALLOC": "", "STALLOC_CACHE": "off", "STALLOC_TRIAL": "1"}
+        if work.rank is not None:
+            variables |= work.rank.variables()
+        with ForkedChild(
+            lambda folder: perform(folder, self._program, work), variables, self._files.sandbox()
+        ) as child:
+            ended = first_ended([child], self._limit_seconds)
+            child.end()
+            result = child.folder / RESULT
+            text = result.read_text(encoding="utf-8") if result.exists() else None
+            output = child.output() if ended else f"it took more than {self._limit_seconds:g} s (--trial-seconds)"
+        self._files.note(child.files)
+        return text, output
+
+
+def _why(output: str) -> str:
+    """The last error of a program's output."""
+    errors = re.findall(r"^(?:[\w.]*Error|[\w.]*Exception): (.*)", output, re.MULTILINE)
+    lines = [line for line in output.splitlines() if line.strip()]
+    return (errors or lines or ["it said nothing"])[-1]

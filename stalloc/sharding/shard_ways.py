@@ -1,0 +1,88 @@
+"""The ways to shard a program, each with what is foreseen of it, and the choice among them.
+
+Contract: all valid triples of the factors are there; the cheapest is that of the fewest estimated seconds among those
+within the budget, then of the fewest bytes. Sources: PaRO (Wu et al. 2023) for factors 1, a node, and all ranks; AMSP
+(Chen et al. 2023) for the search of the least communication under a cap on memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stalloc.sharding.foreseen_ranks import Foreseen, foresee
+from stalloc.sharding.step_marks import StepMarks
+from stalloc.sharding.traffic import Traffic, traffic
+from stalloc.techniques.shard_settings import Layout, valid_layouts
+
+
+@dataclass(frozen=True)
+class Links:
+    """How fast ranks reach each other, in bytes a second to each."""
+
+    within: float
+    between: float
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step, whether its blocks are recomputed, and how long it is estimated to compute."""
+
+    marks: StepMarks
+    is_recomputed: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to shard."""
+
+    layout: Layout
+    is_recomputed: bool
+    foreseen: Foreseen
+    traffic: Traffic
+    seconds: float  #: estimated: computing and communication, one after the other
+
+    @property
+    def can_run(self) -> bool:
+        """Whether PyTorch has something that does it."""
+        return self.layout.executor is not None
+
+
+def factors_of(num_ranks: int, per_node: int, *, every: bool = False) -> tuple[int, ...]:
+    """1, the ranks of a node and all ranks; or `every` divisor of the number of ranks."""
+    if every:
+        return tuple(one for one in range(1, num_ranks + 1) if num_ranks % one == 0)
+    return tuple(sorted({1, per_node, num_ranks} if num_ranks % per_node == 0 else {1, num_ranks}))
+
+
+def all_ways(
+    recorded: Sequence[Recorded], num_ranks: int, links: Links, *, every: bool = False, only: Layout | None = None
+) -> list[Way]:
+    """Every valid triple, or `only` one, with every recorded step, the cheapest first."""
+    found = []
+    valid = list(valid_layouts(factors_of(num_ranks, links.per_node, every=every), num_ranks))
+    for step in recorded:
+        for layout in valid if only is None else [only]:
+            sent = traffic(step.marks, layout, num_ranks, links.per_node)
+            seconds = step.seconds + sent.seconds(links.within, links.between)
+            found.append(Way(layout, step.is_recomputed, foresee(step.marks, layout), sent, seconds))
+    return sorted(found, key=_cost)
+
+
+def _cost(way: Way) -> tuple[float, int, Layout]:
+    return way.seconds, way.foreseen.needed_bytes, way.layout
+
+
+def cheapest(ways: Sequence[Way], budget_bytes: int, *, can_run: bool = False) -> Way | None:
+    """Of those within the budget, which `can_run` where that is asked; None: none is."""
+    within = [one for one in ways if one.foreseen.needed_bytes <= budget_bytes and (one.can_run or not can_run)]
+    return min(within, key=_cost, default=None)
+
+
+def undominated(ways: Sequence[Way]) -> list[Way]:
+    """Those than which no other is as quick and needs less, or needs as little and is quicker; the cheapest first."""
+    found: list[Way] = []
+    for one in sorted(ways, key=_cost):
+        if not found or one.foreseen.needed_bytes < found[-1].foreseen.needed_bytes:
+            found.append(one)
+    return found

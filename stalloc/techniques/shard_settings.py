@@ -1,0 +1,108 @@
+"""How a program's parameters, gradients and optimizer state are divided over ranks: the settings, as data.
+
+Contract: a layout is a triple of factors, of ranks that share one copy each of parameters between forward and backward,
+of gradients, and of optimizer state. It is valid if the first two divide the third and that divides the number of
+ranks. The triples are those of PaRO (Wu et al. 2023) and AMSP (Chen et al. 2023); cases of them are ZeRO's stages
+(Rajbhandari et al. 2020), FSDP, the secondary copy of ZeRO++ (Wang et al. 2023), MiCS' groups (Zhang et al. 2022).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from stalloc.errors import BadInputError
+
+Executor = Literal["fully_shard", "ddp"]
+_BLOCKS = "+blocks"
+_NAMES = "ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, or P/G/O (three numbers of ranks)"
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Over how many ranks one copy is divided; 1: each rank has all."""
+
+    parameters: int  #: between the forward and the backward pass
+    gradients: int
+    state: int
+
+    def is_valid(self, num_ranks: int) -> bool:
+        """Whether every rank has the gradients and parameters for its part of the state, and groups come out even."""
+        return num_ranks % self.state == 0 == self.state % self.parameters == self.state % self.gradients
+
+    @property
+    def executor(self) -> Executor | None:
+        """What of PyTorch does it; None: nothing."""
+        if self.parameters == self.gradients == 1:
+            return "ddp"
+        return "fully_shard" if self.gradients == self.state else None
+
+    def name(self, num_ranks: int) -> str:
+        """What people call it, or the three numbers."""
+        p, g, o, n = self.parameters, self.gradients, self.state, num_ranks
+        known = {(1, 1, 1): "ddp", (1, 1, n): "zero-1", (1, n, n): "zero-2", (n, n, n): "zero-3"}
+        if (p, g, o) in known:
+            return known[p, g, o]
+        if p == g == o:
+            return f"mics:{p}"
+        return f"hpz:{p}" if p > 1 and g == o == n else f"{p}/{g}/{o}"
+
+
+@dataclass(frozen=True)
+class ShardWay:
+    """A layout, and whether every repeated block is recomputed in backward."""
+
+    layout: Layout
+    recomputes_blocks: bool = False
+
+
+def parse_way(text: str, num_ranks: int, *, must_run: bool = True) -> ShardWay:
+    """The way of a name, such as "zero-3" or "zero-3+blocks". Raises BadInputError for others, or what cannot run."""
+    layout = parse_layout(text.removesuffix(_BLOCKS), num_ranks)
+    if must_run and layout.executor is None:
+        raise BadInputError(f"PyTorch has nothing that does {text}: gradients must be divided as the state is.")
+    return ShardWay(layout, text.endswith(_BLOCKS))
+
+
+def parse_layout(text: str, num_ranks: int) -> Layout:
+    """The layout of a name. Raises BadInputError for an unknown one, or one that so many ranks cannot have."""
+    n, (name, _, number) = num_ranks, text.partition(":")
+    fixed = {"ddp": (1, 1, 1), "zero-1": (1, 1, n), "zero-2": (1, n, n), "zero-3": (n, n, n), "fsdp": (n, n, n)}
+    words = text.split("/")
+    if text in fixed:
+        factors = fixed[text]
+    elif name in ("hpz", "mics") and _is_number(number):
+        k = int(number)
+        factors = (k, n, n) if name == "hpz" else (k, k, k)
+    elif len(words) == 3 and all(map(_is_number, words)):
+        factors = (int(words[0]), int(words[1]), int(words[2]))
+    else:
+        raise BadInputError(f"there is no way to shard called {text[:40]!r}: give {_NAMES}.")
+    made = Layout(*factors)
+    if not made.is_valid(num_ranks):
+        raise BadInputError(
+            f"{text} cannot be done by {num_ranks} ranks: the number for optimizer state must divide the number of "
+            "ranks, and those for parameters and gradients must divide it."
+        )
+    return made
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit() and 0 < len(word) < 7 and int(word) > 0
+
+
+def valid_layouts(factors: tuple[int, ...], num_ranks: int) -> Iterator[Layout]:
+    """All valid triples of these factors: for 1, the ranks of a node and all ranks, the 14 of PaRO."""
+    for state in factors:
+        for gradients in factors:
+            for parameters in factors:
+                made = Layout(parameters, gradients, state)
+                if made.is_valid(num_ranks):
+                    yield made
+
+
+BLOCK_ITEMS = 2048  #: values of a quantised gather that share a scale
+
+
+def quantised_bytes(num_items: int) -> int:
+    """What so many values take as they are gathered quantised: int8, and a float32 for each block."""
+    return num_items + 4 * -(-num_items // BLOCK_ITEMS)

@@ -1,0 +1,182 @@
+"""A model and its optimizer, of a program that knows nothing of ranks, divided over the ranks that run it.
+
+Contract: what is divided is computed as before: each rank's gradients become their mean over all ranks. A model is
+divided when it is called first, block by block, and its optimizer given the parts; what cannot be divided ends the
+program with one sentence, before it has trained. Recomputation that is applied before lies inside.
+"""
+
+import gc
+import inspect
+import os
+import weakref
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stalloc.errors import SetupError
+from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.dealt_batches import deal_batches
+from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.saved_whole import keep_whole, save_once
+from stalloc.techniques.shard_settings import Layout, ShardWay
+
+
+def recompute_whole_blocks() -> None:
+    """Recompute every repeated block of the models of this program; to be called before they are sharded."""
+    from stalloc.techniques.block_tape import BlockTape
+    from stalloc.techniques.recompute import wrap
+
+    def appeared(_: int, blocks: list[Block], __: Any) -> None:
+        wrap(blocks, [lambda *_: False] * len(blocks), BlockTape)
+
+    when_models_appear(appeared)
+
+
+def shard_program(way: ShardWay) -> None:
+    """Train the program of this rank with all others: its model, its batches, and what the first of them saves."""
+    if way.recomputes_blocks:
+        recompute_whole_blocks()
+    sharding = Sharding(way.layout)
+    deal_batches(sharding.rank, sharding.num_ranks)
+    save_once(sharding.rank)
+
+
+class Sharding:
+    """Of this process, from here on; torch is imported by now, and the program has not begun."""
+
+    def __init__(self, layout: Layout) -> None:
+        """The layout must have an executor. This process is a rank, as the variables of torchrun say."""
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.layout = layout
+        if (place := int(os.environ.get("LOCAL_RANK", "0"))) < torch.cuda.device_count():
+            torch.cuda.set_device(place)
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._divided: Any = None  # optimizers in parts, of layouts that replicate parameters
+        self._is_done = False
+        when_optimizers_are_made(self._made)
+        when_models_appear(self._appeared)
+
+    def _made(self, optimizer: Any) -> None:
+        if not _is_own(optimizer) or any(optimizer is one for one in self._optimizers):
+            return
+        if self._is_done:
+            raise SetupError("an optimizer was made after the first call of its model: make it before, to be sharded.")
+        self._optimizers.add(optimizer)
+
+    def _appeared(self, _: int, blocks: list[Block], model: Any) -> None:
+        if not any(one.requires_grad for one in model.parameters()):
+            return
+        if self._is_done:
+            raise SetupError("the program has a second model that is trained: one is sharded, two are not.")
+        self._is_done = True
+        device = next(model.parameters()).device
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        _agree(model)
+        if self.layout.executor == "ddp":
+            self._replicate(model, device)
+        else:
+            self._shard(model, blocks, device)
+
+    def _shard(self, model: Any, blocks: list[Block], device: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        layout, mesh = self.layout, _mesh(self.layout, self.num_ranks, device.type)
+        names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
+        former = {name: weakref.ref(one) for name, one in model.named_parameters()}
+        held = layout.parameters if 1 < layout.parameters < layout.state else layout.parameters == layout.state
+        for block in units_within(model, blocks):
+            fully_shard(block.module, mesh=mesh, reshard_after_forward=held)
+        fully_shard(model, mesh=mesh)
+        parts = dict(model.named_parameters(remove_duplicate=False))
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                raise SetupError("the optimizer has state before the first step: a run cannot be resumed in shards.")
+            for group in optimizer.param_groups:
+                group["params"] = [parts[names[id(one)]] if id(one) in names else one for one in group["params"]]
+        del names
+        keep_whole(model, self._optimizers)
+        gc.collect()
+        if still := [name for name, one in former.items() if one() is not None]:
+            raise SetupError(
+                f"the program itself holds on to {still[0]}, of its {len(former)} parameters, from before they were "
+                "sharded: let it ask model.parameters() anew where it uses them, as in clip_grad_norm_."
+            )
+
+    def _replicate(self, model: Any, device: Any) -> None:
+        from torch.distributed._composable import replicate
+
+        replicate(model, gradient_as_bucket_view=True, device_id=device)
+        replicate.state(model).lazy_init()
+        if self.layout.state > 1:
+            group = _group(self.layout, self.num_ranks)
+            self._divided = [_divide(optimizer, group) for optimizer in self._optimizers]
+
+
+def units_within(model: Any, blocks: list[Block]) -> list[Block]:
+    """The blocks that are modules of the model: rows of layers that it was cut into are none, for FSDP2."""
+    modules = {id(one) for one in model.modules()}
+    return [block for block in blocks if id(block.module) in modules]
+
+
+def _is_own(optimizer: Any) -> bool:
+    """Whether it is the program's: ZeroRedundancyOptimizer makes one of its own, inside."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return not isinstance(optimizer, ZeroRedundancyOptimizer) and not _making
+
+
+_making: list[bool] = []  # while an optimizer is being divided
+
+
+def _agree(model: Any) -> None:
+    """Let every rank begin with the parameters and buffers of the first."""
+    with torch.no_grad():
+        for one in (*model.parameters(), *model.buffers()):
+            dist.broadcast(one, 0)
+
+
+def _mesh(layout: Layout, num_ranks: int, device_type: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if layout.state == num_ranks:
+        return init_device_mesh(device_type, (num_ranks,))
+    shape = (num_ranks // layout.state, layout.state)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _group(layout: Layout, num_ranks: int) -> Any:
+    if layout.state == num_ranks:
+        return dist.group.WORLD
+    starts = range(0, num_ranks, layout.state)
+    groups = [dist.new_group(list(range(start, start + layout.state))) for start in starts]
+    return groups[dist.get_rank() // layout.state]
+
+
+def _divide(optimizer: Any, group: Any) -> Any:
+    """The same optimizer in parts, which makes the steps of the program's own."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    _making.append(True)
+    try:
+        groups = [dict(one) for one in optimizer.param_groups]
+        taken = inspect.signature(type(optimizer).__init__).parameters
+        given = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        divided = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **given)
+    finally:
+        _making.pop()
+
+    def step(own: Any, closure: Any = None) -> Any:
+        for mine, part in zip(own.param_groups, divided.param_groups, strict=True):
+            part.update({key: value for key, value in mine.items() if key != "params"})  # a scheduler's learning rate
+        return divided.step() if closure is None else divided.step(closure)
+
+    def state_dict(_: Any) -> Any:
+        divided.consolidate_state_dict(to=0)
+        return divided.state_dict() if dist.get_rank() == 0 else {}
+
+    optimizer.step, optimizer.state_dict = MethodType(step, optimizer), MethodType(state_dict, optimizer)
+    return divided
