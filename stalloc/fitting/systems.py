@@ -70,9 +70,9 @@ SYSTEMS: tuple[System, ...] = (
     System(
         "dtr",
         "DTR",
-        "evicts what costs least for its size and age, as memory is short",
-        "replays",
-        f"{_EVICT} dtr,dtr-eq,dtr-local",
+        "evicts what costs least for its size and age, as memory is short; blocks, where it runs",
+        "executes",
+        f"stalloc run --cap SIZE --cap-policy dtr SCRIPT; {_EVICT} dtr,dtr-eq,dtr-local",
     ),
     System("dte", "MegTaiChi", "the same, free neighbours counted (DTE; not DTP, TMA)", "replays", f"{_EVICT} dte"),
     System("coop", "Coop", "evicts neighbours in memory that make room", "replays", f"{_EVICT} coop"),
