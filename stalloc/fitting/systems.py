@@ -2,13 +2,13 @@
 
 Contract: a status says what is done, not what is meant to be. "executes": runs for real; "in part": so does the part of
 it that is named, and what the system is about is not there as a whole; "emulates": runs, with a stand-in for hardware;
-"replays": on a trace; "reports": a figure from a formula; "not yet": nothing.
+"replays": on a trace; "reports": a figure from a formula.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["executes", "in part", "emulates", "replays", "reports", "not yet"]
+Status = Literal["executes", "in part", "emulates", "replays", "reports"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ SYSTEMS: tuple[System, ...] = (
         "DTR",
         "evicts what costs least for its size and age, as memory is short; blocks, where it runs",
         "executes",
-        f"stalloc run --cap SIZE --cap-policy dtr SCRIPT; {_EVICT} dtr,dtr-eq,dtr-local",
+        f"stalloc run --cap SIZE --cap-policy dtr, {_EVICT} dtr,dtr-eq,dtr-local",
     ),
     System("dte", "MegTaiChi", "the same, free neighbours counted (DTE; not DTP, TMA)", "replays", f"{_EVICT} dte"),
     System("coop", "Coop", "evicts neighbours in memory that make room", "replays", f"{_EVICT} coop"),
