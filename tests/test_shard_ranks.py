@@ -113,4 +113,4 @@ def test_a_rotated_layer_is_the_linear_one_and_a_quantised_gather_is_near(num_ra
     script.write_text(ROTATED)
     done = torchrun(num_ranks, [str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["rotated"] * num_ranks
+    assert done.stdout.count("rotated") == num_ranks  # lines of several ranks may run into one another
