@@ -7,9 +7,10 @@ from stalloc.cost.gpu_rates import GpuRates
 from stalloc.errors import BadInputError
 from stalloc.eviction.instructions import Instructions
 from stalloc.eviction.recorded_step import step_instructions
-from stalloc.eviction.simulator_log import looks_like_simulator_log, read_simulator_log
+from stalloc.eviction.simulator_log import read_simulator_log
 from stalloc.inputs import open_input, shown_name
 from stalloc.trace import load_traces
+from stalloc.trace.sources.dtr_log import looks_like_dtr_log
 from stalloc.trace.sources.log_text import unpacked
 
 
@@ -26,7 +27,7 @@ def read_programs(file: str | os.PathLike[str], rates: GpuRates) -> list[Program
     """The programs of a file, one a device. Raises BadInputError for a file without operations."""
     with open_input(file, "a recording with operations, or a log of the DTR simulator") as opened:
         data = unpacked(opened)
-    if looks_like_simulator_log(data):
+    if looks_like_dtr_log(data[:4096].lstrip()):
         name = shown_name(file)
         return [Program(0, read_simulator_log(name, data), read_simulator_log(name, data, in_place=True))]
     found = []

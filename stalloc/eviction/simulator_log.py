@@ -5,43 +5,26 @@ changes a tensor makes a new storage of the same size there (copy on write), or,
 Coop has it.
 """
 
-import io
 from pathlib import Path
 from typing import Any
 
 from stalloc.errors import BadInputError
 from stalloc.eviction.instructions import Instructions, InstructionWriter
+from stalloc.trace.sources.dtr_log import WRITE_AGAIN, follow_log
 from stalloc.trace.sources.events import MAX_SIZE_BYTES
-from stalloc.trace.sources.json_text import decode
 
 _MOST_IN_ALL = 1 << 60  #: bytes of all storages, and ticks of all calls: twice as much still fits into 64 bits
-_AGAIN = "write the log again"
-
-
-def looks_like_simulator_log(text: bytes) -> bool:
-    """Whether a file begins as such a log does."""
-    return text[:4096].lstrip().startswith(b"{") and b'"INSTRUCTION"' in text[:4096].lstrip().splitlines()[0]
 
 
 def read_simulator_log(path: Path, data: bytes, *, in_place: bool = False) -> Instructions:
     """The instructions of a log. Raises BadInputError naming the line that fits none before it."""
     reader = _Reader(in_place)
-    for number, line in enumerate(io.BytesIO(data), start=1):
-        if not line.strip():
-            continue
-        entry = decode(path, line, f"line {number}")
-        try:
-            reader.follow(entry)
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise BadInputError(
-                f"{path}: line {number} is no instruction that fits the ones before it "
-                f"({type(error).__name__}: {str(error)[:60]}): {_AGAIN}."
-            ) from error
+    follow_log(path, data, reader.follow)
     if reader.waiting:
-        raise BadInputError(f"{path}: the log ends within a call: {_AGAIN}.")
+        raise BadInputError(f"{path}: the log ends within a call: {WRITE_AGAIN}.")
     writer = reader.writer
     if max(sum(writer.sizes), sum(op[0] * len(op[3]) + op[0] for op in writer.ops)) > _MOST_IN_ALL:
-        raise BadInputError(f"{path}: sizes or times are larger than any program's: {_AGAIN}.")
+        raise BadInputError(f"{path}: sizes or times are larger than any program's: {WRITE_AGAIN}.")
     return writer.done()
 
 

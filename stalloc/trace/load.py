@@ -17,7 +17,7 @@ from stalloc.trace.check import check_read
 from stalloc.trace.record import Trace
 from stalloc.trace.sources.activity_csv import looks_like_activity_csv, read_activity_csv
 from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_deepspeed_log
-from stalloc.trace.sources.dtr_log import read_dtr_log
+from stalloc.trace.sources.dtr_log import looks_like_dtr_log, read_dtr_log
 from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
 from stalloc.trace.sources.kineto_activity import read_kineto_activity
 from stalloc.trace.sources.log_text import BOMS, log_text, unpacked
@@ -177,7 +177,7 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
         return read_rmm_log(path, data)
     if head.startswith(b"<") and not _PRIORITY.match(head):
         return read_viz_page(path, data)
-    if head.startswith(b"{") and b'"INSTRUCTION"' in head.splitlines()[0]:
+    if looks_like_dtr_log(head):
         return [read_dtr_log(path, data)]
     if head.startswith(b"[") and head[1:].lstrip().startswith(b"["):
         return [read_memory_timeline(path, data)]

@@ -8,6 +8,7 @@ Storages of zero bytes are left out. The log has operators and no allocator: no 
 
 import io
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,31 @@ from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, Action, Trace
 from stalloc.trace.sources.events import MAX_SIZE_BYTES, Mark, make_trace
 from stalloc.trace.sources.json_text import decode
 
-_AGAIN = "write the log again"
+WRITE_AGAIN = "write the log again"
+
+
+def looks_like_dtr_log(head: bytes) -> bool:
+    """Whether a file begins as such a log does."""
+    return head.startswith(b"{") and b'"INSTRUCTION"' in head.splitlines()[0]
+
+
+def follow_log(path: Path, data: bytes, follow: Callable[[dict[str, Any]], None]) -> None:
+    """Hand over the instructions of a log, one after the other.
+
+    Raises BadInputError naming a line that is cut short, or for which `follow` raises a LookupError, TypeError,
+    ValueError or OverflowError.
+    """
+    for number, line in enumerate(io.BytesIO(data), start=1):
+        if not line.strip():
+            continue
+        entry = decode(path, line, f"line {number}")
+        try:
+            follow(entry)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise BadInputError(
+                f"{path}: line {number} is no instruction that fits the ones before it "
+                f"({type(error).__name__}: {str(error)[:60]}): {WRITE_AGAIN}."
+            ) from error
 
 
 def read_dtr_log(path: Path, data: bytes) -> Trace:
@@ -25,17 +50,7 @@ def read_dtr_log(path: Path, data: bytes) -> Trace:
     Raises BadInputError naming the line that is cut short, or that names a tensor which is not there.
     """
     storages = _Storages()
-    for number, line in enumerate(io.BytesIO(data), start=1):
-        if not line.strip():
-            continue
-        entry = decode(path, line, f"line {number}")
-        try:
-            storages.follow(entry)
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise BadInputError(
-                f"{path}: line {number} is no instruction that fits the ones before it "
-                f"({type(error).__name__}: {str(error)[:60]}): {_AGAIN}."
-            ) from error
+    follow_log(path, data, storages.follow)
     return make_trace(
         path,
         "dtr log",
