@@ -17,16 +17,16 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
 from stalloc.eviction.scores import Candidate, Policy
 from stalloc.techniques.former_values import unseen
+from stalloc.techniques.host_copy import HostCopy
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
 from stalloc.techniques.parts import aligned
-from stalloc.techniques.transfers import Transfers, phase
+from stalloc.techniques.transfers import Transfers, phase, settle_all
 
 
 class Region(Protocol):
@@ -119,7 +119,7 @@ class EvictableMemory:
     def needed(self, saved: "Saved") -> torch.UntypedStorage:
         """As of `Keeper`."""
         while True:
-            storage = saved.here or saved.held_elsewhere()
+            storage = saved.here or saved.held()
             if storage is not None:
                 saved.here = storage
                 self._use(saved)
@@ -236,10 +236,7 @@ class EvictableMemory:
         return self._transfers[device]
 
     def _settle(self) -> None:
-        for device, transfers in self._transfers.items():
-            transfers.settle()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        settle_all(self._transfers)
 
 
 class _Thread(threading.local):
@@ -259,35 +256,24 @@ class _Lot:
     is_dropped: bool  #: rather than moved
 
 
-class Saved:
+class Saved(HostCopy):
     """Memory that was saved, as it was then. Invariant: it is `here`, held by somebody else, in `slot`, or its region
     computes it again."""
 
     def __init__(
         self, owner: EvictableMemory, number: int, storage: torch.UntypedStorage, device: torch.device
     ) -> None:
-        self.number, self.size_bytes, self.device = number, storage.nbytes(), device
+        super().__init__(storage, device)
+        self.number = number
         self.here: torch.UntypedStorage | None = storage
-        self.slot: torch.Tensor | None = None  #: a place in the host that has its bytes
         self.region: Region | None = None  #: the block that made it, if that may compute it again
         self.last_use = 0
         self.streams: list[Any] = []  #: that it was used on, the one that it was asked for on first
-        self._memory = StorageWeakRef(storage)  # as long as this lives no other memory is taken for it
-        self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
         self._owner = owner
-
-    def current_stream(self) -> Any:
-        """The program's."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def is_free_to_go(self) -> bool:
         """Whether it is here and only here: nobody else holds it, nor uses it now."""
         return self.here is not None and torch._C._storage_Use_Count(self.here._cdata) == 1
-
-    def held_elsewhere(self) -> torch.UntypedStorage | None:
-        """The memory as it was saved, if somebody has held it all the time."""
-        held = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
-        return held if held is not None and held.nbytes() == self.size_bytes else None
 
     def join_streams(self) -> None:
         """Let the current stream, and the one whose memory it is, wait for all that use it."""
@@ -301,22 +287,13 @@ class Saved:
     @property
     def is_lost(self) -> bool:
         """Whether it has to be computed again."""
-        return self.here is None and self.slot is None and self.held_elsewhere() is None
+        return self.here is None and self.slot is None and self.held() is None
 
     def let_go(self) -> None:
         """It is not held here any more."""
         if len(self.streams) > 1 or self.streams[:1] != [self.current_stream()]:
             self.join_streams()
         self.here = None
-
-    def place(self) -> torch.Tensor:
-        """Where it is in the host."""
-        assert self.slot is not None
-        return self.slot[: self.size_bytes].view(self._kind)
-
-    def numbers(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A storage as numbers to be copied."""
-        return torch.empty(0, dtype=self._kind, device=self.device).set_(storage)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

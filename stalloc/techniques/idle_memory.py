@@ -14,13 +14,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.sizes import aligned
 from stalloc.techniques.evictable import EvictableMemory
 from stalloc.techniques.former_values import unseen
+from stalloc.techniques.host_copy import HostCopy
 from stalloc.techniques.module_calls import Call, ModuleCalls
 from stalloc.techniques.operator_facts import facts_of
 from stalloc.techniques.recompute import in_transform
@@ -81,7 +81,7 @@ class IdleMemory:
             self._mode.__exit__(None, None, None)
 
     def _forget(self) -> None:
-        for key in [key for key, one in self._known.items() if one.reference.expired()]:
+        for key in [key for key, one in self._known.items() if one.memory.expired()]:
             self._gone(key)
 
     def _gone(self, key: int) -> None:
@@ -157,9 +157,9 @@ class IdleMemory:
         return bool(self._busy) or self._mode.is_at_work
 
     def _move(self, idle: "_Idle") -> int:
-        storage = torch.UntypedStorage._new_with_weak_ptr(idle.reference.cdata)
-        slot = self._memory.slots.take(idle.size_bytes) if storage and storage.nbytes() == idle.size_bytes else None
-        if slot is None:
+        storage = idle.held()
+        slot = self._memory.slots.take(idle.size_bytes) if storage is not None else None
+        if storage is None or slot is None:
             return 0
         idle.slot = slot
         transfers = self._memory.transfers_of(idle.device)
@@ -186,23 +186,12 @@ class _Mode(TorchDispatchMode):
             self.is_at_work = before
 
 
-class _Idle:
+class _Idle(HostCopy):
     """Memory that a model has made without gradients. Away while it has a slot."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, last_use: int) -> None:
-        self.reference = StorageWeakRef(storage)
-        self.size_bytes, self.device, self.last_use = storage.nbytes(), device, last_use
-        self.slot: torch.Tensor | None = None
-        self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
-
-    def place(self) -> torch.Tensor:
-        """Where it is in the host."""
-        assert self.slot is not None
-        return self.slot[: self.size_bytes].view(self._kind)
-
-    def numbers(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Its memory as numbers to be copied."""
-        return torch.empty(0, dtype=self._kind, device=self.device).set_(storage)
+        super().__init__(storage, device)
+        self.last_use = last_use
 
 
 def _is_of_program(mode: Any) -> bool:

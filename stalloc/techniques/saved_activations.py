@@ -21,12 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stalloc.techniques.activation_settings import ActivationSettings
+from stalloc.techniques.host_copy import HostCopy
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.link_turns import LinkTurns, SharedLink
 from stalloc.techniques.offload_order import OffloadOrder
 from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
-from stalloc.techniques.transfers import Transfers, phase
+from stalloc.techniques.transfers import Transfers, phase, settle_all
 from stalloc.techniques.transfers_in_turn import TransfersInTurn, is_copying
 
 _MOST_LASTING = 4096
@@ -165,36 +166,27 @@ class SavedActivations:
         return self._transfers[device]
 
     def _settle(self) -> None:
-        for device, transfers in self._transfers.items():
-            transfers.settle()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        settle_all(self._transfers)
 
 
-class _Activation:
+class _Activation(HostCopy):
     """Memory that was saved, as it was at that moment. Invariant: unless `here` holds it, it is whole in `slot`."""
 
     def __init__(
         self, owner: SavedActivations, number: int, storage: torch.UntypedStorage, device: torch.device
     ) -> None:
-        self.number, self.size_bytes, self.device = number, storage.nbytes(), device
-        self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
-        self.memory = StorageWeakRef(storage)
+        super().__init__(storage, device)
+        self.number = number
         self.here: torch.UntypedStorage | None = storage
-        self.slot: torch.Tensor | None = None
         self.stream = self.current_stream()  # which its memory was used on
         self._wait: Callable[[], None] | None = None  # for the copy that uses `here`
         self._brought_on: Any = None  # the stream whose memory `here` is, if it was brought
         self._owner = owner
 
-    def current_stream(self) -> Any:
-        """The program's."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
     def copy_out(self, transfers: Transfers | TransfersInTurn) -> None:
         """Begin to copy it to the host."""
         assert self.here is not None
-        left = transfers.to_host([(self._place(), self._numbers(self.here))])
+        left = transfers.to_host([(self.place(), self.numbers(self.here))])
         self._wait = functools.partial(transfers.wait, left, self.stream)
 
     def let_go(self) -> None:
@@ -212,9 +204,8 @@ class _Activation:
         """Begin to bring it back, unless it is here or somebody else has held it all the time."""
         if self.here is not None:
             return
-        held = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
-        if held is not None and held.nbytes() == self.size_bytes:
-            self.here = held
+        self.here = self.held()
+        if self.here is not None:
             return
         self._brought_on = self.current_stream()
         self.here, arrived = self._copied_back(transfers)
@@ -237,14 +228,7 @@ class _Activation:
         if self.current_stream() != self.stream:  # which has waited for the copy to the host
             self.current_stream().wait_stream(self.stream)
         room = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
-        return room, transfers.to_device([(self._numbers(room), self._place())])
-
-    def _place(self) -> torch.Tensor:
-        assert self.slot is not None
-        return self.slot[: self.size_bytes].view(self._kind)
-
-    def _numbers(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self._kind, device=self.device).set_(storage)
+        return room, transfers.to_device([(self.numbers(room), self.place())])
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -5,10 +5,10 @@ is let go only after `wait` has made the program's stream wait for it: at fixed 
 repeat, and never by record_stream. Each device has its two streams once. Without a GPU a copy is made at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
@@ -122,3 +122,18 @@ class Transfers:
             for listener in listeners:
                 listener(copied)
         return end
+
+
+class Settles(Protocol):
+    """Copies of one device."""
+
+    def settle(self) -> None:
+        """As of `Transfers`."""
+
+
+def settle_all(transfers: Mapping[torch.device, Settles]) -> None:
+    """Let the processor wait for all copies of all devices, and for what was asked of the devices besides."""
+    for device, copies in transfers.items():
+        copies.settle()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

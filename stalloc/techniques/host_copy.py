@@ -1,0 +1,34 @@
+"""Memory of the device that a copy in the host can stand for."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class HostCopy:
+    """A storage as it was, which this does not hold, and the place of its copy."""
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        self.size_bytes, self.device = storage.nbytes(), device
+        self.slot: torch.Tensor | None = None  #: a place in the host that has its bytes, or is about to
+        self.memory = StorageWeakRef(storage)  #: as long as this lives no other memory is taken for it
+        self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
+
+    def current_stream(self) -> Any:
+        """The program's."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def held(self) -> torch.UntypedStorage | None:
+        """The storage, if somebody has held it all the time and it is as large as it was."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        return storage if storage is not None and storage.nbytes() == self.size_bytes else None
+
+    def place(self) -> torch.Tensor:
+        """Where it is in the host."""
+        assert self.slot is not None
+        return self.slot[: self.size_bytes].view(self._kind)
+
+    def numbers(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A storage of its size as numbers to be copied."""
+        return torch.empty(0, dtype=self._kind, device=self.device).set_(storage)
