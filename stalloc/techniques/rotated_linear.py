@@ -27,7 +27,7 @@ class RotatedLinear(nn.Module):
         Raises ValueError where the number of its outputs is no multiple of the number of ranks.
         """
         super().__init__()
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = group  # None: the default one, which must not be held: it is to end when a program destroys it
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if linear.out_features % size:
             raise ValueError(f"{linear.out_features} outputs cannot be divided evenly over {size} ranks.")
@@ -103,7 +103,7 @@ def _going_round(weight: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
 def _pass_on(tensor: Tensor, taken: Tensor, group: Any) -> None:
     """Send a tensor to the rank after this, and take what the rank before has."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    after, before = (dist.get_global_rank(group, (rank + shift) % size) for shift in (1, -1))
-    both = [dist.P2POp(dist.isend, tensor, after, group), dist.P2POp(dist.irecv, taken, before, group)]
-    for work in dist.batch_isend_irecv(both):
+    sent = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size)
+    received = dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size)
+    for work in dist.batch_isend_irecv([sent, received]):
         work.wait()
