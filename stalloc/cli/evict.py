@@ -123,7 +123,7 @@ def _print(told: dict[str, Any]) -> None:
         [
             human_bytes(one["budget_bytes"]),
             POLICIES[one["policy"]].title,
-            f"{one['overhead']:.4f}" if one["overhead"] is not None else _ENDINGS[one["ending"]],
+            f"{one['overhead']:.4f}" if one["overhead"] is not None else _ending(one["ending"]),
             f"{one['evictions']:,}",
             human_bytes(one["evicted_bytes"]),
             f"{one['recomputed_calls']:,}",
@@ -139,4 +139,6 @@ def _print(told: dict[str, Any]) -> None:
         print_prose(console, told_why, indent="  ")
 
 
-_ENDINGS = {"too long": "over 2", "out of memory": "out of memory", "fragmented": "fragmented"}
+def _ending(ending: str) -> str:
+    """What stands in place of an overhead."""
+    return "over 2" if ending == "too long" else ending

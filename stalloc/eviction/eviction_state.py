@@ -14,7 +14,7 @@ from stalloc.eviction.instructions import Instructions
 
 _COUNTS = (
     "budget", "limit", "policy", "around", "has_places", "by_window",  # what is asked for
-    "allocated", "peak", "clock", "ticks", "ending",
+    "allocated", "peak", "clock", "ending",
     "evictions", "evicted_bytes", "extra_evictions", "recomputed", "recomputed_bytes",
     "first", "last",  # of the pool
     "current",  # the operation that was called last

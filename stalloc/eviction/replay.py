@@ -4,10 +4,10 @@ Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorith
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
 locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
 is made again first, and so on down. A call that is repeated first locks those of its arguments that are there. The
-clock counts calls, first ones and repeated ones alike; a storage was used when a call that reads it begins, and when
-one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made again later, it
-stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program still holds at
-the end has to be there. A run that takes twice its time is given up.
+clock counts the ticks of calls, first ones and repeated ones alike; a storage was used when a call that reads it
+begins, and when one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made
+again later, it stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program
+still holds at the end has to be there. A run that takes twice its time is given up.
 """
 
 import enum
@@ -24,6 +24,7 @@ from stalloc.eviction.scores import (
     Around,
     Candidate,
     dtr,
+    is_costly,
     largest_first,
     least_recently_used,
     local_cost,
@@ -59,9 +60,7 @@ class Replayed:
     recomputed_calls: int
     recomputed_bytes: int  #: made again
     extra_evictions: int  #: of those, chosen though enough bytes were free, but not next to each other
-    added_seconds: (
-        float | None
-    )  #: by calls that were repeated; None where the recording does not say how long they take
+    added_seconds: float | None  #: by calls that were repeated; None where nothing says how long they take
 
 
 _NAMES = tuple(POLICIES)
@@ -72,7 +71,7 @@ _COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)
 
 _dtr, _local, _lru, _size = inner()(dtr), inner()(local_cost), inner()(least_recently_used), inner()(largest_first)
 _msps, _random, _dte = inner()(memory_saved_per_second), inner()(random_choice), inner()(tensor_evicting)
-_coop = inner()(window_cost)
+_coop, _is_costly = inner()(window_cost), inner()(is_costly)
 
 
 def peak_of(program: Instructions) -> int:
@@ -106,14 +105,14 @@ def replay(
         policy=policy,
         budget_bytes=budget,
         ending=ending,
-        overhead=int(told["ticks"]) / base if ending == Ending.COMPLETE and base else None,
+        overhead=int(told["clock"]) / base if ending == Ending.COMPLETE and base else None,
         peak_bytes=int(told["peak"]),
         evictions=int(told["evictions"]),
         evicted_bytes=int(told["evicted_bytes"]),
         recomputed_calls=int(told["recomputed"]),
         recomputed_bytes=int(told["recomputed_bytes"]),
         extra_evictions=int(told["extra_evictions"]),
-        added_seconds=None if seconds is None else (int(told["ticks"]) - base) / seconds,
+        added_seconds=None if seconds is None else (int(told["clock"]) - base) / seconds,
     )
 
 
@@ -140,10 +139,9 @@ def _score(policy, one):
 def _walk(t, c, storage, begin, edges, edge_op, since):
     """The cost of evicted storages that lead on from one through evicted ones; not those that were seen `since`."""
     c.stamp += 1
-    stack, total = 0, 0
     t.rows[0].stack = storage
     t.storages[storage].seen = c.stamp
-    stack = 1
+    stack, total = 1, 0
     while stack > 0:
         stack -= 1
         one = t.rows[stack].stack
@@ -375,7 +373,7 @@ def _allocate(t, c, storage, density):
         from_top = (
             c.by_window
             and not t.storages[storage].is_constant
-            and t.storages[storage].cost > density * t.storages[storage].size
+            and _is_costly(t.storages[storage].cost, t.storages[storage].size, density)
         )
         put_in_place(t, c, storage, from_top)
     t.storages[storage].resident = True
@@ -421,9 +419,8 @@ def _make_outputs(t, c, op, is_first, density):
         t.tensors[tensor].made_in = t.storages[storage].version
     c.peak = max(c.peak, c.allocated + t.operations[op].work_bytes)
     c.clock += t.operations[op].ticks
-    c.ticks += t.operations[op].ticks
     c.recomputed += not is_first
-    if c.ticks > c.limit:
+    if c.clock > c.limit:
         c.ending = _TOO_LONG
         return False
     for row in range(low, high):
