@@ -15,6 +15,7 @@ from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, ALIGNMEN
 from stalloc.core.records import CaptureEntry, table
 from stalloc.core.state import DeviceState
 from stalloc.runtime.decisions import is_planned_for_capture
+from stalloc.sizes import aligned
 
 
 class Requests(NamedTuple):
@@ -60,9 +61,7 @@ class WarmUps:
 
     def look(self) -> None:
         """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
-        action, address, size = self._unseen()
-        self._requested.update(np.unique(size[action == ACTION_ALLOC]).tolist())
-        self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
+        action, address, size = self._take_unseen()
         sizes = np.array(sorted(self._requested - self._freed), np.int64)
         self._state.write(lasting_sizes=sizes.ctypes.data, num_lasting_sizes=len(sizes))
         self._sizes = sizes
@@ -71,17 +70,18 @@ class WarmUps:
     def pass_over(self) -> None:
         """A capture is over: what it requested is no warm-up of the next one."""
         self._state.write(capture_plan_length=0, num_lasting_sizes=0)
-        action, _, size = self._unseen()
-        self._requested.update(np.unique(size[action == ACTION_ALLOC]).tolist())
-        self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
+        self._take_unseen()
 
-    def _unseen(self) -> tuple[Column, Column, Column]:
-        """Action, address and rounded bytes of the events that were not looked at."""
+    def _take_unseen(self) -> tuple[Column, Column, Column]:
+        """Action, address and rounded bytes of the events that were not looked at, and note their sizes."""
         end = int(self._state.record.num_events)
         begin = self._begin if self._begin <= end else 0  # it began anew
         action, address, size = self._state.recorded_lives(begin, end)
         self._begin = end
-        return action, address, (size + (ALIGNMENT - 1)) & -ALIGNMENT
+        size = aligned(size)
+        self._requested.update(np.unique(size[action == ACTION_ALLOC]).tolist())
+        self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
+        return action, address, size
 
     def _plan(self, run: Requests) -> None:
         self._state.write(capture_plan_length=0)
