@@ -43,23 +43,18 @@ def _refused(form: str, layout: Layout, num_ranks: int, why: str) -> BadInputErr
     return BadInputError(f"{form} has nothing for {layout.name(num_ranks)}: {why}.")
 
 
-def _held(layout: Layout) -> bool | int:
-    """reshard_after_forward."""
-    return layout.parameters if 1 < layout.parameters < layout.state else layout.parameters == layout.state
-
-
 def _fsdp2(layout: Layout, num_ranks: int, blocks: Sequence[str], recompute: bool, _: str) -> str:
     if layout.executor != "fully_shard":
         raise _refused("fsdp2", layout, num_ranks, "fully_shard divides parameters, gradients and state together")
     whole = layout.state == num_ranks
     shape = (num_ranks,) if whole else (num_ranks // layout.state, layout.state)
     names = "" if whole else ', mesh_dim_names=("replicate", "shard")'
-    body = f"fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward={_held(layout)!r})"
+    body = f"fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward={layout.reshard_after_forward!r})"
     text = _CODE.format(
         blocks=list(blocks),
         shape=shape,
         names=names,
-        body=_RECOMPUTED.format(held=_held(layout)) if recompute else body,
+        body=_RECOMPUTED.format(held=layout.reshard_after_forward) if recompute else body,
     )
     if recompute:
         text = text.replace(

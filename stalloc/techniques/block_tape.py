@@ -28,6 +28,11 @@ Wanted = Callable[[int, str], bool]
 """Whether the result of the operation at a position of the block, of a name, is to be kept."""
 
 
+def keeps_nothing(position: int, name: str) -> bool:
+    """As a `Wanted`: no result is."""
+    return False
+
+
 _OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
 
 

@@ -7,6 +7,7 @@ recurrent network or of a tree, is one block a call.
 from typing import Any
 
 from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.block_tape import keeps_nothing
 from stalloc.techniques.late_checkpoint import LateCheckpoint
 from stalloc.techniques.recompute import wrap
 from stalloc.techniques.repeated_blocks import Block, held_modules, is_leaf
@@ -17,14 +18,9 @@ def drop_blocks_of_models(checkpoint: LateCheckpoint) -> None:
 
     def appeared(_: int, blocks: list[Block], model: Any) -> None:
         chosen = blocks + _beside(model, blocks)
-        wrap(chosen, [_nothing] * len(chosen), checkpoint.make_tape, checkpoint)
+        wrap(chosen, [keeps_nothing] * len(chosen), checkpoint.make_tape, checkpoint)
 
     when_models_appear(appeared)
-
-
-def _nothing(position: int, name: str) -> bool:
-    """Results that are kept through a second run: none."""
-    return False
 
 
 def _beside(model: Any, blocks: list[Block]) -> list[Block]:

@@ -20,12 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
 from stalloc.eviction.scores import Candidate, Policy
+from stalloc.sizes import aligned
 from stalloc.techniques.former_values import unseen
 from stalloc.techniques.host_copy import HostCopy
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
-from stalloc.techniques.parts import aligned
+from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.transfers import Transfers, phase, settle_all
 
 
@@ -145,7 +146,7 @@ class EvictableMemory:
 
     def evict(self, device: torch.device, size_bytes: int) -> int:
         """Let go of at least so many bytes on a device, if so many may go; how many did."""
-        if _thread.evicts or torch._C._functorch.peek_interpreter_stack() is not None:
+        if _thread.evicts or in_transform():
             return 0
         _thread.evicts = True
         try:

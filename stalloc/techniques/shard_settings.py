@@ -36,6 +36,11 @@ class Layout:
             return "ddp"
         return "fully_shard" if self.gradients == self.state else None
 
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """As `fully_shard` takes it for blocks; where gradients are divided as the state is."""
+        return self.parameters if 1 < self.parameters < self.state else self.parameters == self.state
+
     def name(self, num_ranks: int) -> str:
         """What people call it, or the three numbers."""
         p, g, o, n = self.parameters, self.gradients, self.state, num_ranks

@@ -26,11 +26,11 @@ from stalloc.techniques.shard_settings import Layout, ShardWay
 
 def recompute_whole_blocks() -> None:
     """Recompute every repeated block of the models of this program; to be called before they are sharded."""
-    from stalloc.techniques.block_tape import BlockTape
+    from stalloc.techniques.block_tape import BlockTape, keeps_nothing
     from stalloc.techniques.recompute import wrap
 
     def appeared(_: int, blocks: list[Block], __: Any) -> None:
-        wrap(blocks, [lambda *_: False] * len(blocks), BlockTape)
+        wrap(blocks, [keeps_nothing] * len(blocks), BlockTape)
 
     when_models_appear(appeared)
 
@@ -87,9 +87,8 @@ class Sharding:
         layout, mesh = self.layout, _mesh(self.layout, self.num_ranks, device.type)
         names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
         former = {name: weakref.ref(one) for name, one in model.named_parameters()}
-        held = layout.parameters if 1 < layout.parameters < layout.state else layout.parameters == layout.state
         for block in units_within(model, blocks):
-            fully_shard(block.module, mesh=mesh, reshard_after_forward=held)
+            fully_shard(block.module, mesh=mesh, reshard_after_forward=layout.reshard_after_forward)
         fully_shard(model, mesh=mesh)
         parts = dict(model.named_parameters(remove_duplicate=False))
         for optimizer in self._optimizers:
