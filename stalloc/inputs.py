@@ -1,9 +1,9 @@
 """Files that a user names: opened in one place, so that no name makes a verb wait for ever or fill the memory.
 
 Contract: what is read is a regular file, standard input where the name is `-` or /dev/stdin, or a file on another
-machine where the name has a scheme (`remote.py`). Directories, named
-pipes, devices and sockets are refused in one sentence before anything is read from them, whatever takes the place of
-the name meanwhile; more than `memory_limit_bytes` is refused as well.
+machine where the name has a scheme (`remote.py`). Directories, named pipes, devices and sockets are refused in one
+sentence before anything is read from them, whatever takes the place of the name meanwhile; more than
+`memory_limit_bytes` is refused as well.
 """
 
 import functools

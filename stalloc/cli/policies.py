@@ -1,8 +1,8 @@
 """List published systems for needing less memory, and what of each stalloc does.
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
-hardware; replays: on a trace; reports: a figure from a formula. Commands take a program (fit, run,
-dryrun), a recording (simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them.
+hardware; replays: on a trace; reports: a figure from a formula. Commands take a program (fit, run, dryrun), a recording
+(simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them.
 
 JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`.
 """

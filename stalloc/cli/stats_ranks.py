@@ -24,6 +24,7 @@ from stalloc.analysis.rank_comparison import (
     number_ranks,
     rank_figures,
 )
+from stalloc.cli import EXIT_DONE
 from stalloc.cli.output import command_text, table_console, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_items, print_prose, print_table
@@ -51,7 +52,7 @@ def run_ranks(args: argparse.Namespace) -> int:
     write_json(args, {"files": list(args.files)} | _entry(compared, unread))
     if wants_text(args):
         _print(compared, unread, len(args.files))
-    return 0
+    return EXIT_DONE
 
 
 def _read_all(files: Sequence[str], alignment: int, tell: Callable[[str], None]) -> list[_Read]:
