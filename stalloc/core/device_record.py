@@ -125,6 +125,7 @@ class State(Record):
     stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
     ask_above: int  # Python: enter Python before allocated_bytes become more than this; 0: never
+    borrower: int  # thread that is served from what CUDA graphs leave idle, 0: none
 
     # the tape and the cells, set when a plan is installed
     num_entries: LineStart  # of the tape
@@ -217,6 +218,10 @@ class State(Record):
     pools: int  # hash table of Pool
     pools_mask: int
     pools_used: int
+    graph_pools: int  # table of GraphPool
+    graph_pools_used: int  # rows, with row 0, which means none
+    graph_pools_capacity: int
+    num_launching: int  # replays and captures that begin now, while nothing is lent
     bins: int  # table of Bins
     bins_used: int
     bins_capacity: int

@@ -14,6 +14,7 @@ from stalloc.core.records import (
     Bins,
     Block,
     Event,
+    GraphPool,
     LiveBlock,
     Pool,
     Segment,
@@ -30,6 +31,7 @@ from stalloc.core.records import (
 _BLOCKS = 1 << 22
 _SEGMENTS = 1 << 17
 _POOLS = 1 << 13
+_GRAPH_POOLS = 1 << 8  # those of further ones lend nothing
 _BINS = 1 << 8  # pools that keep free blocks in bins
 _LIVE = 1 << 12  # rows of the first table of live blocks; each one that follows has twice as many
 _MAX_LIVE = 1 << 22
@@ -58,6 +60,7 @@ class DeviceTables:
         self.blocks = table(Block, _BLOCKS)
         self.segments = table(Segment, _SEGMENTS)
         self.pools = table(Pool, _POOLS)
+        self.graph_pools = table(GraphPool, _GRAPH_POOLS)
         self.bins = table(Bins, _BINS)
         self.live = table(LiveBlock, 2 * _MAX_LIVE)  #: all tables of live blocks, one behind the other
         self.streams = table(Word, MAX_STREAMS)
@@ -65,13 +68,16 @@ class DeviceTables:
         self.stream_uses = table(StreamUse, _STREAM_USES)
         self.step_log = table(StepRow, STEP_LOG_ROWS)
         record = self.record
-        for name in ("blocks", "segments", "pools", "bins", "live", "streams", "events", "step_log", "stream_uses"):
+        names = "blocks", "segments", "pools", "graph_pools", "bins", "live", "streams", "events"
+        for name in (*names, "step_log", "stream_uses"):
             setattr(record, name, getattr(self, name).ctypes.data)
-        # row 0 of blocks, segments and uses means none; stream 0, the default stream, has index 0
-        record.blocks_used = record.segments_used = record.stream_uses_used = record.num_streams = 1
+        # row 0 of blocks, segments, pools of graphs and uses means none; stream 0, the default stream, has index 0
+        record.blocks_used = record.segments_used = record.graph_pools_used = 1
+        record.stream_uses_used = record.num_streams = 1
         record.blocks_capacity = _BLOCKS
         record.segments_capacity = _SEGMENTS
         record.pools_mask = _POOLS - 1
+        record.graph_pools_capacity = _GRAPH_POOLS
         record.bins_capacity = _BINS
         record.live_mask = _LIVE - 1
         record.max_live_mask = _MAX_LIVE - 1

@@ -32,7 +32,7 @@ from stalloc.core.constants import (
 from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, remove_free
 from stalloc.core.hash_table import add_live, drop_live, live_is_full
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, lasting_size_at, pool_at, segment_at
+from stalloc.core.records import block_at, graph_pool_at, lasting_size_at, pool_at, segment_at
 from stalloc.core.segments import absorb, allocate_block_row
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
@@ -212,7 +212,8 @@ def any_pool_fit(state, stream, size, requested):
     private, best = state.private_kind, 0
     for row in range(state.pools_mask + 1):
         pool_row = pool_at(state, row)
-        is_ours = pool_row.status == POOL_USED
+        # what graphs that are gone have lent may still be used on another stream
+        is_ours = pool_row.status == POOL_USED and graph_pool_at(state, pool_row.graphs).has_lent == 0
         if private != 0:
             is_ours = pool_row.status != 0 and (pool_row.kind | LASTING_BIT) == (private | LASTING_BIT)
         if is_ours and pool_row.stream == stream:

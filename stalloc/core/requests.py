@@ -28,6 +28,7 @@ from stalloc.core.constants import (
     HEAP_ONLY,
     IN_CAPTURE,
     IS_LENT,
+    IS_LOAN,
     LITTLE,
     MAX_REQUEST,
     MODE_HEAP,
@@ -48,6 +49,7 @@ from stalloc.core.constants import (
 from stalloc.core.counters import count_alloc, exceeds_peak
 from stalloc.core.event_log import record
 from stalloc.core.frees import find_block, free, release
+from stalloc.core.graph_loans import borrow
 from stalloc.core.handovers import wait_for_users
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
@@ -77,7 +79,9 @@ def malloc(device, requested, handle):
         stream = stream_index(state, handle)
         outcome = _try(state, stream, size, requested, stage, position)
         if outcome.address != 0:
-            _count(state, stream, outcome.address, size, requested)
+            count_alloc(state, size, requested)
+            if state.recording == 1 and outcome.reason != IS_LOAN:
+                _record(state, stream, outcome.address, size, requested)
             unlock(state)
             if handle != 0 and stage == FIRST_TRY and _is_captured(state, handle, outcome):
                 _give_up(state, outcome.address)
@@ -99,6 +103,10 @@ def _try(state, stream, size, requested, stage, position):
     """One try with the lock held; `position`: the entry that pages were asked for."""
     if stream < 0:
         return Outcome(0, REFUSED, FULL_STREAMS)
+    if state.borrower != 0 and stage == FIRST_TRY:
+        address = borrow(state, size, requested)
+        if address != 0:
+            return Outcome(address, IS_LOAN, 0)
     if stage == FIRST_TRY and state.total.allocated_bytes + size > state.ask_above > 0:
         return Outcome(0, OVER_CAP, 0)
     # events must not be asked for while a graph is captured
@@ -134,12 +142,10 @@ def _try(state, stream, size, requested, stage, position):
 
 
 @inner(forceinline=True)
-def _count(state, stream, address, size, requested):
-    count_alloc(state, size, requested)
-    if state.recording == 1:
-        record(state, ACTION_ALLOC, stream, address, requested)
-        if size > TINY:
-            state.num_sizable += 1
+def _record(state, stream, address, size, requested):
+    record(state, ACTION_ALLOC, stream, address, requested)
+    if size > TINY:
+        state.num_sizable += 1
 
 
 @inner()
@@ -242,7 +248,9 @@ def _last_resort(state, stream, size, requested):
     if stream >= 0 and address == 0:
         address = any_pool_fit(state, stream, size, requested)
     if address > 0:
-        _count(state, stream, address, size, requested)
+        count_alloc(state, size, requested)
+        if state.recording == 1:
+            _record(state, stream, address, size, requested)
     else:
         state.num_ooms += 1
         if state.recording == 1:
