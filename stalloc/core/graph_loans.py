@@ -102,6 +102,14 @@ def begin_borrowing(device, thread):
 
 
 @njit()
+def end_borrowing(device):
+    """Nobody borrows any more. For Python."""
+    state = locked(device)
+    state.borrower = 0
+    unlock(state)
+
+
+@njit()
 def begin_launch(device, row, stream):
     """Lend nothing from here on, since a replay of a pool is to be launched on a stream (handle). For Python.
 

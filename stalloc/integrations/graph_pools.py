@@ -7,7 +7,6 @@ that is there already stays as it is. Without stalloc the promises change nothin
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from stalloc.integrations.installation import installation
 from stalloc.integrations.installing import current
@@ -47,15 +46,16 @@ def borrow_graph_memory() -> Iterator[None]:
 
     May be nested. Where the replays were on another stream, it waits for the device when it begins.
     """
-    runtime, torch = current(), _torch_in_use()
-    if runtime is None or torch is None:
+    runtime, torch = current(), sys.modules.get("torch")
+    if runtime is None or installation.replays is None or torch is None or not torch.cuda.is_initialized():
         yield
         return
-    stream = torch.cuda.current_stream()
-    loans = runtime.controllers[stream.device_index].captures.loans
+    installation.replays.heed()
+    device = torch.cuda.current_device()
+    loans = runtime.controllers[device].captures.loans
     runtime.begin_borrowing()
     try:
-        begins = loans.begin(stream.cuda_stream)
+        begins = loans.begin(torch._C._cuda_getCurrentRawStream(device))
         try:
             yield
         finally:
@@ -63,9 +63,3 @@ def borrow_graph_memory() -> Iterator[None]:
                 loans.end()
     finally:
         runtime.end_borrowing()
-
-
-def _torch_in_use() -> Any:
-    """Torch, if the program has used CUDA through it and stalloc serves it."""
-    torch: Any = sys.modules.get("torch")
-    return torch if installation.serves_torch and torch is not None and torch.cuda.is_initialized() else None

@@ -34,6 +34,9 @@ class Installation:
     cupy_pool: "Any" = None  #: the Pool that answers as CuPy's default pool
     cupy_pool_before: "Callable[[], Any] | None" = None  #: what CuPy's own is asked for by, while ours answers
 
+    # torch_allocator
+    replays: "Any" = None  #: the Replays of torch's CUDA graphs
+
     # sleep_and_wake, showing, flight_record
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken
     showing: "Any" = None  #: the Showing of `stalloc live`

@@ -53,7 +53,7 @@ class Loans:
 
     def end(self) -> None:
         """This thread does not borrow any more; what it has borrowed lives on until it is freed, or a replay."""
-        self._state.write(borrower=0)
+        graph_loans.end_borrowing(self._address)
 
     def _order(self, stream: int) -> None:
         uses = np.full(self._state.record.graph_pools_capacity, -1, np.int64)
