@@ -142,6 +142,15 @@ def hold(device):
 
 
 @njit()
+def forget_lent(device):
+    """The device has done all that it was given since `hold`, and so what was done to loans. For Python."""
+    state = locked(device)
+    for row in range(1, state.graph_pools_used):
+        graph_pool_at(state, row).has_lent = 0
+    unlock(state)
+
+
+@njit()
 def end_launch(device):
     """Lend again, if nothing else is being launched. For Python."""
     state = locked(device)

@@ -8,8 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from stalloc import device as devices
 from stalloc.integrations.installation import installation
 from stalloc.integrations.installing import current
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stalloc.device.order_checker import OrderChecker
 
 
 @contextmanager
@@ -56,10 +61,24 @@ def borrow_graph_memory() -> Iterator[None]:
     runtime.begin_borrowing()
     try:
         begins = loans.begin(torch._C._cuda_getCurrentRawStream(device))
+        checker = _order_checker() if begins else None
         try:
+            if checker is not None:
+                checker.borrows(True)
             yield
         finally:
             if begins:
                 loans.end()
+            if checker is not None:
+                checker.borrows(False)
     finally:
         runtime.end_borrowing()
+
+
+def _order_checker() -> "OrderChecker | None":
+    """Who checks the order of work here, and would miss that memory is lent."""
+    if devices.active() != "virtual":
+        return None
+    from stalloc.device.virtual import order_checker
+
+    return order_checker()

@@ -59,8 +59,9 @@ class Replays:
         @functools.wraps(own)
         def replay(graph: Any) -> Any:
             if self._is_capturing():
+                done = own(graph)  # newer versions of torch refuse it
                 self._lend_no_more(graph)
-                return own(graph)
+                return done
             self._unheeded.append(None)
             try:
                 if not self._is_heeded:

@@ -97,6 +97,7 @@ class Loans:
             raise self._error("captured")
         if has_lent:
             self._wait_or_end()
+            graph_loans.forget_lent(self._address)
 
     def _wait_or_end(self) -> None:
         """Wait for the device, of which another capture may be on."""

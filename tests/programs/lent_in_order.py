@@ -42,20 +42,11 @@ def borrow(num: int = 3, then: Any = None) -> None:
     with stalloc.borrow_graph_memory():
         for _ in range(num):
             made = torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda").add_(1)
-            places = [
-                (one.address, one.address + one.size_bytes) for one in segments(state) if one.kind >= PRIVATE_KINDS
-            ]
-            lent += any(begin <= made.data_ptr() < end for begin, end in places)
+            of_graphs = [one for one in segments(state) if one.kind >= PRIVATE_KINDS]
+            lent += any(one.address <= made.data_ptr() < one.address + one.size_bytes for one in of_graphs)
             if then is not None:
                 then(made)
             del made
-
-
-def replay_on(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph, before: torch.cuda.Stream) -> None:
-    """Replay on a stream after what another one has of the graph, as a program has to, but not after borrowers."""
-    stream.wait_event(before)
-    with torch.cuda.stream(stream):
-        graph.replay()
 
 
 def streams() -> None:
@@ -137,4 +128,4 @@ globals()[sys.argv[1]]()
 torch.cuda.synchronize()
 checker = virtual.order_checker()
 assert checker is not None
-print(json.dumps([[str(one) for one in checker.found], lent]))
+print(json.dumps([[one.text for one in checker.found()], lent]))
