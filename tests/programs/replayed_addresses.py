@@ -146,7 +146,8 @@ def wrong_reads(works: list[Work], inputs: list[Any], history: list[Any]) -> tup
         cells.names[cells.place(at, n)] = name
     reads = wrong = 0
     eager: dict[int, int] = {}
-    outputs: dict[int, list[tuple[slice, int]]] = {}  # of the graphs that were replayed: what the program holds on to
+    # what the program holds on to of graphs that were replayed, as long as none that was captured before is
+    outputs: dict[int, list[tuple[slice, int]]] = {}
     for number, entry in enumerate(history):
         if entry[0] == "made":
             eager[entry[1]] = _BY_EAGER - number
@@ -161,6 +162,7 @@ def wrong_reads(works: list[Work], inputs: list[Any], history: list[Any]) -> tup
         else:
             names = {(at, n): name for writes, at, n, name in works[entry[1]].steps if writes}
             kept = [(one.data_ptr(), one.numel()) for one in works[entry[1]].kept]
+            outputs = {which: places for which, places in outputs.items() if which < entry[1]}
             outputs[entry[1]] = [(cells.place(at, n), names[at, n]) for at, n in kept if (at, n) in names]
             for writes, place, name in plans[entry[1]]:
                 if writes:
