@@ -30,7 +30,7 @@ lent = 0
 def captured() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph that writes and reads some MiB of its own, and its output."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         output = ((x * 2) + 1) * 3
     torch.cuda.synchronize()
     return graph, output
