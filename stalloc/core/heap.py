@@ -163,11 +163,11 @@ def take_block(state, row, size, requested):
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
     if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
         _split(state, row, size)
-    return _begin_life(state, row, requested)
+    return begin_life(state, row, requested)
 
 
 @inner()
-def _begin_life(state, row, requested):
+def begin_life(state, row, requested):
     """Make a block that is on no list live; its address."""
     block = block_at(state, row)
     block.state = BLOCK_LIVE
@@ -195,7 +195,7 @@ def heap_allocate(state, stream, size, requested, stage):
         if planned < 0:
             return Outcome(0, NEED_SEGMENT, pool)
         if planned != 0:
-            return Outcome(_begin_life(state, planned, requested), 0, 0)
+            return Outcome(begin_life(state, planned, requested), 0, 0)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
     return Outcome(take_block(state, row, size, requested), 0, 0)
