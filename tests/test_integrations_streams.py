@@ -182,7 +182,7 @@ print(json.dumps([*moved, virtual.peak_bytes(0), report.allocated_peak_bytes]))
 
 
 def test_streams_are_handed_memory_only_by_the_plan_that_is_in_force(run_checks: Any) -> None:
-    """Where steps of several kinds came after a ring whose streams could share memory, its plan came back for all."""
+    """Where steps of several kinds came after a cycle whose streams could share memory, its plan came back for all."""
     phase, hits, misses, held, allocated = run_checks("""
 import json
 import stalloc

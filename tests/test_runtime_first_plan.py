@@ -44,7 +44,7 @@ def layer(controller: Controller, sizes: list[int]) -> None:
 
 
 def test_buffers_that_take_turns_are_served_once_their_lifespans_are_known() -> None:
-    """What a step makes last lives until the end of the next: the ring is of two steps, and begins with either.
+    """What a step makes last lives until the end of the next: the cycle is of two steps, and begins with either.
 
     The fourth step shows that the third's is no exception.
     """

@@ -4,48 +4,48 @@ import dataclasses
 
 import numpy as np
 import pytest
-from programs.core_machine import Ring
+from programs.core_machine import Cycle
+from programs.cycle_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 from programs.ordered_machine import Checked
-from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
 from stalloc.core import shared_blocks
-from stalloc.lifespans.tape import Tape
-from stalloc.planner import Plan, plan_tape, validate
+from stalloc.lifespans.repeating_schedule import Schedule
+from stalloc.planner import Plan, plan_schedule, validate
 
 
-def shared_plan(ring: Ring) -> Plan:
-    """The plan of a ring whose streams share the arena."""
-    start = np.arange(ring.length)
-    tape = Tape(
-        size=ring.size,
-        stream=ring.stream,
+def shared_plan(cycle: Cycle) -> Plan:
+    """The plan of a cycle whose streams share the arena."""
+    start = np.arange(cycle.length)
+    schedule = Schedule(
+        size=cycle.size,
+        stream=cycle.stream,
         start=start,
-        end=start + ring.lifespan,
-        planned=np.ones(ring.length, bool),
+        end=start + cycle.lifespan,
+        planned=np.ones(cycle.length, bool),
         row=start,
         num_prologue=0,
-        ring_start=0,
-        ring_end=ring.length,
-        period_requests=ring.length,
-        covered_requests=2 * ring.length,
+        cycle_start=0,
+        cycle_end=cycle.length,
+        period_requests=cycle.length,
+        covered_requests=2 * cycle.length,
         minimum_size=513,
     )
-    plan = plan_tape(tape, streams="share")
+    plan = plan_schedule(schedule, streams="share")
     assert validate(plan, handovers=True).ok
     return plan
 
 
 def start(seed: int, length: int = 60, streams: int = 3) -> tuple[Checked, Program, Plan]:
-    """A machine that serves a random ring of several streams from one region, the program, the plan."""
+    """A machine that serves a random cycle of several streams from one region, the program, the plan."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    ring = Ring(rng, length, streams=streams)
-    ring.size = -(-ring.size // 512) * 512  # the plan lists handovers of bytes, the runtime hands out units of 512
-    machine, plan = Checked(streams), shared_plan(ring)
+    cycle = Cycle(rng, length, streams=streams)
+    cycle.size = -(-cycle.size // 512) * 512  # the plan lists handovers of bytes, the runtime hands out units of 512
+    machine, plan = Checked(streams), shared_plan(cycle)
     assert len(plan.handover_later) > 5
-    machine.follow(ring, plan)
+    machine.follow(cycle, plan)
     assert [machine.allocate(1, stream) > 0 for stream in range(streams)]
-    return machine, Program(machine, ring, rng), plan
+    return machine, Program(machine, cycle, rng), plan
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -61,7 +61,7 @@ def test_a_stream_waits_exactly_where_the_plan_hands_over(seed: int) -> None:
     waits = [stream for what, stream, _ in calls if what == "wait"]
     records = [stream for what, stream, _ in calls if what == "record"]
     assert len(waits) == len(plan.handover_later) == machine.state.record.num_waits - before
-    assert sorted(waits) == sorted(plan.tape_stream[plan.handover_later].tolist())
+    assert sorted(waits) == sorted(plan.schedule_stream[plan.handover_later].tolist())
     assert len(records) == len(np.unique(plan.handover_earlier)), "one for each block that is handed on, at its free"
 
 
@@ -70,10 +70,10 @@ def test_no_stream_overtakes_another_when_the_program_deviates(seed: int) -> Non
     machine, program, _ = start(10 + seed, streams=2 + seed % 3)
     rng = np.random.default_rng(seed)
     for _ in range(25):
-        where = rng.integers(0, program.ring.length, 6)
+        where = rng.integers(0, program.cycle.length, 6)
         what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
         program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
-    assert machine.state.record.hits > 15 * program.ring.length
+    assert machine.state.record.hits > 15 * program.cycle.length
     machine.check_counts()
     program.end()
 
@@ -121,7 +121,7 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     for _ in range(3):
         program.one_pass({5: INSERT, 20: LINGER})
     base = machine.state.record.arena
-    machine.state.arena.drop_tape()
+    machine.state.arena.drop_schedule()
     machine.state.arena.end_sharing()
     machine.driver.synchronize()
     bases = machine.state.arena.dissolve()
@@ -141,17 +141,17 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
 
 def test_an_arena_that_streams_share_is_parted_although_it_lacks_memory() -> None:
     rng = np.random.default_rng(50)
-    ring, machine = Ring(rng, 60, streams=3), Checked(3)
-    ring.size = -(-ring.size // 512) * 512
-    machine.follow(ring, shared_plan(ring), has_memory=False)
-    machine.state.arena.drop_tape()
+    cycle, machine = Cycle(rng, 60, streams=3), Checked(3)
+    cycle.size = -(-cycle.size // 512) * 512
+    machine.follow(cycle, shared_plan(cycle), has_memory=False)
+    machine.state.arena.drop_schedule()
     machine.state.arena.end_sharing()
     assert machine.state.arena.dissolve()
     assert machine.state.record.reserved_bytes == 0, "nothing of it ever had memory"
 
 
 def test_a_plan_whose_hand_over_is_missing_is_refused() -> None:
-    plan = shared_plan(Ring(np.random.default_rng(50), 60, streams=3))
+    plan = shared_plan(Cycle(np.random.default_rng(50), 60, streams=3))
     missing = dataclasses.replace(
         plan, handover_earlier=plan.handover_earlier[1:], handover_later=plan.handover_later[1:]
     )

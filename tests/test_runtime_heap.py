@@ -5,7 +5,7 @@ import pytest
 from programs.core_machine import FIRST_ADDRESS, KIB, MIB, Machine
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 
 
 def random_size(rng: np.random.Generator) -> int:
@@ -159,10 +159,10 @@ def test_absurd_sizes_find_no_memory_and_break_nothing(size: int, lasting: bool)
 
 
 def test_an_absurd_size_is_not_taken_for_an_entry_of_the_plan() -> None:
-    """Keys of the tape hold size and stream in one word: a size whose upper bits are cut off must not match."""
+    """Keys of the schedule hold size and stream in one word: a size whose upper bits are cut off must not match."""
     machine = Machine()
     size, stream, offset = np.array([4 * MIB] * 4), np.zeros(4, np.int64), np.arange(4) * 4 * MIB
-    machine.state.arena.install(ArenaTape(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
+    machine.state.arena.install(ArenaSchedule(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
     base = machine.take(16 * MIB)
     machine.state.arena.serve(base, 16 * MIB)
     assert machine.request(0, (1 << 54) + 4 * MIB, 0) == 0

@@ -257,10 +257,10 @@ def test_what_is_little_and_kept_keeps_no_page_of_the_arena() -> None:
         program.step(lambda: program.train(2000))
     assert program.controller.status.phase is Phase.PLANNED
     for i in range(12):
-        width = 2000 if i % 2 else 1500  # a kind of step that is on no tape yet, too
+        width = 2000 if i % 2 else 1500  # a kind of step that is on no schedule yet, too
         program.step(lambda width=width: program.train(width), lambda i=i: program.allocate(4096 + 512 * i))
     for address in [*program.weights, *program.gradients]:
         program.free(address)
-    program.controller.arenas.drop_tape()
+    program.controller.arenas.drop_schedule()
     program.controller.memory.release_unused()
     assert program.state.record.reserved_bytes <= 2 * GRANULE

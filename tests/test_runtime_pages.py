@@ -268,15 +268,15 @@ def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
 def test_on_a_full_device_what_is_left_over_is_had_once(seed: int, num_requests: int) -> None:
     print(f"seed {seed}")
     program = Program(seed, capacity_bytes=128 * MIB)
-    rng, live, size, splices = program.rng, [], 0, 0
+    rng, live, size, stitched = program.rng, [], 0, 0
     for _ in range(num_requests):
         size = int(rng.choice([0.2, 1.3, 3.7, 9.1]) * MIB) // 512 * 512
         while sum(bytes_ for _, bytes_ in program.live.items()) + size > 120 * MIB:
             program.free(live.pop(int(rng.integers(len(live)))))
         live.append(program.allocate(size))
-        splices += sum(one.address % GRANULE != 0 for one in segments(program.controller.state))
+        stitched += sum(one.address % GRANULE != 0 for one in segments(program.controller.state))
         program.check()
-    assert splices > 0
+    assert stitched > 0
     for address in live:
         program.free(address)
     program.controller.memory.release_unused()

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from programs.core_machine import MIB, Ring
+from programs.core_machine import MIB, Cycle
+from programs.cycle_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 from programs.ordered_machine import Checked
-from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
 from stalloc.core import shared_blocks
 from stalloc.core.constants import POLL
@@ -162,19 +162,19 @@ def test_events_are_neither_recorded_nor_asked_while_a_graph_is_captured() -> No
 def test_no_stream_gets_what_another_still_uses_on_a_plan_or_beside_it(seed: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(100 + seed)
-    ring = Ring(rng, 60, streams=1 + seed % 3)
+    cycle = Cycle(rng, 60, streams=1 + seed % 3)
     machine = Checked(3)
-    machine.install(ring)
-    program = Program(machine, ring, rng)
+    machine.install(cycle)
+    program = Program(machine, cycle, rng)
     for _ in range(30):
-        where = rng.integers(0, ring.length, 6)
+        where = rng.integers(0, cycle.length, 6)
         what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
         program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
         for address in machine.live.addresses():
             for stream in rng.permutation(3)[: int(rng.integers(0, 3))].tolist():
                 machine.share(address, stream)
         machine.driver.finish(int(rng.integers(3)))
-    assert machine.state.record.hits > 3 * ring.length
+    assert machine.state.record.hits > 3 * cycle.length
     program.end()
     machine.driver.synchronize()
     poll(machine)

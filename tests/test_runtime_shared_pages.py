@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs.core_machine import Ring
-from programs.ring_program import INSERT, LINGER, Program
+from programs.core_machine import Cycle
+from programs.cycle_program import INSERT, LINGER, Program
 from test_runtime_handing import Checked, shared_plan
 
 from stalloc.core.constants import GRANULE
@@ -28,7 +28,7 @@ class Paged(Checked):
 
     def dissolve(self) -> list[int]:
         """Make segments of the arena, once all streams are done with it; their bases."""
-        self.state.arena.drop_tape()
+        self.state.arena.drop_schedule()
         self.state.arena.end_sharing()
         self.driver.synchronize()
         return self.state.arena.dissolve()
@@ -57,14 +57,14 @@ class Paged(Checked):
 
 
 def start(seed: int) -> tuple[Paged, Program]:
-    """A machine that serves a ring whose streams share pages, and its program."""
+    """A machine that serves a cycle whose streams share pages, and its program."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    ring, machine = Ring(rng, 60, streams=3), Paged(3)
-    ring.size = -(-ring.size // 512) * 512
-    machine.follow(ring, shared_plan(ring), has_memory=False)
+    cycle, machine = Cycle(rng, 60, streams=3), Paged(3)
+    cycle.size = -(-cycle.size // 512) * 512
+    machine.follow(cycle, shared_plan(cycle), has_memory=False)
     machine.first = machine.state.record.arena
-    return machine, Program(machine, ring, rng)
+    return machine, Program(machine, cycle, rng)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])

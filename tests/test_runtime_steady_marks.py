@@ -68,7 +68,7 @@ def _recorded(*, hears_all: bool) -> Trace:
         program.step(lambda width=2000 + 400 * kind: program.train(width))
     assert program.controller.status.phase is Phase.PLANNED
     assert program.state.record.recording
-    program.controller.expect_lasting()  # whoever asks for something has it told of the steps before
+    program.controller.expect_persistent()  # whoever asks for something has it told of the steps before
     return program.controller.recording.trace()
 
 

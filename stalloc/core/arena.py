@@ -1,7 +1,7 @@
 """The arena: the memory that the plan is served from. Contract: the lock is held."""
 
 from stalloc.compiled import inner, njit
-from stalloc.core.cells import has_page
+from stalloc.core.arena_intervals import has_page
 from stalloc.core.constants import (
     ACTION_SEGMENT_ALLOC,
     ACTION_SEGMENT_FREE,
@@ -14,13 +14,13 @@ from stalloc.core.counters import count_segment
 from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
-from stalloc.core.records import cell_at
+from stalloc.core.records import interval_at
 from stalloc.core.step_log import begin_counting
 
 
 @njit()
 def serve_arena(device, arena, arena_bytes):
-    """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
+    """Serve the schedule from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
     state = locked(device)
     begin_serving(state, arena, arena_bytes, True)
     state.arena_mapped_bytes = arena_bytes
@@ -31,7 +31,7 @@ def serve_arena(device, arena, arena_bytes):
 
 @inner()
 def begin_serving(state, arena, arena_bytes, anew):
-    """Serve the tape from an arena, all of which has memory as far as this knows; `anew`: count from here on."""
+    """Serve the schedule from an arena, all of which has memory as far as this knows; `anew`: count from here on."""
     end_at(state, arena_bytes)
     _serve(state, arena, arena_bytes)
     if anew:
@@ -40,11 +40,11 @@ def begin_serving(state, arena, arena_bytes, anew):
 
 @inner()
 def end_at(state, arena_bytes):
-    """Make one more cell of the arena's bytes beyond the plan, so that they can be leased."""
-    count = state.num_cells
-    if cell_at(state, count).offset < arena_bytes:
-        cell_at(state, count + 1).offset = arena_bytes
-        state.num_cells = count + 1
+    """Make one more interval of the arena's bytes beyond the plan, so that they can be leased."""
+    count = state.num_intervals
+    if interval_at(state, count).offset < arena_bytes:
+        interval_at(state, count + 1).offset = arena_bytes
+        state.num_intervals = count + 1
 
 
 @inner()
@@ -53,9 +53,9 @@ def _serve(state, arena, arena_bytes):
     state.arena_bytes = arena_bytes
     state.arena_pages = 0
     state.mode = MODE_REPLAY
-    state.pass_start = 0
-    state.stands_aside = 0
-    state.bad_passes = 0
+    state.iteration_start = 0
+    state.bypassed = 0
+    state.bad_iterations = 0
     state.excess_misses = 0
 
 
@@ -81,7 +81,7 @@ def clear(state):
     state.arena_mapped_bytes = 0
     state.arena_pages = 0
     state.arena_live = 0
-    state.num_cells = 0
+    state.num_intervals = 0
     state.num_leases = 0
     state.leased_bytes = 0
     state.has_handovers = 0

@@ -1,6 +1,6 @@
 """What the compiled core remembers of one device beside its tables: one line a field.
 
-`records.py` says who may write what, and what bytes, streams and tape time are.
+`records.py` says who may write what, and what bytes, streams and schedule time are.
 """
 
 from typing import Annotated
@@ -55,12 +55,12 @@ class Clock(Record):
 
 
 class FailedSearch(Record):
-    """The last search for idle cells that found none; it holds for no smaller wish until cells are given back."""
+    """The last search for idle intervals that found none: larger ones find none until intervals are given back."""
 
     size_bytes: int
-    lasts: int  # tape time that the cells were wanted for
+    lasts: int  # schedule time that the intervals were wanted for
     stream: int
-    released_before: int  # how often cells had been given back then; -1: there was no search
+    released_before: int  # how often intervals had been given back then; -1: there was no search
 
 
 class KnownSteps(Record):
@@ -80,7 +80,7 @@ class KnownSteps(Record):
     num_allocs: int
     requested_ever: int  # bytes
     allocated_bytes: int
-    place: int  # entries from where the ring begins
+    place: int  # entries from where the cycle begins
 
 
 class State(Record):
@@ -89,7 +89,8 @@ class State(Record):
     reserved_bytes = sum of the bytes that are mapped of segments + arena_mapped_bytes
     total.allocated_bytes + deferred_bytes <= reserved_bytes
     arena_live = number of slots with an entry = hits - frees of planned blocks since the plan was put in force
-    ring_start <= cursor < ring_end once the first pass has begun; [ring_start, ring_end) is the ring that is followed
+    cycle_start <= cursor < cycle_end once the first iteration has begun; [cycle_start, cycle_end) is the cycle that is
+    followed
     """
 
     lock: int  # 1 while a thread is inside; alone in its line of the cache
@@ -98,67 +99,67 @@ class State(Record):
     mode: LineStart  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
     private_kind: int  # Python: the kind of pool that serves everything while a CUDA graph is captured, else 0
     recording: int  # 1: requests are written to the table of events
-    has_handovers: int  # 1: the arena has cells that several streams use, one after the other
+    has_handovers: int  # 1: the arena has intervals that several streams use, one after the other
     num_deferred: int  # blocks that were freed while other streams use them
     last_stream: int  # handle of the stream that asked last
     last_stream_index: int
     step_allocated_peak: int  # bytes, since the step began
 
     # every planned request reads and writes these
-    tape: int  # table of TapeEntry
-    ring_start: int  # the tape that is followed is [ring_start, ring_end)
-    ring_end: int
+    schedule: int  # table of ScheduleEntry
+    cycle_start: int  # the schedule that is followed is [cycle_start, cycle_end)
+    cycle_end: int
     cursor: int  # entry that is expected next
     arena: int  # address
     arena_bytes: int  # addresses of it; 0: there is none
     arena_live: int  # planned blocks that live
-    cell_bits: int  # a bit for each cell: 1 if it is taken
+    interval_bits: int  # a bit for each interval: 1 if it is taken
     slots: int  # hash table of Slot
     slots_mask: int
     hits: int  # requests served from the plan
-    miss_run: int  # requests in a row that are not on the tape
+    miss_run: int  # requests in a row that are not on the schedule
     excess_misses: int  # misses - matches, never below 0
-    ask_at_boundary: int  # Python: enter Python when the ring begins again (1), or AT_ANY_REQUEST that may be planned
+    ask_at_boundary: int  # Python: enter Python when the cycle begins again (1), or AT_ANY_REQUEST that may be planned
     history_count: int
     history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
-    num_tapes: int
-    stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
+    num_schedules: int
+    bypassed: int  # BYPASS, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
     ask_above: int  # Python: enter Python before allocated_bytes become more than this; 0: never
 
-    # the tape and the cells, set when a plan is installed
-    num_entries: LineStart  # of the tape
-    cells: int  # table of Cell
-    num_cells: int
-    use_starts: int  # the entries that need cell i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
-    uses: int  # 0: nothing is known of when cells are needed
-    lifespans: int  # how long unplanned requests lived, by part of the pass and class of size, tape time
-    tapes: int  # table of Ring
+    # the schedule and the intervals, set when a plan is installed
+    num_entries: LineStart  # of the schedule
+    intervals: int  # table of Interval
+    num_intervals: int
+    use_starts: int  # the entries that need interval i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
+    uses: int  # 0: nothing is known of when intervals are needed
+    lifespans: int  # how long unplanned requests lived, by part of the iteration and class of size, schedule time
+    schedules: int  # table of Cycle
     keys: int  # hash table of Key
     keys_mask: int
-    places: int  # entries of the tapes, by key and position
-    gaps: int  # table of Gap; 0: steps have what the tape has and nothing else
+    places: int  # entries of the schedules, by key and position
+    gaps: int  # table of Gap; 0: steps have what the schedule has and nothing else
     ratios: int  # table of Ratio, one for each dynamic request that a step has
     num_dynamic: int  # requests where steps differ, which are neither hits nor misses
-    gap_time: int  # tape time at which the last of them came
+    gap_time: int  # schedule time at which the last of them came
     dynamic_in_gap: int  # how many came there
-    known_in_gap: int  # of these, the last in a row that the tape has elsewhere
+    known_in_gap: int  # of these, the last in a row that the schedule has elsewhere
     last_dynamic_bytes: int
-    cell_streams: int  # the streams that have any cells: a bit for each index modulo 64
-    pass_start: int  # tape time at which this pass began
+    interval_streams: int  # the streams that have any intervals: a bit for each index modulo 64
+    iteration_start: int  # schedule time at which this iteration began
     last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row
-    misses: int  # requests above TINY that are not on the tape
-    conflicts: int  # requests that the tape has, without a place or with one that is taken
+    misses: int  # requests above TINY that are not on the schedule
+    conflicts: int  # requests that the schedule has, without a place or with one that is taken
     ask_after_misses: int  # Python: enter Python when excess_misses are this many; 0: never
-    steps_ever: int  # passes that ended, whatever plan was in force
-    ask_at_step: int  # Python: enter Python when the ring begins again after so many of them; 0: not for their number
+    steps_ever: int  # iterations that ended, whatever plan was in force
+    ask_at_step: int  # Python: enter Python when the cycle begins again after so many of them; 0: not for their number
 
     # leases
     num_leases: int
     leased_bytes: int
     num_lent: int  # requests served from leases
     num_revoked: int  # leases revoked for a planned request
-    cells_released: int  # how often cells were given back, other than by planned requests that were freed
+    intervals_released: int  # how often intervals were given back, other than by planned requests that were freed
     failed_search: FailedSearch
 
     # the step that runs, and the steps before
@@ -171,19 +172,21 @@ class State(Record):
     step_reserved_peak: int
     span_allocated_peak: int  # over the steps that ended since the plan was put in force (or ever)
     span_reserved_peak: int
-    bad_passes: int  # passes in a row that missed much
+    bad_iterations: int  # iterations in a row that missed much
 
     # handovers between streams
-    previous_users: int  # a word a cell: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down
+    previous_users: (
+        int  # a word an interval: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down
+    )
     record_event: int  # the driver's functions
     wait_event: int
     is_capturing: int
     query_event: int
     exchange_mode: int
     mode_of_asker: int  # how the thread that asks which uses are over heeds captures, while it does not
-    capture_is_untold: int  # Python, 1: private_kind is for a capture that nobody told of, and may be over
-    lasting_sizes: int  # Python: bytes (rounded) of requests that outlive a capture, one word each
-    num_lasting_sizes: int
+    capture_is_unannounced: int  # Python, 1: private_kind is for a capture that nobody told of, and may be over
+    persistent_sizes: int  # Python: bytes (rounded) of requests that outlive a capture, one word each
+    num_persistent_sizes: int
     capture_plan: int  # Python: table of CaptureEntry, what the warm-up of a capture requested
     capture_plan_length: int  # 0: nothing is planned
     capture_plan_bytes: int  # of its places together

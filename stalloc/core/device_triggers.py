@@ -1,4 +1,4 @@
-"""What the core is to ask Python next: the one place that sets these fields; a new record or tape clears them."""
+"""What the core is to ask Python next: the one place that sets these fields; a new record or schedule clears them."""
 
 from stalloc.core.constants import AT_ANY_REQUEST
 from stalloc.core.device_tables import DeviceTables
@@ -11,7 +11,7 @@ class Triggers:
         self._record, self._write = tables.record, tables.write
 
     def at_boundary(self) -> None:
-        """Ask where the ring begins again."""
+        """Ask where the cycle begins again."""
         self._record.ask_at_boundary = max(self._record.ask_at_boundary, 1)
 
     def at_any_request(self) -> None:
@@ -23,8 +23,8 @@ class Triggers:
         """Whether either of these is set."""
         return bool(self._record.ask_at_boundary)
 
-    def after_passes(self, count: int) -> None:
-        """Ask where the ring has begun again so many times; 0: not for their number."""
+    def after_iterations(self, count: int) -> None:
+        """Ask where the cycle has begun again so many times; 0: not for their number."""
         steps = self._record.steps_ever
         self._write({"ask_at_boundary": int(count == 1), "ask_at_step": steps + count if count > 1 else 0})
 

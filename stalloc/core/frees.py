@@ -4,7 +4,7 @@ Contract: as in requests.py. The functions that take a state are called with the
 """
 
 from stalloc.compiled import inner
-from stalloc.core.cells import flip_cells
+from stalloc.core.arena_intervals import flip_intervals
 from stalloc.core.constants import (
     ACTION_FREE_COMPLETED,
     ACTION_FREE_REQUESTED,
@@ -101,7 +101,7 @@ def _release_planned(state, address, slot):
     """Free what lives in a slot."""
     planned = slot_at(state, slot)
     entry = entry_at(state, planned.entry)
-    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
+    flip_intervals(state.interval_bits, entry.interval_low, entry.interval_high)
     planned.entry = -1
     planned.state = BLOCK_FREE
     state.arena_live -= 1
@@ -136,7 +136,7 @@ def release(state, address, slot, block):
 def _hand_over(state, address, slot, block):
     """Free a block; if another stream takes its memory on the plan, with an event that says when it may be used.
 
-    The lock is released while the event is recorded: the block is nobody's then, but its cells stay taken.
+    The lock is released while the event is recorded: the block is nobody's then, but its intervals stay taken.
     """
     position = slot_at(state, slot).entry if slot >= 0 else -1
     recorded = False

@@ -31,7 +31,7 @@ def _first_of_gap(state, row):
 
 @inner()
 def _last_of_gap(state, row):
-    """The last block of a gap, and the bytes from the begin of one of its blocks on."""
+    """The last block of a gap, and the bytes from the start of one of its blocks on."""
     size = block_at(state, row).size_bytes
     following = block_at(state, row).next
     while _is_gap(state, following):

@@ -1,7 +1,7 @@
 """Hash tables with linear probing: rows whose first word is what they are found by.
 
 Contract: at most half of the rows are used, so a search ends soon. Live blocks are found by address, slots by offset,
-keys of the tape by themselves. Only live blocks leave their table again; theirs grows, for a small one stays in the
+keys of the schedule by themselves. Only live blocks leave their table again; theirs grows, for a small one stays in the
 caches.
 """
 

@@ -32,7 +32,7 @@ from stalloc.core.constants import (
 from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, remove_free
 from stalloc.core.hash_table import add_live, drop_live, live_is_full
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, lasting_size_at, pool_at, segment_at
+from stalloc.core.records import block_at, persistent_size_at, pool_at, segment_at
 from stalloc.core.segments import absorb, allocate_block_row
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
@@ -91,8 +91,8 @@ def _choose(state, stream, size, stage):
 def _outlives_capture(state, size):
     """Whether a request of a capture is expected to live on after it; a wrong guess costs memory, nothing else."""
     lasts = False
-    for i in range(state.num_lasting_sizes):
-        lasts = lasts or lasting_size_at(state, i).value == size
+    for i in range(state.num_persistent_sizes):
+        lasts = lasts or persistent_size_at(state, i).value == size
     return lasts
 
 
@@ -100,9 +100,9 @@ def _outlives_capture(state, size):
 def _fills_pages(state):
     """Whether small requests use what large ones leave over of their pages before more are mapped.
 
-    Where steps are marked they do not, unless the plan stands aside: what lives on would keep pages from the plan.
+    Where steps are marked they do not, unless the plan is bypassed: what lives on would keep pages from the plan.
     """
-    return state.expects_marks == 0 or state.stands_aside != 0
+    return state.expects_marks == 0 or state.bypassed != 0
 
 
 @inner()

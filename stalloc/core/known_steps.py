@@ -19,7 +19,7 @@ def _note_mark(state):
     known.hits, known.conflicts, known.followed = state.hits, state.conflicts, state.history_count
     known.num_allocs, known.allocated_bytes = state.total.num_allocs, state.total.allocated_bytes
     known.requested_ever = state.small.requested_ever + state.large.requested_ever
-    known.place = state.cursor - state.ring_start
+    known.place = state.cursor - state.cycle_start
 
 
 @inner()
@@ -33,7 +33,7 @@ def _comes(state, step):
         and state.misses == known.misses
         and state.conflicts - known.conflicts <= step.num_entries >> _FEW_SHIFT
     )
-    is_asked_for = state.private_kind or state.ask_at_boundary or state.stands_aside or state.allocating_persistent
+    is_asked_for = state.private_kind or state.ask_at_boundary or state.bypassed or state.allocating_persistent
     return goes_as_planned and not is_asked_for
 
 
@@ -61,8 +61,8 @@ def end_known_step(device):
         step = expected_step_at(known, known.count)
         comes = _comes(state, step)
         if comes:
-            state.tapes = step.tapes
-            follow(state, step.ring_start, step.ring_end, step.cursor)
+            state.schedules = step.schedules
+            follow(state, step.cycle_start, step.cycle_end, step.cursor)
             state.doubt_at = state.total.num_allocs + known.overdue
             step.num_events = state.num_events
             known.count += 1

@@ -231,7 +231,7 @@ def remove_empty_ranges(device, addresses):
         if count == len(addresses) or segment.address == 0 or segment.is_paged == 0 or segment.mapped_bytes != 0:
             continue
         if segment.tail != 0 or segment.head != 0:
-            continue  # a splice has memory of others
+            continue  # a stitched segment has memory of others
         addresses[count] = segment.address
         count += 1
         take_off(state, segment.first)

@@ -2,15 +2,17 @@
 
 Contract, upheld under one lock a device:
 - an address of the arena is handed out only if no live block covers any byte of it: the plan's address space is cut
-  into cells at every boundary that occurs in it, and a planned request is served only while all its cells are empty;
-- a request that is not the expected one, or whose cells are taken, is served by the heap: a deviation costs memory,
+  into intervals at every boundary that occurs in it, and a planned request is served only while all its intervals are
+  empty;
+- a request that is not the expected one, or whose intervals are taken, is served by the heap: a deviation costs memory,
   never correctness;
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
 
-A planned request that meets empty cells costs one atomic exchange, about 31 loads (five of them of four words) and 21
-tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines of
-the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of cells.
+A planned request that meets empty intervals costs one atomic exchange, about 31 loads (five of them of four words) and
+21 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
+of the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of
+intervals.
 """
 
 from stalloc.compiled import cfunc, inner
@@ -52,14 +54,14 @@ from stalloc.core.handovers import wait_for_users
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
-from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_pass
+from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_iteration
 from stalloc.core.lending import lend
 from stalloc.core.planned_requests import serve_planned, take_place
 from stalloc.core.records import slot_at, state_at
+from stalloc.core.schedule_cursor import is_asked_for
 from stalloc.core.shared_blocks import free_those_over
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.stream_table import stream_index
-from stalloc.core.tape_cursor import is_asked_for
 
 
 @inner(forceinline=True)
@@ -128,7 +130,7 @@ def _try(state, stream, size, requested, stage, position):
         elif stage == FIRST_TRY and state.num_sizable >= state.check_at > 0:
             state.check_at = 0
             return Outcome(0, CHECK, 0)
-    if stage == FIRST_TRY and state.capture_is_untold != 0:
+    if stage == FIRST_TRY and state.capture_is_unannounced != 0:
         return Outcome(0, IN_CAPTURE, 0)
     return heap_allocate(state, stream, size, requested, stage)
 
@@ -155,7 +157,11 @@ def _serve_unplanned(state, stream, size, requested, row):
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
-    elif not together and exceeds_peak(state, size) and not (pages_move and (is_dynamic or outlives_pass(state, row))):
+    elif (
+        not together
+        and exceeds_peak(state, size)
+        and not (pages_move and (is_dynamic or outlives_iteration(state, row)))
+    ):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
         # for what lives on through it, or comes in every step, pages move instead
         address = lend(state, stream, size, requested, row, True)
@@ -173,13 +179,13 @@ def _ask(state, reason, subject, size, stage):
     if not helped:
         helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
     if reason in (AT_BOUNDARY, POLL, CHECK, IN_CAPTURE, OVER_CAP):
-        return ASKED  # the tape has not moved yet
+        return ASKED  # the schedule has not moved yet
     if reason == POLL_FOR_PLACE:
         return POLLED
     if reason == NEED_PAGES:
         return GOT_PAGES
     if reason == STALE or (helped and (reason != REFUSED or stage != HEAP_ONLY)):
-        return HEAP_ONLY  # the tape has moved past this request
+        return HEAP_ONLY  # the schedule has moved past this request
     return -1
 
 
@@ -203,12 +209,12 @@ def _secure(state, address):
 def _is_captured(state, handle, outcome):
     """Whether what was served may be for a graph that is captured, of which nobody has told.
 
-    The driver is asked where the plan does not serve, and at the first request of each pass where it does.
+    The driver is asked where the plan does not serve, and at the first request of each iteration where it does.
     """
     if state.private_kind != 0:
         return False
     is_planned = outcome.reason != IS_LENT and in_arena(state, outcome.address)
-    return (not is_planned or state.cursor == state.ring_start + 1) and is_captured(state, handle)
+    return (not is_planned or state.cursor == state.cycle_start + 1) and is_captured(state, handle)
 
 
 @inner()

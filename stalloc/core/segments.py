@@ -68,8 +68,8 @@ def allocate_segment_row(state, pool, address, size, first):
     segment.size_bytes = size
     segment.num_live = 0
     segment.first = first
-    segment.cell_low = 0
-    segment.cell_high = 0
+    segment.interval_low = 0
+    segment.interval_high = 0
     segment.until = 0
     segment.group = 0
     segment.mapped_bytes = size
@@ -85,7 +85,7 @@ def release_segment_row(state, row):
     """Give the row of a segment back."""
     segment = segment_at(state, row)
     segment.address = 0
-    segment.cell_high = 0
+    segment.interval_high = 0
     segment.first = state.free_segment_row
     state.free_segment_row = row
 
@@ -130,7 +130,7 @@ def _group_in_use(state, group):
 @inner()
 def _is_removable(state, segment, used_before):
     """Whether a segment holds nothing, was not used of late, and neither a lease nor a graph keeps it."""
-    if segment.address == 0 or segment.num_live != 0 or segment.cell_high != 0 or segment.is_paged == 1:
+    if segment.address == 0 or segment.num_live != 0 or segment.interval_high != 0 or segment.is_paged == 1:
         return False
     if segment.group != 0 and _group_in_use(state, segment.group):
         return False
@@ -153,14 +153,14 @@ def give_segment(device, pool, address, size):
 
 
 @njit(**BORROWING)
-def remove_free_segments(device, addresses, sizes, idle_passes):
+def remove_free_segments(device, addresses, sizes, idle_iterations):
     """Take free segments out of the heap, as many as there is room for in two columns; how many. For Python.
 
-    Only those from which nothing was taken in the last `idle_passes` passes; of those that came from the device as one
+    Only those from which nothing was taken in the last `idle_iterations`; of those that came from the device as one
     piece all or none.
     """
     state = locked(device)
-    used_before, count = state.steps_ever + 1 - idle_passes, 0
+    used_before, count = state.steps_ever + 1 - idle_iterations, 0
     for row in range(1, state.segments_used):
         segment = segment_at(state, row)
         if count == len(addresses) or not _is_removable(state, segment, used_before):

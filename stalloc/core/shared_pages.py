@@ -1,4 +1,5 @@
-"""Pages that several segments have a part of: an arena that streams shared is cut where its cells are, not its pages.
+"""Pages that several segments have a part of: an arena that streams shared is cut where its intervals are, not its
+pages.
 
 Contract: the lock is held. What has no memory is whole pages of one segment. A page that is free in all of the segments
 that have a part of it ceases to be served, and is the first one's from then on, so that no byte goes from one stream to
@@ -6,12 +7,12 @@ another before the device is done with it; the others begin behind it, or are go
 """
 
 from stalloc.compiled import inner
-from stalloc.core.cells import has_page
+from stalloc.core.arena_intervals import has_page
 from stalloc.core.constants import ACTION_SEGMENT_UNMAP, BLOCK_FREE, BLOCK_UNMAPPED, GRANULE, POOL_USED
 from stalloc.core.counters import count_joined
 from stalloc.core.event_log import record
 from stalloc.core.pages import count_pages, cut_out, has_rows, join
-from stalloc.core.records import block_at, cell_at, pool_at, segment_at
+from stalloc.core.records import block_at, interval_at, pool_at, segment_at
 from stalloc.core.segments import release_block_row, release_segment_row
 
 _ROWS = 2  # of the table of blocks, that cutting a block may take
@@ -19,7 +20,7 @@ _ROWS = 2  # of the table of blocks, that cutting a block may take
 
 @inner()
 def _has_part(segment, page):
-    """Whether a segment has a part of a page, and is no splice, whose pages have other addresses too."""
+    """Whether a segment has a part of a page, and is no stitched segment, whose pages have other addresses too."""
     if segment.address == 0 or segment.is_paged == 0 or segment.tail != 0 or segment.head != 0:
         return False
     return segment.address < page + GRANULE and segment.address + segment.size_bytes > page
@@ -85,7 +86,7 @@ def _cut_begin(state, number, page):
 
 @inner()
 def _grow_end(state, number, page):
-    """Let a segment that has the begin of a page have all of it, without memory."""
+    """Let a segment that has the start of a page have all of it, without memory."""
     segment = segment_at(state, number)
     row = _block_in(state, segment, page)
     begin, end = max(segment.address, page), segment.address + segment.size_bytes
@@ -121,15 +122,19 @@ def part_at_pages(state, regions):
     if regions == 0 or state.arena_pages == 0:
         return regions
     regions = 1
-    for index in range(1, state.num_cells):
-        cell, before = cell_at(state, index), cell_at(state, index - 1)
-        end = (cell.offset // GRANULE + 1) * GRANULE
-        if cell.stream != before.stream and cell.offset % GRANULE > 0 and not has_page(state, cell.offset // GRANULE):
-            if cell_at(state, index + 1).offset <= end:
-                cell.stream = before.stream
+    for index in range(1, state.num_intervals):
+        interval, before = interval_at(state, index), interval_at(state, index - 1)
+        end = (interval.offset // GRANULE + 1) * GRANULE
+        if (
+            interval.stream != before.stream
+            and interval.offset % GRANULE > 0
+            and not has_page(state, interval.offset // GRANULE)
+        ):
+            if interval_at(state, index + 1).offset <= end:
+                interval.stream = before.stream
             else:
-                cell.offset = end
-        regions += cell.stream != before.stream
+                interval.offset = end
+        regions += interval.stream != before.stream
     return regions
 
 

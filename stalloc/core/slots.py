@@ -1,7 +1,7 @@
 """The slots of the arena: what planned request lives at an offset.
 
-Contract: the lock is held. Every offset of the tape has a slot from when the tape is installed on; a slot is never
-added or removed while the tape is in place.
+Contract: the lock is held. Every offset of the schedule has a slot from when the schedule is installed on; a slot is
+never added or removed while the schedule is in place.
 """
 
 from stalloc.compiled import BORROWING, inner, njit

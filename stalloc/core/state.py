@@ -38,7 +38,7 @@ _TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass over the ring of a plan was like."""
+    """What one iteration over the cycle of a plan was like."""
 
     end_ns: int  # monotonic time at which the ring began again
     hits: int  # requests served from the plan
@@ -142,10 +142,10 @@ class DeviceState:
         return {"oom_text": buffer.ctypes.data, "oom_text_length": len(data)}
 
     def forget_streams(self) -> int:
-        """Forget the streams that hold no memory and are on no tape in force; how many."""
+        """Forget the streams that hold no memory and are on no schedule in force; how many."""
         kept = np.zeros(MAX_STREAMS, np.int64)
-        if self.arena.tape is not None and (self.record.mode != MODE_HEAP or self.record.arena_bytes):
-            kept[self.arena.tape.entries["key"] & (MAX_STREAMS - 1)] = 1
+        if self.arena.schedule is not None and (self.record.mode != MODE_HEAP or self.record.arena_bytes):
+            kept[self.arena.schedule.entries["key"] & (MAX_STREAMS - 1)] = 1
         return int(stream_table.forget_streams(self.address, kept))
 
     @property
@@ -155,12 +155,12 @@ class DeviceState:
 
     @property
     def num_displaced(self) -> int:
-        """Requests of this pass over the plan that have a place and were served elsewhere."""
+        """Requests of this iteration over the plan that have a place and were served elsewhere."""
         record = self.record
         return int(record.conflicts - record.conflicts_before - record.step_unplanned)
 
     def take_peak_bytes(self) -> int:
-        """What was allocated at most since this was asked last; while a plan is served, in this pass and the last."""
+        """The most that was allocated since this was asked last; under a plan, in this iteration and the last."""
         return int(step_log.take_peak(self.address))
 
     @property

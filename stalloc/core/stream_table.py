@@ -1,7 +1,7 @@
 """Streams by number: each handle that a program uses has a row, its index; the default stream has row 0.
 
 Contract: the lock is held, except where Python calls. A row is given to another handle only when no segment and no
-tape knows the old one.
+schedule knows the old one.
 """
 
 from stalloc.compiled import inner, njit

@@ -87,7 +87,7 @@ class Allowance:
             if planned:
                 self._let_rest(free_bytes)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by in which no page moved."""
         self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
 
@@ -100,6 +100,6 @@ class Allowance:
         lacking_bytes = int(record.arena_bytes - record.arena_mapped_bytes)
         needed_bytes = int(record.reserved_bytes) + lacking_bytes
         if self._rest_bytes < needed_bytes:
-            has_streams = record.cell_streams & (record.cell_streams - 1) != 0
+            has_streams = record.interval_streams & (record.interval_streams - 1) != 0
             figures = needed_bytes, lacking_bytes, self.peak_bytes, free_bytes()
             self._rest_bytes = max(self._rest_bytes, decisions.rest_bytes(*figures, has_streams=has_streams))

@@ -38,7 +38,7 @@ class FullDevice:
             self._note_peak()
         self._peaks.append(peak_bytes)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by that were like the last."""
         self._num_settled += steps.count
         self._peaks.extend(steps.count * [self._peaks[-1]])

@@ -19,7 +19,7 @@ from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
-    from stalloc.core.arena_tape import ArenaTape
+    from stalloc.core.arena_schedule import ArenaSchedule
     from stalloc.poison.poison_watch import Watch
 
 
@@ -27,7 +27,7 @@ class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments."""
 
     arena: Any  #: the memory of the arena in place; None: there is none
-    tape: "ArenaTape | None"  #: what is served by pages
+    schedule: "ArenaSchedule | None"  #: what is served by pages
 
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
@@ -137,25 +137,25 @@ class DeviceMemory:
         if not self.state.record.memory_is_short and self.state.record.mode != constants.MODE_REPLAY:
             self.state.write(memory_is_short=1)
 
-    def release_unused(self, idle_passes: int = 0) -> None:
+    def release_unused(self, idle_iterations: int = 0) -> None:
         """Give back to the device what holds no live block: free segments, an arena that is no longer served.
 
-        With `idle_passes` only segments that served nothing in the last so many passes over the plan.
+        With `idle_iterations` only segments that served nothing in the last so many iterations over the plan.
         """
         if not self.source.is_used:
             return
         with self.lock, self.serving():  # torch.cuda.empty_cache() calls this from any thread
             try:
                 self.arenas.before_release()
-                self._release_segments(idle_passes)
-                if self.source.paged and not idle_passes:
+                self._release_segments(idle_iterations)
+                if self.source.paged and not idle_iterations:
                     self.paging.release()
             except BaseException:
                 self.arenas.match()
                 raise
 
-    def _release_segments(self, idle_passes: int) -> None:
-        for base, size_bytes in self.state.heap.remove_free_segments(idle_passes).items():
+    def _release_segments(self, idle_iterations: int) -> None:
+        for base, size_bytes in self.state.heap.remove_free_segments(idle_iterations).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
             self.let_go(self.segments.pop(base))

@@ -47,7 +47,7 @@ class Runtime:
     """All devices of this process under stalloc."""
 
     def __init__(self, settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> None:
-        """`planner` stands in for `plan_tape`, say to take another rank's plan; it is called in any thread.
+        """`planner` stands in for `plan_schedule`, say to take another rank's plan; it is called in any thread.
 
         Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
@@ -251,16 +251,16 @@ class Runtime:
         for index in devices:
             self.controllers[index].expects_marks = True
 
-    def expect_lasting(self, devices: Collection[int]) -> None:
+    def expect_persistent(self, devices: Collection[int]) -> None:
         """What is allocated on these devices up to the next mark of a step is meant to last."""
         for index in devices:
-            self.controllers[index].expect_lasting()
+            self.controllers[index].expect_persistent()
 
-    def end_lasting(self, devices: Collection[int]) -> None:
+    def end_persistent(self, devices: Collection[int]) -> None:
         """What is allocated on these devices from here on is not meant to last, although no step has ended."""
         for controller in map(self.controllers.__getitem__, devices):
             with controller.lock:
-                controller.lasting.end()
+                controller.persistent.end()
 
     def recorded(self) -> "list[Trace]":
         """What was recorded so far, of each device of which something was."""

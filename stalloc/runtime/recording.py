@@ -84,10 +84,10 @@ class Recording:
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
         self.refusals = Refusals(state)
 
-    def begin(self, *, lasting: bool) -> None:
-        """Begin anew. With `lasting`, what is requested first is meant to last."""
+    def begin(self, *, persistent: bool) -> None:
+        """Begin anew. With `persistent`, what is requested first is meant to last."""
         self.begin_beside()
-        self._state.write(allocating_persistent=int(lasting))
+        self._state.write(allocating_persistent=int(persistent))
         self._state.triggers.at_recorded(decisions.first_scan_at())
 
     def begin_beside(self) -> None:
@@ -143,7 +143,7 @@ class Recording:
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by."""
         self._allocs_before = steps.num_requests
         if self._state.record.recording:

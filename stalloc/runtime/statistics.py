@@ -25,12 +25,12 @@ class Report:
     device_kind: str  #: "cuda" or "virtual"
     phase: str  #: what the device was at in the end
     note: str  #: why, if that is not the plan
-    steps: int  #: steps seen: marks of the program, or passes over the plan where it set none
+    steps: int  #: steps seen: marks of the program, or iterations over the plan where it set none
     watched_steps: int  #: before the last plan was put in force; all of them if none was
     planned_steps: int  #: whole steps while a plan was in force: of all plans where the program marks steps
-    requests_per_step: int  #: requests over 512 bytes in a step of the plan, on average of those in its ring
-    planned_passes: int  #: whole passes over the last plan
-    hit_rate: float | None  #: share of those served from the plan, from its second pass on; else of the whole run
+    requests_per_step: int  #: requests over 512 bytes in a step of the plan, on average of those in its cycle
+    planned_passes: int  #: whole iterations over the last plan
+    hit_rate: float | None  #: share of those served from the plan, from its second iteration on; else of the whole run
     hits: int  #: since the last plan was put in force
     misses: int
     conflicts: int  #: planned requests whose place was still taken
@@ -81,20 +81,20 @@ class Report:
 
 
 def _planned_steps(controller: "Controller") -> list[Step]:
-    """The whole passes over the ring, the one that just ended included."""
+    """The whole iterations over the cycle, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
     hits = state.record.hits - state.record.hits_before
     seen = hits + state.record.step_misses
-    length = state.record.ring_end - state.record.ring_start
-    if state.record.cursor == state.record.ring_start and seen >= length > 0:
+    length = state.record.cycle_end - state.record.cycle_start
+    if state.record.cursor == state.record.cycle_start and seen >= length > 0:
         peaks = state.record.step_allocated_peak, state.record.step_reserved_peak
         steps.append(Step(0, hits, state.record.step_misses, *peaks))
     return steps
 
 
-def _steps_per_pass(controller: "Controller", num_marks: int, num_passes: int) -> int:
-    """Marked steps in one pass over the plan: a plan from a file does not tell, but its passes and the marks do."""
-    return controller.steps.places.num_in_ring or max(1, round(num_marks / max(1, num_passes)))
+def _steps_per_iteration(controller: "Controller", num_marks: int, num_iterations: int) -> int:
+    """Marked steps in one iteration over the plan; of a plan from a file its iterations and the marks tell."""
+    return controller.steps.places.num_in_cycle or max(1, round(num_marks / max(1, num_iterations)))
 
 
 def _median_ms(times_ns: list[int]) -> float | None:
@@ -144,10 +144,10 @@ def report(controller: "Controller") -> Report:
     after = [time for time in marks if begin is not None and time >= begin]
     if not marks:
         after = [step.end_ns for step in steps if step.end_ns]
-    per_ring = _steps_per_pass(controller, len(after), len(steps)) if marks else controller.status.steps_per_ring
+    per_cycle = _steps_per_iteration(controller, len(after), len(steps)) if marks else controller.status.steps_per_cycle
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
-        step_ms /= per_ring
+        step_ms /= per_cycle
     (run_hits, run_misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
     if not asked:  # the last plan came late: what those before it served
         served, asked = run_hits, run_hits + run_misses
@@ -157,11 +157,11 @@ def report(controller: "Controller") -> Report:
         device_kind=controller.device.kind,
         phase=_phase(controller, len(marks)),
         note=controller.status.note,
-        steps=len(marks) or controller.status.observed_steps + len(steps) * per_ring,
+        steps=len(marks) or controller.status.observed_steps + len(steps) * per_cycle,
         watched_steps=len(before) if marks else controller.status.observed_steps,
-        planned_steps=controller.recording.num_planned if marks else len(steps) * per_ring,
+        planned_steps=controller.recording.num_planned if marks else len(steps) * per_cycle,
         planned_passes=len(steps),
-        requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
+        requests_per_step=(len(plan.schedule_size) - plan.num_prologue) // per_cycle if plan is not None else 0,
         hit_rate=served / asked if asked else None,
         hits=state.record.hits,
         misses=state.record.misses,

@@ -29,7 +29,7 @@ class StepMisses:
         self._bad = self._bad + 1 if decisions.is_bad(missed, hits + missed) else 0
         return missed, missed / max(hits + missed, 1)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by of which hardly anything was missed."""
         self._counts, self._bad = (steps.hits, steps.lost), 0
 

@@ -63,13 +63,13 @@ class WarmUps:
         """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
         action, address, size = self._take_unseen()
         sizes = np.array(sorted(self._requested - self._freed), np.int64)
-        self._state.write(lasting_sizes=sizes.ctypes.data, num_lasting_sizes=len(sizes))
+        self._state.write(persistent_sizes=sizes.ctypes.data, num_persistent_sizes=len(sizes))
         self._sizes = sizes
         self._plan(last_run(action, address, size))
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """A capture is over: what it requested is no warm-up of the next one."""
-        self._state.write(capture_plan_length=0, num_lasting_sizes=0)
+        self._state.write(capture_plan_length=0, num_persistent_sizes=0)
         self._take_unseen()
 
     def _take_unseen(self) -> tuple[Column, Column, Column]:

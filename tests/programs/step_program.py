@@ -97,7 +97,7 @@ class Program:
 
     def make_state(self, count: int) -> None:
         """What an optimizer makes in its first step, and keeps."""
-        self.controller.expect_lasting()
+        self.controller.expect_persistent()
         self.weights += [self.allocate(21 * MIB) for _ in range(count)]
 
     def step(self, *parts: Callable[[], None], waits: bool = True) -> tuple[int, int]:

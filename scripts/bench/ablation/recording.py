@@ -25,7 +25,7 @@ from stalloc.runtime.runtime_settings import Settings
 
 HARM_PROGRAMS = Path(__file__).resolve().parents[1] / "harm_programs"
 MEMORY_BYTES = 80 << 30
-_CALLS = {"expect_lasting": Row.EXPECT_LASTING, "end_lasting": Row.END_LASTING, "expect_marks": Row.EXPECT_MARKS}
+_CALLS = {"expect_persistent": Row.EXPECT_LASTING, "end_persistent": Row.END_LASTING, "expect_marks": Row.EXPECT_MARKS}
 
 
 class Writer:

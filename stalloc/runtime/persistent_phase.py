@@ -9,7 +9,7 @@ from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 
 
-class Lasting:
+class PersistentPhase:
     """Whether requests of one device are meant to last."""
 
     def __init__(self, memory: DeviceMemory, recording: Recording) -> None:

@@ -1,40 +1,40 @@
-"""Where a program stands on its tape: the expected request first, then a search for where it went on.
+"""Where a program stands on its schedule: the expected request first, then a search for where it went on.
 
 Contract: the lock is held, except where Python calls; the cursor moves only to an entry that the program has just asked
-for. One extra request never moves it on its own. A search costs steps for each place on the tape where such a request
-stands, not for each entry of the tape, so a request that is on no tape costs next to nothing.
+for. One extra request never moves it on its own. A search costs steps for each place on the schedule where such a
+request stands, not for each entry of the schedule, so a request that is on no schedule costs next to nothing.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.cells import tape_time
+from stalloc.core.arena_intervals import schedule_time
 from stalloc.core.constants import ALIGNMENT, AT_ANY_REQUEST, LIFESPAN_ROWS, STREAM_BITS
 from stalloc.core.hash_table import find_row
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import (
     Key,
-    cell_at,
+    cycle_at,
     dtype_of,
     entry_at,
     gap_at,
     history_at,
+    interval_at,
     key_at,
     key_row,
     place_at,
     ratio_at,
-    ring_at,
 )
 
 WINDOW = 64  # entries looked ahead for the last two requests in a row
 CONTEXT = 4  # requests that are remembered
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
 _MORE_DYNAMIC = 8  # requests, beyond those that steps had at a place so far: more, and it is another step
-SURE = 16  # matches in a row after which the place on the tape is beyond doubt
+SURE = 16  # matches in a row after which the place on the schedule is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
 
 @njit(**BORROWING)
 def fill_keys(table, mask, keys, order):
-    """Fill an empty table of keys: `keys` (k,) are those of the tape's entries, `order` (k,) the entries by key."""
+    """Fill an empty table of keys: `keys` (k,) are those of the schedule's entries, `order` (k,) the entries by key."""
     first = 0
     while first < len(order):
         key, end = keys[order[first]], first + 1
@@ -49,13 +49,13 @@ def fill_keys(table, mask, keys, order):
 
 @njit(inline="always")
 def _find_key(state, key):
-    """The row of a request in the table of keys; one without places if it is on no tape."""
+    """The row of a request in the table of keys; one without places if it is on no schedule."""
     return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
 
 
 @inner()
-def _is_on_tape(state, key):
-    """Whether a tape has such a request anywhere."""
+def _is_on_schedule(state, key):
+    """Whether a schedule has such a request anywhere."""
     places = _find_key(state, key)
     return places.first != places.end
 
@@ -68,17 +68,17 @@ def asked(state, back):
 
 @inner()
 def _realign(state, key):
-    """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
+    """Where on the schedule an unexpected request stands; -1: nowhere near, it was inserted.
 
     The request itself must be one of the next few entries, or it and the one before it must be a pair within the
-    window or begin a tape; where steps differ from one another, or no request was missed before, it takes three in a
-    row. One extra request never moves the cursor on its own.
+    window or begin a schedule; where steps differ from one another, or no request was missed before, it takes three in
+    a row. One extra request never moves the cursor on its own.
     """
     if state.miss_run == 0:
         return _begins_anew(state, key, 2)
     position = state.cursor
     for _ in range(_NEAR):
-        position = position + 1 if position + 1 < state.ring_end else state.ring_start
+        position = position + 1 if position + 1 < state.cycle_end else state.cycle_start
         if entry_at(state, position).key == key:
             return position
     places = _find_key(state, key)
@@ -93,19 +93,19 @@ def _realign(state, key):
 
 @inner()
 def _third_ahead(state, first, end):
-    """As `_pair_ahead`, if the request before the two is the one that the tape has there, too."""
+    """As `_pair_ahead`, if the request before the two is the one that the schedule has there, too."""
     position = _pair_ahead(state, first, end)
-    is_third = position >= state.ring_start + 2 and entry_at(state, position - 2).key == asked(state, 2)
+    is_third = position >= state.cycle_start + 2 and entry_at(state, position - 2).key == asked(state, 2)
     return position if is_third else -1
 
 
 @inner()
 def _begins_anew(state, key, least):
-    """The place of this request on a tape that begins with it and `least` or more before it, and is followed; or -1."""
-    for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed
-        begin = state.ring_start if tape < 0 else ring_at(state, tape).begin
-        end = state.ring_end if tape < 0 else ring_at(state, tape).end
-        if tape >= 0 and begin == state.ring_start:
+    """Where this request is on a schedule that begins with it and `least` or more before it, and is followed; or -1."""
+    for schedule in range(-1, state.num_schedules if state.num_schedules > 1 else 0):  # -1: the one that is followed
+        begin = state.cycle_start if schedule < 0 else cycle_at(state, schedule).begin
+        end = state.cycle_end if schedule < 0 else cycle_at(state, schedule).end
+        if schedule >= 0 and begin == state.cycle_start:
             continue  # it was the first
         for back in range(least, min(CONTEXT, end - begin, state.history_count)):
             if entry_at(state, begin + back).key != key:
@@ -121,8 +121,8 @@ def _begins_anew(state, key, least):
 
 @inner()
 def _pair_ahead(state, first, end):
-    """The next place of this request, within the window, before which the tape has the request before it; -1: none."""
-    cursor, start, length = state.cursor, state.ring_start, state.ring_end
+    """The next place of this request in the window, before which the schedule has the request before it; -1: none."""
+    cursor, start, length = state.cursor, state.cycle_start, state.cycle_end
     before = asked(state, 1)
     i = first_at_least(state.places, first, end, cursor + 1)
     while i < end:
@@ -132,7 +132,7 @@ def _pair_ahead(state, first, end):
         if entry_at(state, position - 1).key == before:
             return position
         i += 1
-    around = cursor + WINDOW - length + 1  # entries of the window that lie beyond the end of the ring
+    around = cursor + WINDOW - length + 1  # entries of the window that lie beyond the end of the cycle
     if around > 0:
         i = first_at_least(state.places, first, end, start)
         while i < end:
@@ -153,13 +153,13 @@ def _matches_in_a_row(state):
 
 @inner()
 def _branch(state, key):
-    """The place on another tape that begins as this pass did and goes on with `key`; it is followed then. -1: none."""
-    start = state.ring_start
+    """The place on another schedule that begins as this iteration and goes on with `key`, and is followed; -1: none."""
+    start = state.cycle_start
     done = state.cursor - start
     if _matches_in_a_row(state) <= done:  # this request, which is counted already, is none
         return -1
-    for tape in range(state.num_tapes):
-        begin, end = ring_at(state, tape).begin, ring_at(state, tape).end
+    for schedule in range(state.num_schedules):
+        begin, end = cycle_at(state, schedule).begin, cycle_at(state, schedule).end
         if begin == start or begin + done >= end or entry_at(state, begin + done).key != key:
             continue
         i = 0
@@ -173,47 +173,47 @@ def _branch(state, key):
 
 @inner()
 def go_to(state, begin, end, position):
-    """Follow the tape [begin, end) from a position; the clock goes on, when cells are needed is looked up anew."""
-    state.pass_start = tape_time(state) - position
-    state.ring_start = begin
-    state.ring_end = end
+    """Follow the schedule [begin, end) from a position; the clock goes on, and uses of intervals are looked up anew."""
+    state.iteration_start = schedule_time(state) - position
+    state.cycle_start = begin
+    state.cycle_end = end
     state.cursor = position
-    for index in range(state.num_cells):
-        cell_at(state, index).needed_at = -1
-    state.cells_released += 1
+    for index in range(state.num_intervals):
+        interval_at(state, index).needed_at = -1
+    state.intervals_released += 1
 
 
 @inner()
 def is_asked_for(state, key):
-    """Whether Python wants to be entered before this request is served, since it is any, or begins the ring anew."""
+    """Whether Python wants to be entered before this request is served, since it is any, or begins the cycle anew."""
     return state.ask_at_boundary == AT_ANY_REQUEST or _at_boundary(state, key)
 
 
 @inner()
 def _at_boundary(state, key):
     """Whether this request does so, after enough matches in a row to be sure of the place."""
-    start = state.ring_start
+    start = state.cycle_start
     if state.cursor != start or entry_at(state, start).key != key:
         return False
-    return _matches_in_a_row(state) >= min(state.ring_end - start, SURE)
+    return _matches_in_a_row(state) >= min(state.cycle_end - start, SURE)
 
 
 @inner()
 def _passes_start(state, position):
-    """Whether the way forward from the cursor to a position passes the start of the ring."""
-    cursor, start = state.cursor, state.ring_start
+    """Whether the way forward from the cursor to a position passes the start of the cycle."""
+    cursor, start = state.cursor, state.cycle_start
     if position < start:
         return False
     if cursor < start:
         return True
-    length = state.ring_end - start
+    length = state.cycle_end - start
     ahead = (position - cursor) % length
-    return (start - cursor) % length <= ahead <= length // 2  # beyond half a ring it is a way back
+    return (start - cursor) % length <= ahead <= length // 2  # beyond half a cycle it is a way back
 
 
 @inner()
 def count_miss(state):
-    """A request is on no tape."""
+    """A request is on no schedule."""
     state.misses += 1
     state.step_misses += 1
     state.excess_misses += 1
@@ -223,17 +223,17 @@ def count_miss(state):
 
 @inner()
 def _search(state, key):
-    """Where an unexpected request stands, -1: nowhere; and whether the ring begins anew there."""
-    position = _branch(state, key) if state.num_tapes > 1 else -1
+    """Where an unexpected request stands, -1: nowhere; and whether the cycle begins anew there."""
+    position = _branch(state, key) if state.num_schedules > 1 else -1
     if position >= 0:
-        return position, position == state.ring_start
+        return position, position == state.cycle_start
     cursor = state.cursor
     position = _realign(state, key)
     if cursor < position <= cursor + WINDOW:
         state.left_out += position - cursor
     begins = position >= 0 and _passes_start(state, position)
     if 0 <= position < state.cursor:  # a way back, or around: the clock goes on
-        go_to(state, state.ring_start, state.ring_end, position)
+        go_to(state, state.cycle_start, state.cycle_end, position)
     return position, begins
 
 
@@ -241,7 +241,7 @@ def _search(state, key):
 def _is_in_proportion(state, row, key):
     """Whether a request is to the dynamic one before it as the next one that a gap may have."""
     gap = gap_at(state, row)
-    number = state.dynamic_in_gap if state.gap_time == tape_time(state) else 0
+    number = state.dynamic_in_gap if state.gap_time == schedule_time(state) else 0
     if number >= gap.num_dynamic:
         return False
     ratio = ratio_at(state, gap.first_dynamic - LIFESPAN_ROWS + number)
@@ -250,22 +250,22 @@ def _is_in_proportion(state, row, key):
 
 
 @inner()
-def _pass_gap(state, key, row):
+def _skip_gap(state, key, row):
     """What an unexpected request is in a gap: an entry, beyond those that some steps leave out; or dynamic.
 
-    Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the tape has may be one of the
-    data's, too: only three such requests in a row that are so on the tape move the cursor, and one that is expected is
-    dynamic if it is in proportion to the dynamic one before it. -1: neither.
+    Then its row in the table of lifespans, below -1 (`dynamic_row` has it). A size that the schedule has may be one of
+    the data's, too: only three such requests in a row that are so on the schedule move the cursor, and one that is
+    expected is dynamic if it is in proportion to the dynamic one before it. -1: neither.
     """
-    gap, now = gap_at(state, row), tape_time(state)
+    gap, now = gap_at(state, row), schedule_time(state)
     sure, in_proportion = gap.next_sure, False
-    if sure < state.ring_end and entry_at(state, sure).key == key:
+    if sure < state.cycle_end and entry_at(state, sure).key == key:
         in_proportion = _is_in_proportion(state, row, key)
         if not in_proportion:
             return sure
     if gap.num_dynamic == 0:
         return -1
-    number, known = 0, 0  # in this gap, before it: dynamic requests; of those, the last in a row that the tape has
+    number, known = 0, 0  # in this gap, before it: dynamic requests; of those, the last in a row that the schedule has
     if state.gap_time == now:
         number, known = state.dynamic_in_gap, state.known_in_gap
     places = _find_key(state, key)
@@ -283,7 +283,7 @@ def _pass_gap(state, key, row):
     if is_known:
         state.last_miss = state.history_count
     else:
-        state.history_count -= 1  # so that requests in a row are those that a tape may have, as in `follow`
+        state.history_count -= 1  # so that requests in a row are those that a schedule may have, as in `follow`
     return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
 
 
@@ -295,25 +295,25 @@ def dynamic_row(position):
 
 @inner(forceinline=True)
 def follow(state, key):
-    """Follow the tape with one request: its entry, and whether the ring begins anew with it.
+    """Follow the schedule with one request: its entry, and whether the cycle begins anew with it.
 
-    The entry is -1 if it is on no tape, and less if it is dynamic (`dynamic_row`).
+    The entry is -1 if it is on no schedule, and less if it is dynamic (`dynamic_row`).
     """
     count = state.history_count
     history_at(state, count & 3).value = key
     state.history_count = count + 1
     position = state.cursor
-    begins = position == state.ring_start
+    begins = position == state.cycle_start
     entry = entry_at(state, position)
     if entry.key != key or (entry.gap != 0 and _is_in_proportion(state, entry.gap, key)):
-        position = _pass_gap(state, key, entry.gap) if entry.gap != 0 else -1
+        position = _skip_gap(state, key, entry.gap) if entry.gap != 0 else -1
         if position < -1:
             return position, False
         begins = False
         if position < 0:
             position, begins = _search(state, key)
             if position < 0:
-                if state.gaps != 0 and not _is_on_tape(state, key):
+                if state.gaps != 0 and not _is_on_schedule(state, key):
                     state.history_count -= 1
                 count_miss(state)
                 return -1, False
@@ -321,8 +321,8 @@ def follow(state, key):
     if state.excess_misses > 0:
         state.excess_misses -= 1
     following = position + 1
-    if following == state.ring_end:
-        following = state.ring_start
-        state.pass_start += position + 1 - following
+    if following == state.cycle_end:
+        following = state.cycle_start
+        state.iteration_start += position + 1 - following
     state.cursor = following
     return position, begins
