@@ -384,7 +384,7 @@ for at in order.tolist():
                 break
             stalloc.compact(live)
             live[row] = new(int(trace.size[row]))
-print(json.dumps([failed, bool(at == order[-1]), runtime.controllers[0].state.record.num_unknown_frees]))
+print(json.dumps([failed, bool(at == order[-1]), runtime.controllers[0].state.record.statistics.num_unknown_frees]))
 """
     failed, completed, _ = run_checks(program, str(trace), "still")
     assert (failed, completed) == (1, False)

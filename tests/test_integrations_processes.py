@@ -60,7 +60,7 @@ for round in range(3):
     steps(10)
 live = CONTROLLER.state.record.total.num_live
 phases.append(CONTROLLER.status.phase.value)
-print(json.dumps([codes, phases, live, CONTROLLER.state.record.num_unknown_frees]))
+print(json.dumps([codes, phases, live, CONTROLLER.state.record.statistics.num_unknown_frees]))
 """
     )
     assert codes == [0, 0, 0]

@@ -54,7 +54,7 @@ for _ in range(2):  # what was freed in the capture gets its event first
         new(1 * MIB)
         torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
 states = [controller.state for controller in RUNTIME.controllers]
-freed = [[state.record.num_deferred, state.record.total.num_live,
+freed = [[state.record.hot.num_deferred, state.record.total.num_live,
     state.record.total.allocated_bytes] for state in states]
 show(deferred, later, freed, STATE.record.num_unknown_frees)
 """

@@ -26,7 +26,7 @@ def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
         program.one_pass({7: INSERT, 30: DROP})
     live, taken = machine.state.record.total.num_live, machine.taken
     assert len(machine.dissolve()) == streams
-    assert machine.state.record.arena_bytes == machine.state.record.arena_live == 0
+    assert machine.state.record.plan.arena_bytes == machine.state.record.plan.arena_live == 0
     assert machine.state.record.total.num_live == live
     machine.check_counts()
     for _ in range(5):
@@ -36,7 +36,7 @@ def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
     assert len(machine.segments) == 0
 
 
@@ -52,7 +52,7 @@ def test_what_lives_in_a_dissolved_arena_keeps_all_of_it_from_the_device() -> No
     assert len(machine.segments) == 2, "both parts: they came as one"
     machine.free(kept)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -65,9 +65,9 @@ def test_plans_that_come_and_go_keep_every_block_apart(seed: int, streams: int) 
         deviations = {int(at): int(rng.integers(5)) for at in np.flatnonzero(rng.random(60) < 0.05)}
         chosen.one_pass(deviations)
         what = rng.integers(6)
-        if what == 0 and machine.state.record.arena_bytes:
+        if what == 0 and machine.state.record.plan.arena_bytes:
             assert len(machine.dissolve()) == streams
-        elif what == 1 and not machine.state.record.arena_bytes:
+        elif what == 1 and not machine.state.record.plan.arena_bytes:
             machine.give_back_segments()
             machine.install(chosen.cycle)
             served += 1
@@ -76,28 +76,28 @@ def test_plans_that_come_and_go_keep_every_block_apart(seed: int, streams: int) 
     for chosen in programs:
         chosen.end()
     machine.check_counts()
-    if machine.state.record.arena_bytes:
+    if machine.state.record.plan.arena_bytes:
         machine.dissolve()
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
 
 
 def test_an_extra_request_borrows_from_the_arena_and_the_plan_goes_on() -> None:
     machine, program, _, _ = cycles(40)
     program.one_pass()
-    taken, misses = machine.taken, machine.state.record.misses
+    taken, misses = machine.taken, machine.state.record.steps.misses
     program.one_pass({20: INSERT})
-    assert machine.state.record.num_lent == 1
-    assert machine.state.record.misses == misses + 1
+    assert machine.state.record.dynamic.num_lent == 1
+    assert machine.state.record.steps.misses == misses + 1
     assert machine.taken == taken
     for _ in range(3):
         program.one_pass()
-    assert machine.state.record.misses == misses + 1
-    hits = machine.state.record.hits
+    assert machine.state.record.steps.misses == misses + 1
+    hits = machine.state.record.follow.hits
     program.one_pass()
-    assert machine.state.record.hits == hits + 60
+    assert machine.state.record.follow.hits == hits + 60
 
 
 def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
@@ -115,12 +115,12 @@ def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
     for _ in range(200):
         stream = int(rng.integers(2))
         address = machine.allocate(int(rng.integers(513, 2 * MIB)), stream)
-        if base <= address < base + machine.state.record.arena_bytes:
+        if base <= address < base + machine.state.record.plan.arena_bytes:
             lent += 1
             assert (address - base >= border) == (stream == 1)
     assert lent
-    assert machine.state.record.num_unknown_frees == 0
-    assert machine.state.record.mode == constants.MODE_REPLAY
+    assert machine.state.record.statistics.num_unknown_frees == 0
+    assert machine.state.record.hot.mode == constants.MODE_REPLAY
 
 
 def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_another() -> None:
@@ -140,11 +140,11 @@ def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_anoth
     cycle.lifespan[long] = 20
     program.one_pass()
     cycle.lifespan[long] = 12
-    conflicts = machine.state.record.conflicts
+    conflicts = machine.state.record.steps.conflicts
     program.one_pass()
-    assert machine.state.record.conflicts == conflicts + 1
+    assert machine.state.record.steps.conflicts == conflicts + 1
     program.one_pass()
-    assert machine.state.record.conflicts == conflicts + 1
+    assert machine.state.record.steps.conflicts == conflicts + 1
 
 
 def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> None:
@@ -170,7 +170,7 @@ def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> N
     for address in machine.live.addresses():
         machine.free(address)
     for _ in range(2):
-        hits = machine.state.record.hits
+        hits = machine.state.record.follow.hits
         program.one_pass()
-    assert machine.state.record.hits == hits + 16
+    assert machine.state.record.follow.hits == hits + 16
     machine.check_counts()

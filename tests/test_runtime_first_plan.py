@@ -22,10 +22,12 @@ def served_by_step(controller: Controller, num_steps: int, step: Callable[[], No
     """How many requests of each step the plan serves; the counting begins anew with a plan."""
     status, record, served = controller.status, controller.state.record, []
     for _ in range(num_steps):
-        plans, before = status.num_plans, record.hits
+        plans, before = status.num_plans, record.follow.hits
         step()
         is_new = status.num_plans != plans
-        served.append((record.hits if is_new else record.hits - before) if status.phase is Phase.PLANNED else 0)
+        served.append(
+            (record.follow.hits if is_new else record.follow.hits - before) if status.phase is Phase.PLANNED else 0
+        )
     print(served)
     return served
 

@@ -31,25 +31,25 @@ def deviate(seed: int) -> tuple[int, int]:
         if rng.random() < 0.2:
             machine.give_back_segments()
         if rng.random() < 0.15:
-            if machine.state.record.arena_bytes:
+            if machine.state.record.plan.arena_bytes:
                 machine.dissolve()
             else:
                 machine.install(cycle)
-    served = machine.state.record.hits, machine.state.record.misses + machine.state.record.conflicts
+    served = machine.state.record.follow.hits, machine.state.record.steps.misses + machine.state.record.steps.conflicts
     program.end()
     machine.check_counts()
-    if machine.state.record.arena_bytes:
+    if machine.state.record.plan.arena_bytes:
         assert machine.dissolve(), "nothing keeps an arena"
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
     assert (
-        machine.state.record.reserved_bytes
+        machine.state.record.statistics.reserved_bytes
         == machine.state.record.total.allocated_bytes
         == machine.state.record.total.requested_bytes
         == 0
     )
-    assert machine.state.record.num_unknown_frees == 0
+    assert machine.state.record.statistics.num_unknown_frees == 0
     assert len(machine.segments) == 0
     return served
 

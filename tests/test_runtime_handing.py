@@ -53,14 +53,14 @@ def test_a_stream_waits_exactly_where_the_plan_hands_over(seed: int) -> None:
     machine, program, plan = start(seed)
     for _ in range(3):
         program.one_pass()
-    assert machine.state.record.misses + machine.state.record.conflicts == 0
+    assert machine.state.record.steps.misses + machine.state.record.steps.conflicts == 0
     machine.driver.calls.clear()
-    before = machine.state.record.num_waits
+    before = machine.state.record.driver.num_waits
     program.one_pass()
     calls = machine.driver.calls
     waits = [stream for what, stream, _ in calls if what == "wait"]
     records = [stream for what, stream, _ in calls if what == "record"]
-    assert len(waits) == len(plan.handover_later) == machine.state.record.num_waits - before
+    assert len(waits) == len(plan.handover_later) == machine.state.record.driver.num_waits - before
     assert sorted(waits) == sorted(plan.schedule_stream[plan.handover_later].tolist())
     assert len(records) == len(np.unique(plan.handover_earlier)), "one for each block that is handed on, at its free"
 
@@ -73,7 +73,7 @@ def test_no_stream_overtakes_another_when_the_program_deviates(seed: int) -> Non
         where = rng.integers(0, program.cycle.length, 6)
         what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
         program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
-    assert machine.state.record.hits > 15 * program.cycle.length
+    assert machine.state.record.follow.hits > 15 * program.cycle.length
     machine.check_counts()
     program.end()
 
@@ -86,13 +86,13 @@ def test_what_cannot_be_secured_is_served_from_the_heap(failing: str) -> None:
     machine.driver.fails.add(failing)
     for _ in range(2):
         program.one_pass()
-    assert machine.state.record.conflicts > 0
+    assert machine.state.record.steps.conflicts > 0
     machine.driver.fails.clear()
     for _ in range(3):
         program.one_pass()
-    conflicts = machine.state.record.conflicts
+    conflicts = machine.state.record.steps.conflicts
     program.one_pass()
-    assert machine.state.record.conflicts == conflicts, "all is as before"
+    assert machine.state.record.steps.conflicts == conflicts, "all is as before"
     assert len(plan.handover_later)
     machine.check_counts()
     program.end()
@@ -105,14 +105,14 @@ def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait
     for address in live:
         machine.share(address, (machine.stream_of(address) + 1) % 3)
     program.one_pass()
-    assert machine.state.record.num_deferred == len(live)
+    assert machine.state.record.hot.num_deferred == len(live)
     machine.driver.synchronize()
     assert shared_blocks.poll(machine.state.address, 0) == shared_blocks.KNOWN
-    assert machine.state.record.num_deferred == 0
+    assert machine.state.record.hot.num_deferred == 0
     for _ in range(3):
         program.one_pass()
     machine.check_counts()
-    assert machine.state.record.num_waits > len(plan.handover_later)
+    assert machine.state.record.driver.num_waits > len(plan.handover_later)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -120,7 +120,7 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     machine, program, _ = start(40 + seed)
     for _ in range(3):
         program.one_pass({5: INSERT, 20: LINGER})
-    base = machine.state.record.arena
+    base = machine.state.record.plan.arena
     machine.state.arena.drop_schedule()
     machine.state.arena.end_sharing()
     machine.driver.synchronize()
@@ -136,7 +136,7 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
 
 
 def test_an_arena_that_streams_share_is_parted_although_it_lacks_memory() -> None:
@@ -147,7 +147,7 @@ def test_an_arena_that_streams_share_is_parted_although_it_lacks_memory() -> Non
     machine.state.arena.drop_schedule()
     machine.state.arena.end_sharing()
     assert machine.state.arena.dissolve()
-    assert machine.state.record.reserved_bytes == 0, "nothing of it ever had memory"
+    assert machine.state.record.statistics.reserved_bytes == 0, "nothing of it ever had memory"
 
 
 def test_a_plan_whose_hand_over_is_missing_is_refused() -> None:

@@ -204,8 +204,8 @@ def test_each_kind_is_known_from_its_first_request(seed: int) -> None:
         cycle = cycles[int(rng.integers(4))]
         one_pass(machine, cycle, cycle.size)
         total += cycle.length
-    assert machine.state.record.hits == total
-    assert machine.state.record.misses == 0
+    assert machine.state.record.follow.hits == total
+    assert machine.state.record.steps.misses == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -217,9 +217,9 @@ def test_unknown_and_shortened_steps_between_them_are_safe_and_soon_over(seed: i
         one_pass(machine, cycle, cycle.size, frozenset(rng.integers(0, cycle.length, 3).tolist()))
         for _ in range(2):
             one_pass(machine, cycles[1], cycles[1].size)
-        hits = machine.state.record.hits
+        hits = machine.state.record.follow.hits
         one_pass(machine, cycles[1], cycles[1].size)
-        assert machine.state.record.hits - hits == cycles[1].length
+        assert machine.state.record.follow.hits - hits == cycles[1].length
     machine.check_counts()
     assert machine.state.record.total.num_live == machine.state.record.total.allocated_bytes == 0
     machine.state.arena.drop_schedule()
@@ -243,4 +243,4 @@ def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
     machine.state.arena.serve(machine.take(whole_pages(peak)), whole_pages(peak))
     for cycle in (first, second, second, first, second):
         one_pass(machine, cycle, cycle.size)
-    assert machine.state.record.hits == 5 * 40
+    assert machine.state.record.follow.hits == 5 * 40

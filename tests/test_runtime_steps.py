@@ -100,7 +100,7 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
         run_step()
     assert program.controller.status.num_plans > 1  # the first was of layers
     assert planned_by < 8  # what came while that one was in force was recorded
-    assert not program.state.record.recording
+    assert not program.state.record.hot.recording
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 
@@ -157,7 +157,7 @@ def test_what_is_known_to_outlive_a_step_stands_in_no_way_of_the_next() -> None:
     assert hits > 4 * 180
     assert misses <= 10 + 2  # the copies, and what the first of them that was in the way of anything displaced
     record = program.state.record
-    assert record.reserved_bytes <= record.total.allocated_peak + 6 * MIB
+    assert record.statistics.reserved_bytes <= record.total.allocated_peak + 6 * MIB
 
 
 def test_a_cycle_of_several_steps_is_followed_from_mark_to_mark() -> None:

@@ -32,7 +32,7 @@ def hammer_in_threads(
     assert [failed for _, failed in results.values()] == [0] * len(sizes)
     state = machine.state
     assert (
-        state.record.num_unknown_frees
+        state.record.statistics.num_unknown_frees
         == state.record.total.num_live
         == state.record.total.allocated_bytes
         == state.record.total.requested_bytes
@@ -64,9 +64,9 @@ def test_a_plan_under_three_threads_that_all_follow_it(machine: Machine, order: 
     machine.install(cycle)
     hammer_in_threads(machine, [cycle.size] * 3, order=order, streams=[0, 0, 0])
     state = machine.state
-    assert state.record.arena_live == 0
-    assert state.record.hits > 1000
-    assert state.record.conflicts + state.record.misses > 1000
+    assert state.record.plan.arena_live == 0
+    assert state.record.follow.hits > 1000
+    assert state.record.steps.conflicts + state.record.steps.misses > 1000
 
 
 def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
@@ -83,12 +83,12 @@ def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
     worker = threading.Thread(target=work)
     worker.start()
     while switches < 50 and worker.is_alive():
-        if machine.state.record.arena_bytes == 0:
+        if machine.state.record.plan.arena_bytes == 0:
             machine.install(cycle)
             switches += 1
         else:
             machine.state.arena.drop_schedule()
-            base = machine.state.record.arena
+            base = machine.state.record.plan.arena
             if machine.state.arena.forget():
                 machine.give_back(base)
         machine.give_back_segments()

@@ -25,7 +25,7 @@ def _mask(word, low, high):
 
 @inner(forceinline=True)
 def intervals_empty(bits, low, high):
-    """Whether nobody has any of the intervals [low, high); `bits` is State.interval_bits."""
+    """Whether nobody has any of the intervals [low, high); `bits` is State.plan.interval_bits."""
     taken = 0
     for word in range(low >> 6, ((high - 1) >> 6) + 1):
         taken |= word_at(bits, word).value & _mask(word, low, high)
@@ -42,7 +42,7 @@ def flip_intervals(bits, low, high):
 @inner()
 def has_page(state, page):
     """Whether a page of the arena has memory."""
-    return state.arena_pages == 0 or (word_at(state.arena_pages, page >> 6).value >> (page & 63)) & 1 == 1
+    return state.plan.arena_pages == 0 or (word_at(state.plan.arena_pages, page >> 6).value >> (page & 63)) & 1 == 1
 
 
 @inner()
@@ -58,7 +58,7 @@ def has_memory(state, index):
 def region_end(state, first):
     """The end of the intervals from `first` on that are of one stream."""
     end = first + 1
-    while end < state.num_intervals and interval_at(state, end).stream == interval_at(state, first).stream:
+    while end < state.plan.num_intervals and interval_at(state, end).stream == interval_at(state, first).stream:
         end += 1
     return end
 
@@ -66,7 +66,7 @@ def region_end(state, first):
 @inner(forceinline=True)
 def schedule_time(state):
     """Requests that the schedule was followed by since it was put in force: the clock of leases."""
-    return state.iteration_start + state.cursor
+    return state.steps.iteration_start + state.follow.cursor
 
 
 @inner()
@@ -75,17 +75,22 @@ def needed_at(state, index, now):
     interval = interval_at(state, index)
     if interval.needed_at >= now:
         return interval.needed_at
-    uses = state.uses
+    uses = state.tables.uses
     if uses == 0:
         return now + 1
     first, end, time = use_start_at(state, index).value, use_start_at(state, index + 1).value, NEVER
-    use = first_at_least(uses, first, end, now - state.iteration_start)
-    if use < end and use_at(state, use).value < state.cycle_end:
-        time = state.iteration_start + use_at(state, use).value
-    elif first < end and use_at(state, end - 1).value >= state.cycle_start:
+    use = first_at_least(uses, first, end, now - state.steps.iteration_start)
+    if use < end and use_at(state, use).value < state.follow.cycle_end:
+        time = state.steps.iteration_start + use_at(state, use).value
+    elif first < end and use_at(state, end - 1).value >= state.follow.cycle_start:
         # in the next iteration, if it is one of the same schedule: the first use that belongs to the cycle
-        use = first_at_least(uses, first, end, state.cycle_start)
-        if use_at(state, use).value < state.cycle_end:
-            time = state.iteration_start + use_at(state, use).value + state.cycle_end - state.cycle_start
+        use = first_at_least(uses, first, end, state.follow.cycle_start)
+        if use_at(state, use).value < state.follow.cycle_end:
+            time = (
+                state.steps.iteration_start
+                + use_at(state, use).value
+                + state.follow.cycle_end
+                - state.follow.cycle_start
+            )
     interval.needed_at = time
     return time

@@ -38,7 +38,7 @@ def lacks_only_pages(state, low, high):
         elif lease != 0:
             if segment_at(state, lease).num_live != 0:
                 return False
-        elif not intervals_empty(state.interval_bits, index, index + 1):
+        elif not intervals_empty(state.plan.interval_bits, index, index + 1):
             return False
     return lacks
 
@@ -46,7 +46,7 @@ def lacks_only_pages(state, low, high):
 @inner()
 def _interval_around(state, offset):
     """The interval that holds the byte at an offset."""
-    low, high = 0, state.num_intervals
+    low, high = 0, state.plan.num_intervals
     while high - low > 1:
         middle = (low + high) >> 1
         if interval_at(state, middle).offset <= offset:
@@ -64,11 +64,11 @@ def serve_pages(device, arena, arena_bytes, pages, anew):
     """
     state = locked(device)
     begin_serving(state, arena, arena_bytes, anew)
-    state.arena_pages = pages
-    state.arena_mapped_bytes = 0
-    for index in range(state.num_intervals):
+    state.plan.arena_pages = pages
+    state.plan.arena_mapped_bytes = 0
+    for index in range(state.plan.num_intervals):
         interval_at(state, index).lease = UNMAPPED
-    flip_intervals(state.interval_bits, 0, state.num_intervals)
+    flip_intervals(state.plan.interval_bits, 0, state.plan.num_intervals)
     count_parted(state, 2)
     unlock(state)
 
@@ -76,16 +76,16 @@ def serve_pages(device, arena, arena_bytes, pages, anew):
 @inner()
 def _set_pages(state, begin, end, mapped):
     for page in range(begin // GRANULE, end // GRANULE):
-        word = word_at(state.arena_pages, page >> 6)
+        word = word_at(state.plan.arena_pages, page >> 6)
         bit = 1 << (page & 63)
         word.value = word.value | bit if mapped else word.value & ~bit
     size = end - begin if mapped else begin - end
-    state.arena_mapped_bytes += size
+    state.plan.arena_mapped_bytes += size
     count_resized(state, GENERAL_KIND, size)
-    state.num_segment_allocs += mapped
-    state.num_segment_frees += not mapped
-    if state.recording == 1:
-        record(state, ACTION_SEGMENT_MAP if mapped else ACTION_SEGMENT_UNMAP, 0, state.arena + begin, end - begin)
+    state.statistics.num_segment_allocs += mapped
+    state.statistics.num_segment_frees += not mapped
+    if state.hot.recording == 1:
+        record(state, ACTION_SEGMENT_MAP if mapped else ACTION_SEGMENT_UNMAP, 0, state.plan.arena + begin, end - begin)
 
 
 @njit(**BORROWING)
@@ -94,12 +94,12 @@ def use_arena_pages(device, begin, end):
     state = locked(device)
     _set_pages(state, begin, end, True)
     index = _interval_around(state, begin)
-    while index < state.num_intervals and interval_at(state, index).offset < end:
+    while index < state.plan.num_intervals and interval_at(state, index).offset < end:
         interval = interval_at(state, index)
         if interval.lease == UNMAPPED and has_memory(state, index):
             interval.lease = 0
-            flip_intervals(state.interval_bits, index, index + 1)
-            state.intervals_released += 1
+            flip_intervals(state.plan.interval_bits, index, index + 1)
+            state.dynamic.intervals_released += 1
         index += 1
     unlock(state)
 
@@ -107,7 +107,7 @@ def use_arena_pages(device, begin, end):
 @inner()
 def _is_idle(state, index):
     """Whether nobody has an interval, or nobody could, since some of it has no memory."""
-    return intervals_empty(state.interval_bits, index, index + 1) or interval_at(state, index).lease == UNMAPPED
+    return intervals_empty(state.plan.interval_bits, index, index + 1) or interval_at(state, index).lease == UNMAPPED
 
 
 @inner()
@@ -130,7 +130,7 @@ def _leave_run(state, first, end, wanted, low, high, addresses, sizes, count):
             left += GRANULE
             page += 1
         if page > begin:
-            addresses[count] = state.arena + begin * GRANULE
+            addresses[count] = state.plan.arena + begin * GRANULE
             sizes[count] = (page - begin) * GRANULE
             _set_pages(state, begin * GRANULE, page * GRANULE, False)
             count += 1
@@ -139,7 +139,7 @@ def _leave_run(state, first, end, wanted, low, high, addresses, sizes, count):
     for interval in range(first, end if left > 0 else first):
         if interval_at(state, interval).lease != UNMAPPED and not has_memory(state, interval):
             interval_at(state, interval).lease = UNMAPPED
-            flip_intervals(state.interval_bits, interval, interval + 1)
+            flip_intervals(state.plan.interval_bits, interval, interval + 1)
     return count, left
 
 
@@ -150,7 +150,7 @@ def _leave_idle_intervals(state, wanted, until, low, high, addresses, sizes, cou
 
     None of the pages [low, high). How many ranges are written then, and how many bytes are still wanted.
     """
-    index, num_intervals, now = 0, state.num_intervals, schedule_time(state)
+    index, num_intervals, now = 0, state.plan.num_intervals, schedule_time(state)
     while index < num_intervals and wanted > 0 and count < len(addresses):
         first = index
         while index < num_intervals and _is_idle(state, index) and needed_at(state, index, now) >= until:
@@ -165,7 +165,7 @@ def _leave_idle_intervals(state, wanted, until, low, high, addresses, sizes, cou
 @inner()
 def _leave_leases(state, wanted, addresses, sizes, count):
     """The same of leases, any of them."""
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         row = segment.first if segment.address != 0 and segment.interval_high != 0 else 0
         while row != 0 and wanted > 0 and count < len(addresses) and has_rows(state, 2):
@@ -175,7 +175,7 @@ def _leave_leases(state, wanted, addresses, sizes, count):
                 row = unmap_part(state, row, begin, size)
                 addresses[count] = begin
                 sizes[count] = size
-                _set_pages(state, begin - state.arena, begin - state.arena + size, False)
+                _set_pages(state, begin - state.plan.arena, begin - state.plan.arena + size, False)
                 count += 1
                 wanted -= size
             row = block_at(state, row).next
@@ -190,11 +190,11 @@ def leave_arena_pages(state, wanted, ahead, low, high, addresses, sizes, count):
     `ahead` of need; and none that hold bytes [low, high) of the arena, which are about to be used. `count` ranges are
     written before.
     """
-    if wanted <= 0 or state.arena_pages == 0:
+    if wanted <= 0 or state.plan.arena_pages == 0:
         return count
     revoke_all(state)
     low, high = low // GRANULE, -(-high // GRANULE)
-    until = schedule_time(state) + ((state.cycle_end - state.cycle_start) >> 2)
+    until = schedule_time(state) + ((state.follow.cycle_end - state.follow.cycle_start) >> 2)
     count, wanted = _leave_idle_intervals(state, wanted, until, low, high, addresses, sizes, count)
     count, wanted = _leave_leases(state, wanted - ahead, addresses, sizes, count)
     count, wanted = _leave_idle_intervals(state, wanted, 0, low, high, addresses, sizes, count)
@@ -210,10 +210,10 @@ def lacking_ahead(device, position, begins):
     """
     state = locked(device)
     count = 0
-    if state.arena_pages != 0 and position < state.num_entries and goes_as_planned(state):
+    if state.plan.arena_pages != 0 and position < state.tables.num_entries and goes_as_planned(state):
         own = entry_at(state, position)
         low, high = own.offset // GRANULE, -(-(own.offset + (own.key >> STREAM_BITS)) // GRANULE)
-        end = min(state.cycle_end, position + 1 + ((state.cycle_end - state.cycle_start) >> 3))
+        end = min(state.follow.cycle_end, position + 1 + ((state.follow.cycle_end - state.follow.cycle_start) >> 3))
         number, looks = position + 1, 0
         while number < end and count < len(begins) and looks < _MOST_LOOKS:
             entry = entry_at(state, number)

@@ -22,16 +22,19 @@ NO_STREAM = -1  # of an interval: several streams use it
 # clocks of Linux: the second ticks every few milliseconds and takes a fifth of the time
 CLOCK, COARSE_CLOCK = 1, 6
 
-# State.mode: heap only; follow the schedule without serving it; serve it
+# State.hot.mode: heap only; follow the schedule without serving it; serve it
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
-AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
-BYPASS, BYPASS_NEXT_ITERATION = 1, 2  # State.bypassed: from somewhere in an iteration on; from the start of another
+AT_ANY_REQUEST = 2  # State.triggers.ask_at_boundary: at any request that may be planned
+BYPASS, BYPASS_NEXT_ITERATION = (
+    1,
+    2,
+)  # State.follow.bypassed: from somewhere in an iteration on; from the start of another
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
 MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(9)
 POLL_FOR_PLACE, NEED_EVENTS = 9, 10  # freed blocks wait, maybe in the place of a request; streams use more blocks
 IN_CAPTURE = 11  # a graph is captured of which nobody told, or one that was is maybe over
-OVER_CAP = 12  # allocated_bytes are about to become more than State.ask_above
+OVER_CAP = 12  # allocated_bytes are about to become more than State.triggers.ask_above
 IS_LENT = 1  # Outcome.reason of what was served: from a lease
 REASON_BITS = 4  # of what Python gets; above it is what the reason is about
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
@@ -63,7 +66,7 @@ USE_LIVE, USE_BEING_RECORDED, USE_UNRECORDED, USE_RECORDED, USE_OVER = range(5)
 DRIVER_STATUS = 0xFFFF_FFFF  # the driver's functions return 32 bits
 NOT_READY = 600  # what cuEventQuery returns for work that is not done
 
-# State.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
+# State.plan.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
 NO_PREVIOUS_USER = -1
 UNRECORDED_USER = -2
 

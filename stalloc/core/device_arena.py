@@ -50,7 +50,7 @@ class DeviceArena:
         a schedule that its arena does not hold, and leaves what was in place as it was.
         """
         check(schedule, cursor)
-        assert self._tables.record.arena_bytes == 0
+        assert self._tables.record.plan.arena_bytes == 0
         tables = self._tables_of(schedule)
         self._needs = schedule.arena_bytes
         self._keep(tables, np.zeros(0, np.int64))
@@ -76,7 +76,7 @@ class DeviceArena:
                 "slots": tables.slots.ctypes.data,
                 "slots_mask": len(tables.slots) - 1,
                 "interval_streams": tables.interval_streams,
-                "failed_search.released_before": -1,
+                "dynamic.failed_search.released_before": -1,
                 "schedules": tables.cycles.ctypes.data,
                 "num_schedules": tables.num_kinds,
                 "cycle_start": int(tables.cycles["begin"][0]),
@@ -106,8 +106,7 @@ class DeviceArena:
         self.schedule, self._previous_users = schedule, previous_users
 
     def share_intervals(self, handed_over: Words, events: list[int]) -> None:
-        """Let streams share intervals of the schedule that was just installed, with an event and a wait for each
-        handover.
+        """Let streams share intervals of the schedule just installed, with an event and a wait for each handover.
 
         `handed_over` (k,) are entries whose event is to be recorded when they are freed. `events` are at least as many
         as there are entries with intervals that several streams use.
@@ -128,8 +127,7 @@ class DeviceArena:
         )
 
     def end_sharing(self) -> None:
-        """Part the intervals that streams share, once no schedule is served; what is empty goes to the stream that asks
-        most.
+        """Part the intervals that streams share, once no schedule is served; the stream that asks most gets empty ones.
 
         It may be used when the device has done all that it was given before; only then let the arena be dissolved.
         """
@@ -153,7 +151,11 @@ class DeviceArena:
 
     def planned_place(self, position: int) -> tuple[int, int]:
         """Where an entry of the schedule has its place: bytes [begin, end) from the arena's first; 0, 0: nowhere."""
-        if self.schedule is None or self._tables.record.mode != MODE_REPLAY or position >= len(self.schedule.entries):
+        if (
+            self.schedule is None
+            or self._tables.record.hot.mode != MODE_REPLAY
+            or position >= len(self.schedule.entries)
+        ):
             return 0, 0
         entry = self.schedule.entries[position]
         offset = int(entry["offset"])

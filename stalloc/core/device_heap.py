@@ -36,9 +36,9 @@ class DeviceHeap:
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""
         record = self._tables.record
-        if not record.free_block_row and record.blocks_used >= record.blocks_capacity:
+        if not record.heap.free_block_row and record.heap.blocks_used >= record.heap.blocks_capacity:
             return "blocks"
-        if not record.free_segment_row and record.segments_used >= record.segments_capacity:
+        if not record.heap.free_segment_row and record.heap.segments_used >= record.heap.segments_capacity:
             return "segments"
         return ""
 
@@ -105,7 +105,7 @@ class DeviceHeap:
 
     def _segment_rows(self) -> np.ndarray:
         """The rows of segments that are no leases, by address."""
-        rows: np.ndarray = self._tables.segments[1 : self._tables.record.segments_used].copy()
+        rows: np.ndarray = self._tables.segments[1 : self._tables.record.heap.segments_used].copy()
         rows = rows[(rows["address"] != 0) & (rows["interval_high"] == 0)]
         return rows[np.argsort(rows["address"])]
 

@@ -1,5 +1,4 @@
-"""Handovers: memory that passes from one stream to another, with an event where it is freed and a wait where it is
-taken.
+"""Handovers: memory that passes from one stream to another, with an event at its free and a wait before its use.
 
 Contract: a planned request on one stream gets intervals that another stream used last only after its stream waits for
 an event that the other one recorded after the free was asked for; if that cannot be had (a capture, an error of the
@@ -46,7 +45,7 @@ def record_free(state, position):
     stream = _stream_of(entry)
     if not _may_be_ordered(state, stream):
         return False
-    return call3(state.record_event, entry.event, stream_at(state, stream).value, 0) & DRIVER_STATUS == 0
+    return call3(state.driver.record_event, entry.event, stream_at(state, stream).value, 0) & DRIVER_STATUS == 0
 
 
 @inner()
@@ -110,21 +109,20 @@ def _wait_for(state, entry, user, stream):
         used_on = UNRECORDED_USER - user
         if not _may_be_ordered(state, used_on):
             return False
-        if call3(state.record_event, event, stream_at(state, used_on).value, 0) & DRIVER_STATUS != 0:
+        if call3(state.driver.record_event, event, stream_at(state, used_on).value, 0) & DRIVER_STATUS != 0:
             return False
-    return call3(state.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
+    return call3(state.driver.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
 
 
 @njit()
 def end_sharing(device, stream):
-    """Part the intervals that streams share, once no schedule is served; what is empty goes to `stream` (index). For
-    Python.
+    """Part the intervals that streams share, once no schedule is served; `stream` (index) gets empty ones. For Python.
 
     What is empty may be used when all streams have done what they were given before; `dissolve_arena` then finds
     regions.
     """
     state = locked(device)
-    if state.mode != MODE_REPLAY and state.has_handovers == 1:
+    if state.hot.mode != MODE_REPLAY and state.hot.has_handovers == 1:
         _part_streams(state, stream)
     unlock(state)
 
@@ -133,14 +131,14 @@ def end_sharing(device, stream):
 def _part_streams(state, stream):
     """Give every interval that streams share to the stream of what lives there, or to `stream` if it is empty."""
     i = 0
-    while i < state.num_intervals:
+    while i < state.plan.num_intervals:
         high, owner = i + 1, stream
         lease = interval_at(state, i).lease
         if lease > 0:  # of one stream already
             i = segment_at(state, lease).interval_high
             continue
-        if lease != UNMAPPED and not intervals_empty(state.interval_bits, i, i + 1):
-            slot = slot_at(state, find_slot(state, state.arena + interval_at(state, i).offset))
+        if lease != UNMAPPED and not intervals_empty(state.plan.interval_bits, i, i + 1):
+            slot = slot_at(state, find_slot(state, state.plan.arena + interval_at(state, i).offset))
             entry = entry_at(state, slot.entry)
             high, owner = entry.interval_high, _stream_of(entry)
         for j in range(i, high):

@@ -1,5 +1,4 @@
-"""How long requests that no plan serves lived so far, by their size and the place in the iteration where they were
-made.
+"""How long requests that no plan serves lived so far, by their size and where in the iteration they were made.
 
 Contract: the lock is held. Time is that of the schedule, which stands still while the program does something else.
 """
@@ -16,10 +15,10 @@ _STAYS = 4  # iterations: what lives for less than one is known again when a few
 @inner()
 def lifespan_row(state, size):
     """The row of a request of this size, at this place in the iteration, in the table of lifespans."""
-    start = state.cycle_start
-    length = state.cycle_end - start
+    start = state.follow.cycle_start
+    length = state.follow.cycle_end - start
     shift = max(last_bit(length | 1) - LIFESPAN_PLACES_BITS + 1, 0)  # a division takes long
-    place = min(max(state.cursor - start, 0) >> shift, LIFESPAN_PLACES - 1)
+    place = min(max(state.follow.cursor - start, 0) >> shift, LIFESPAN_PLACES - 1)
     units = size >> 9
     octave = max(last_bit(units) - 1, 0)
     return place * LIFESPAN_SIZES + min(2 * octave + ((units >> octave) & 1), LIFESPAN_SIZES - 1)  # two an octave
@@ -28,7 +27,7 @@ def lifespan_row(state, size):
 @inner()
 def outlives_iteration(state, row):
     """Whether requests like those of a row are known to live for longer than an iteration."""
-    return lifespan_at(state, row).value > state.cycle_end - state.cycle_start
+    return lifespan_at(state, row).value > state.follow.cycle_end - state.follow.cycle_start
 
 
 @inner()
@@ -46,7 +45,7 @@ def note_death(state, block):
 @inner()
 def note_staying(state, block):
     """The same where the arena moves away from it: it lives for several iterations, as far as anyone knows."""
-    _learn(state, block, _STAYS * (state.cycle_end - state.cycle_start))
+    _learn(state, block, _STAYS * (state.follow.cycle_end - state.follow.cycle_start))
 
 
 @inner()

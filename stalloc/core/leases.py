@@ -16,7 +16,7 @@ from stalloc.core.segments import release_block_row, release_segment_row
 @inner()
 def _take_intervals(state, row, low, high):
     """Let a lease have the empty intervals [low, high)."""
-    flip_intervals(state.interval_bits, low, high)
+    flip_intervals(state.plan.interval_bits, low, high)
     for index in range(low, high):
         interval_at(state, index).lease = row
 
@@ -29,8 +29,8 @@ def begin_lease(state, row, low, high, until):
     segment.interval_high = high
     segment.until = until
     _take_intervals(state, row, low, high)
-    state.num_leases += 1
-    state.leased_bytes += segment.size_bytes
+    state.dynamic.num_leases += 1
+    state.dynamic.leased_bytes += segment.size_bytes
 
 
 @inner()
@@ -46,7 +46,7 @@ def extend_lease(state, block, low, high, until):
     take_off(state, block)
     block_at(state, block).size_bytes += more
     put_on(state, block, BLOCK_FREE)
-    state.leased_bytes += more
+    state.dynamic.leased_bytes += more
 
 
 @inner()
@@ -54,15 +54,15 @@ def end_lease(state, row):
     """Give a lease's intervals back to the plan, and its row."""
     segment = segment_at(state, row)
     low, high = segment.interval_low, segment.interval_high
-    flip_intervals(state.interval_bits, low, high)
-    state.intervals_released += 1
+    flip_intervals(state.plan.interval_bits, low, high)
+    state.dynamic.intervals_released += 1
     for index in range(low, high):
         interval_at(state, index).lease = 0
-        if state.arena_pages != 0 and not has_memory(state, index):
+        if state.plan.arena_pages != 0 and not has_memory(state, index):
             interval_at(state, index).lease = UNMAPPED
-            flip_intervals(state.interval_bits, index, index + 1)
-    state.num_leases -= 1
-    state.leased_bytes -= segment.size_bytes
+            flip_intervals(state.plan.interval_bits, index, index + 1)
+    state.dynamic.num_leases -= 1
+    state.dynamic.leased_bytes -= segment.size_bytes
     release_segment_row(state, row)
 
 
@@ -82,7 +82,7 @@ def _revoke(state, row):
 def revoke_all(state):
     """End all leases in which nothing lives; whether none is left."""
     i = 0
-    while i < state.num_intervals and state.num_leases > 0:
+    while i < state.plan.num_intervals and state.dynamic.num_leases > 0:
         row = interval_at(state, i).lease
         if row <= 0:
             i += 1
@@ -91,13 +91,13 @@ def revoke_all(state):
         i = segment.interval_high
         if segment.num_live == 0:
             _revoke(state, row)
-    return state.num_leases == 0
+    return state.dynamic.num_leases == 0
 
 
 @inner()
 def revoke(state, low, high):
     """End the leases that have any of the intervals [low, high), if nothing lives there; whether all are empty."""
-    if state.num_leases == 0:
+    if state.dynamic.num_leases == 0:
         return False
     i = low
     while i < high:
@@ -112,8 +112,8 @@ def revoke(state, low, high):
         if segment.num_live != 0:
             return False
         _revoke(state, row)
-        state.num_revoked += 1
-    return intervals_empty(state.interval_bits, low, high)
+        state.dynamic.num_revoked += 1
+    return intervals_empty(state.plan.interval_bits, low, high)
 
 
 @inner()

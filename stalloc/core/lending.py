@@ -26,12 +26,11 @@ _LOST = 16  # requests in a row that are not on the schedule, after which the pr
 
 @inner()
 def _find_idle(state, stream, size, until, pool):
-    """The first interval of the smallest idle range of a stream that holds `size` bytes and is not needed before
-    `until`.
+    """The first interval of the smallest idle range of a stream for `size` bytes, not needed before `until`.
 
     With what is free at the end of the lease before it, if that is one of the pool. -1 if there is none.
     """
-    bits, count, now = state.interval_bits, state.num_intervals, schedule_time(state)
+    bits, count, now = state.plan.interval_bits, state.plan.num_intervals, schedule_time(state)
     best, best_bytes, run, i = -1, NEVER, -1, 0
     while i <= count:
         idle = False
@@ -66,13 +65,13 @@ def _take(state, block, size, requested, row):
 @inner(forceinline=True)
 def _times_released(state):
     """How often intervals were given back: by planned requests that were freed, and otherwise."""
-    return state.hits - state.arena_live + state.intervals_released
+    return state.follow.hits - state.plan.arena_live + state.dynamic.intervals_released
 
 
 @inner(forceinline=True)
 def _failed_before(state, stream, size, lasts):
     """Whether the last search found nothing, and this one asks for no less: no interval was given back since."""
-    search = state.failed_search
+    search = state.dynamic.failed_search
     same = search.released_before == _times_released(state) and search.stream == stream
     return same and size >= search.size_bytes and lasts >= search.lasts
 
@@ -84,9 +83,9 @@ def _planned_to_last(state, now):
     It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
     turn, and so on from step to step. 0: it has no place.
     """
-    cursor = state.cursor
-    entry = entry_at(state, (cursor if cursor != state.cycle_start else state.cycle_end) - 1)
-    if state.uses == 0 or entry.offset < 0:
+    cursor = state.follow.cursor
+    entry = entry_at(state, (cursor if cursor != state.follow.cycle_start else state.follow.cycle_end) - 1)
+    if state.tables.uses == 0 or entry.offset < 0:
         return 0
     until = NEVER
     for index in range(entry.interval_low, entry.interval_high):
@@ -109,18 +108,18 @@ def _find_for(state, pool, stream, size, lasts, is_lost):
 
     The first is -1 if there are none, and the search is remembered then.
     """
-    length = state.cycle_end - state.cycle_start
+    length = state.follow.cycle_end - state.follow.cycle_start
     least = 0 if is_lost else lasts if lasts > 0 else length >> 2
     if _failed_before(state, stream, size, least):
         return -1, 0
     now, low = schedule_time(state), -1
     if is_lost:
-        low = _find_late(state, stream, size, now, lasts if state.miss_run < _LOST else 0, pool)
+        low = _find_late(state, stream, size, now, lasts if state.follow.miss_run < _LOST else 0, pool)
         lasts = 0
-        before = state.num_leases
+        before = state.dynamic.num_leases
         if low < 0:
             revoke_all(state)
-            low = _find_idle(state, stream, size, 0, pool) if state.num_leases < before else -1
+            low = _find_idle(state, stream, size, 0, pool) if state.dynamic.num_leases < before else -1
     elif lasts > 0:
         low = _find_idle(state, stream, size, now + lasts, -1)
     else:
@@ -129,7 +128,7 @@ def _find_for(state, pool, stream, size, lasts, is_lost):
             if low >= 0:
                 break
     if low < 0:
-        search = state.failed_search
+        search = state.dynamic.failed_search
         search.released_before = _times_released(state)
         search.stream = stream
         search.size_bytes = size
@@ -140,11 +139,11 @@ def _find_for(state, pool, stream, size, lasts, is_lost):
 @inner()
 def _lease(state, pool, stream, low, size, lasts, is_lost):
     """Lease the idle intervals from `low` on that are enough for a request, or for several: a free block, 0 if none."""
-    begin, now, bits = interval_at(state, low).offset, schedule_time(state), state.interval_bits
+    begin, now, bits = interval_at(state, low).offset, schedule_time(state), state.plan.interval_bits
     before = free_end(state, pool, low) if is_lost else 0
     wanted = max(size - (block_at(state, before).size_bytes if before != 0 else 0), _MIN_LEASE)
     high, until = low, NEVER
-    while high < state.num_intervals and interval_at(state, high).offset - begin < wanted:
+    while high < state.plan.num_intervals and interval_at(state, high).offset - begin < wanted:
         usable = intervals_empty(bits, high, high + 1) and interval_at(state, high).stream == stream
         needed = needed_at(state, high, now) if usable else 0
         if not usable or (needed < now + lasts and not is_lost):
@@ -154,7 +153,7 @@ def _lease(state, pool, stream, low, size, lasts, is_lost):
     if before != 0:
         extend_lease(state, before, low, high, until)
         return before
-    row = add_segment(state, pool, state.arena + begin, interval_at(state, high).offset - begin)
+    row = add_segment(state, pool, state.plan.arena + begin, interval_at(state, high).offset - begin)
     if row != 0:
         begin_lease(state, row, low, high, until)
     return segment_at(state, row).first if row != 0 else 0
@@ -167,15 +166,19 @@ def lend(state, stream, size, requested, row, anything):
     While the program does something that is on no schedule all that is idle will do, as with `anything`, before memory
     runs short. `row` is that of the request in the table of lifespans.
     """
-    if state.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
+    if state.plan.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
-    now, is_lost = schedule_time(state), anything or state.miss_run >= _LOST
+    now, is_lost = schedule_time(state), anything or state.follow.miss_run >= _LOST
     if is_lost and not anything and outlives_iteration(state, row):
         return 0  # it would stand in the way of the next iteration, whatever this one is
     known = lifespan_at(state, row).value
-    displaced = state.miss_run == 0 and row < LIFESPAN_ROWS
+    displaced = state.follow.miss_run == 0 and row < LIFESPAN_ROWS
     lasts = max(known, _planned_to_last(state, now) if displaced else 0)
-    if state.num_schedules > 1 and not is_lost and now + lasts > state.iteration_start + state.cycle_end:
+    if (
+        state.follow.num_schedules > 1
+        and not is_lost
+        and now + lasts > state.steps.iteration_start + state.follow.cycle_end
+    ):
         return 0  # a step of another kind may come next: what this one leaves idle is that one's
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:
@@ -183,7 +186,7 @@ def lend(state, stream, size, requested, row, anything):
     fit = best_fit(state, pool, size)
     if fit != 0 and (is_lost or segment_at(state, block_at(state, fit).segment).until >= now + lasts):
         return _take(state, fit, size, requested, row)
-    if state.num_leases >= _MAX_LEASES or state.num_intervals == 0:
+    if state.dynamic.num_leases >= _MAX_LEASES or state.plan.num_intervals == 0:
         return 0
     low, lasts = _find_for(state, pool, stream, size, lasts, is_lost)
     if low < 0:

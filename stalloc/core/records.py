@@ -17,6 +17,7 @@ from stalloc.core.record_types import (
     dtype_of,
     field_of,
     offset_of,
+    path_of,
     record_at,
     row_address,
     row_at,
@@ -27,7 +28,7 @@ from stalloc.core.record_types import (
     word_of,
 )
 
-__all__ = ["dtype_of", "offset_of", "table", "view_at"]  # and what is declared here
+__all__ = ["dtype_of", "offset_of", "path_of", "table", "view_at"]  # and what is declared here
 
 
 class Word(Record):
@@ -68,7 +69,7 @@ class Segment(Record):
     interval_low: int  # a lease has the intervals [interval_low, interval_high)
     interval_high: int  # 0: it is no lease
     until: int  # of a lease: schedule time at which its intervals are needed
-    last_used: int  # State.steps_ever when the last block was taken from it
+    last_used: int  # State.steps.steps_ever when the last block was taken from it
     size_bytes: int
     group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
     mapped_bytes: int  # those of size_bytes that have memory
@@ -219,7 +220,7 @@ class StreamUse(Record):
     status: int  # USE_LIVE and so on
     next: int  # another use of the block, 0: there is none; of a row that nobody uses: the next such row
     next_freed: int  # in the block's first use: that of the one that was freed after it
-    number: int  # State.num_unrecorded when its event turned out not to be recorded
+    number: int  # State.shared.num_unrecorded when its event turned out not to be recorded
     begins_line = True
 
 
@@ -233,40 +234,40 @@ class Owner(Record):
 
 
 state_at = record_at(State)  # (address of a state)
-block_at = row_of("blocks", Block)  # (state, row), and so on
-segment_at = row_of("segments", Segment)
-pool_at = row_of("pools", Pool)
+block_at = row_of("heap.blocks", Block)  # (state, row), and so on
+segment_at = row_of("heap.segments", Segment)
+pool_at = row_of("heap.pools", Pool)
 bins_at = record_at(Bins)  # (address)
-unused_bins_at = row_address("bins", Bins)
-live_at = row_of("live", LiveBlock)
+unused_bins_at = row_address("heap.bins", Bins)
+live_at = row_of("lookup.live", LiveBlock)
 live_row = row_at(LiveBlock)  # (address of a table, row)
-event_at = row_of("events", Event)
-entry_at = row_of("schedule", ScheduleEntry)
-slot_at = row_of("slots", Slot)
+event_at = row_of("log.events", Event)
+entry_at = row_of("follow.schedule", ScheduleEntry)
+slot_at = row_of("plan.slots", Slot)
 slot_row = row_at(Slot)
 key_row = row_at(Key)
-interval_at = row_of("intervals", Interval)
-gap_at = row_of("gaps", Gap)
-ratio_at = row_of("ratios", Ratio)
-key_at = row_of("keys", Key)
-cycle_at = row_of("schedules", Cycle)
-step_at = row_of("step_log", StepRow)
+interval_at = row_of("plan.intervals", Interval)
+gap_at = row_of("tables.gaps", Gap)
+ratio_at = row_of("tables.ratios", Ratio)
+key_at = row_of("tables.keys", Key)
+cycle_at = row_of("tables.schedules", Cycle)
+step_at = row_of("steps.step_log", StepRow)
 expected_step_at = row_of("expected", ExpectedStep)  # (known steps, which one)
-stream_at = row_of("streams", Word)
-place_at = row_of("places", Word)
-use_at = row_of("uses", Word)
-use_start_at = row_of("use_starts", Word)
-lifespan_at = row_of("lifespans", Word)
-stream_use_at = row_of("stream_uses", StreamUse)
-previous_user_at = row_of("previous_users", Word)
-history_at = word_of("history", Word)
-persistent_size_at = row_of("persistent_sizes", Word)
-capture_entry_at = row_of("capture_plan", CaptureEntry)
+stream_at = row_of("lookup.streams", Word)
+place_at = row_of("tables.places", Word)
+use_at = row_of("tables.uses", Word)
+use_start_at = row_of("tables.use_starts", Word)
+lifespan_at = row_of("tables.lifespans", Word)
+stream_use_at = row_of("shared.stream_uses", StreamUse)
+previous_user_at = row_of("plan.previous_users", Word)
+history_at = word_of("follow.history", Word)
+persistent_size_at = row_of("capture.persistent_sizes", Word)
+capture_entry_at = row_of("capture.capture_plan", CaptureEntry)
 root_at = word_of("roots", Word)
 filled_at = word_of("filled", Word)
 word_at = row_at(Word)  # (address of words, which one)
 left_of = field_of("left", Word)
 right_of = field_of("right", Word)
 root_of = field_of("root", Word)
-mode_of_asker = field_of("mode_of_asker", Word)
+mode_of_asker = field_of("driver.mode_of_asker", Word)
 owner_at = record_at(Owner)  # (address)

@@ -1,5 +1,4 @@
-"""Pages that several segments have a part of: an arena that streams shared is cut where its intervals are, not its
-pages.
+"""Pages that several segments have a part of: a shared arena is cut where its intervals are, not its pages.
 
 Contract: the lock is held. What has no memory is whole pages of one segment. A page that is free in all of the segments
 that have a part of it ceases to be served, and is the first one's from then on, so that no byte goes from one stream to
@@ -41,7 +40,7 @@ def _block_in(state, segment, page):
 def _first_if_free(state, page):
     """The first of the segments that have a part of a page, and how many have, if all parts are free; else 0, 0."""
     first = count = size = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if not _has_part(segment, page):
             continue
@@ -59,7 +58,7 @@ def _first_if_free(state, page):
 def _note_gone(state, number, begin, size):
     """A part of a page has no memory any more."""
     count_pages(state, number, -size)
-    if state.recording == 1:
+    if state.hot.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, number).pool).stream, begin, size)
 
 
@@ -104,7 +103,7 @@ def _give_to_first(state, page, first, before, after, count):
     Writes where the others began, and begin now (0: they are gone), behind `count` that were written before; how many
     were then.
     """
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         if number != first and _has_part(segment_at(state, number), page):
             before[count] = segment_at(state, number).address
             after[count] = _cut_begin(state, number, page)
@@ -119,10 +118,10 @@ def part_at_pages(state, regions):
 
     The arena must not be served any more.
     """
-    if regions == 0 or state.arena_pages == 0:
+    if regions == 0 or state.plan.arena_pages == 0:
         return regions
     regions = 1
-    for index in range(1, state.num_intervals):
+    for index in range(1, state.plan.num_intervals):
         interval, before = interval_at(state, index), interval_at(state, index - 1)
         end = (interval.offset // GRANULE + 1) * GRANULE
         if (
@@ -145,7 +144,7 @@ def leave_shared_pages(state, wanted, low, high, addresses, sizes, count, before
     Writes the pages behind `count` ranges that are written, and which segments begin elsewhere now; how many of both.
     """
     moved = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         page = segment_at(state, number).address & -GRANULE
         if page == segment_at(state, number).address or wanted <= 0 or (low < page + GRANULE and page < high):
             continue
@@ -157,5 +156,5 @@ def leave_shared_pages(state, wanted, low, high, addresses, sizes, count, before
         sizes[count] = GRANULE
         count += 1
         wanted -= GRANULE
-        state.num_segment_frees += 1
+        state.statistics.num_segment_frees += 1
     return count, moved

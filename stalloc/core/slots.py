@@ -22,12 +22,12 @@ def fill_slots(table, mask, offsets, rows):
 @inner(forceinline=True)
 def in_arena(state, address):
     """Whether an address is one of the arena's."""
-    return state.arena <= address < state.arena + state.arena_bytes
+    return state.plan.arena <= address < state.plan.arena + state.plan.arena_bytes
 
 
 @inner(forceinline=True)
 def find_slot(state, address):
     """The row of the slot of what lives at an address in the arena; -1 if no planned request does."""
-    offset = address - state.arena
-    row = find_row(state.slots, _WORDS, state.slots_mask, offset >> 9, offset, -1)
+    offset = address - state.plan.arena
+    row = find_row(state.plan.slots, _WORDS, state.plan.slots_mask, offset >> 9, offset, -1)
     return row if slot_at(state, row).entry >= 0 else -1

@@ -118,10 +118,10 @@ def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
 def segments(state: DeviceState) -> list[HeapSegment]:
     """Every segment of a device with its blocks, as they were at one moment; the arena of a plan is one of them."""
     record, tables, schedule = state.record, state.tables, state.arena.schedule
-    has_arena = record.arena_bytes > 0 and schedule is not None
+    has_arena = record.plan.arena_bytes > 0 and schedule is not None
     slots: np.ndarray = schedule.slots if schedule is not None and has_arena else table(Slot, 0)
     entries: np.ndarray = schedule.entries if schedule is not None and has_arena else table(ScheduleEntry, 0)
-    used_segments, used_blocks = record.segments_used + _SLACK, record.blocks_used + _SLACK
+    used_segments, used_blocks = record.heap.segments_used + _SLACK, record.heap.blocks_used + _SLACK
     memory, rows, pools, blocks, slots, pages = _copies(
         state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena.pages]
     )
@@ -225,7 +225,7 @@ def counts(state: DeviceState) -> State:
 def _count_inactive(device):
     state = locked(device)
     size = number = small_size = small_number = 0
-    for row in range(1, state.segments_used):
+    for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         if segment.address == 0 or (segment.num_live == 0 and segment.interval_high == 0):
             continue
@@ -239,8 +239,8 @@ def _count_inactive(device):
                 small_number += is_small
             index = block.next
     idle = False
-    for i in range(state.num_intervals if state.arena_bytes > 0 else 0):
-        empty = intervals_empty(state.interval_bits, i, i + 1)
+    for i in range(state.plan.num_intervals if state.plan.arena_bytes > 0 else 0):
+        empty = intervals_empty(state.plan.interval_bits, i, i + 1)
         if empty:
             size += interval_at(state, i + 1).offset - interval_at(state, i).offset
             number += not idle

@@ -9,17 +9,17 @@ from stalloc.core.schedule_cursor import SURE, go_to
 @inner()
 def follow(state, begin, end, position):
     """Follow the schedule [begin, end) from a position on: the place is beyond doubt."""
-    if state.cursor != position or state.cycle_start != begin:
+    if state.follow.cursor != position or state.follow.cycle_start != begin:
         go_to(state, begin, end, position)
-    state.miss_run = 0
-    state.last_miss = min(state.last_miss, state.history_count - SURE)
+    state.follow.miss_run = 0
+    state.steps.last_miss = min(state.steps.last_miss, state.follow.history_count - SURE)
 
 
 @njit()
 def begin_step(device, begin, end, position, schedules):
     """Follow [begin, end), one of these `schedules`, from a position on, whatever was followed before."""
     state = locked(device)
-    if state.mode != MODE_HEAP:
-        state.schedules = schedules
+    if state.hot.mode != MODE_HEAP:
+        state.tables.schedules = schedules
         follow(state, begin, end, position)
     unlock(state)

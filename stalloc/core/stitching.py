@@ -1,5 +1,4 @@
-"""StitchedSegments: what is left over in pages that others use, made one piece, where no whole pages are left for a
-request.
+"""Stitched segments: the free ends of two pages made one piece, where no whole pages are left for a request.
 
 Contract: the lock is held, except where Python calls. A stitched segment is a segment whose first and last page have
 memory that has an address elsewhere too: the end of one page and the start of another, which are free there. Those
@@ -63,7 +62,7 @@ def _remnants(state, row):
 def _find(state, stream, least, is_tail):
     """The smallest remnant of at least so many bytes, or else the largest: its address, and bytes."""
     address = best = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
         while row != 0:
             block = block_at(state, row)
@@ -98,7 +97,7 @@ def find_stitch(device, pool, size):
 @inner()
 def _record_memory(state, action, row):
     """Record that the memory of a block is used from its address from here on, or no more."""
-    if state.recording == 1:
+    if state.hot.recording == 1:
         block = block_at(state, row)
         stream = pool_at(state, segment_at(state, block.segment).pool).stream
         record(state, action, stream, block.address, block.size_bytes)
@@ -107,7 +106,7 @@ def _record_memory(state, action, row):
 @inner()
 def _lend(state, stream, address, size):
     """Lend free bytes; the row of their block, 0 if somebody was quicker."""
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
         while row != 0:
             block = block_at(state, row)
@@ -163,7 +162,7 @@ def begin_stitch(device, pool, address, mapped, tail_at, tail, head_at, head):
         made.head = head_row
         count_pages(state, segment, mapped)
         count_parted(state, 2)
-        state.num_segment_allocs += 1
+        state.statistics.num_segment_allocs += 1
     else:
         _take_back(state, head_row)
         _take_back(state, tail_row)
@@ -176,7 +175,7 @@ def end_stitched(device, addresses):
     """Take stitched in which nothing lives out of the heap: writes where they begin, returns how many. For Python."""
     state = locked(device)
     count = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if count == len(addresses) or not _is_stitched(segment) or segment.num_live != 0 or segment.is_paged == 0:
             continue
@@ -196,6 +195,6 @@ def end_stitched(device, addresses):
         segment.tail = segment.head = 0
         release_segment_row(state, number)
         count_joined(state, 2)
-        state.num_segment_frees += 1
+        state.statistics.num_segment_frees += 1
     unlock(state)
     return count

@@ -34,7 +34,7 @@ class Arenas:
         anything lives in its arena: two would be held.
         """
         state, record = self.state, self.state.record
-        expected_bytes = max(record.expected_peak, state.allocated_peak_bytes, schedule.arena_bytes)
+        expected_bytes = max(record.policy.expected_peak, state.allocated_peak_bytes, schedule.arena_bytes)
         if self.memory.source.paged:
             return self._serve_by_pages(schedule, expected_bytes)
         if self.arena is not None and not state.arena.is_idle():
@@ -83,7 +83,7 @@ class Arenas:
         """
         fills = decisions.is_large_part(expected_bytes, self.memory.paging.device_bytes)
         schedule, source = on_pages(schedule, apart=not fills), self.memory.source
-        most_bytes = source.free_bytes() + self.state.record.reserved_bytes
+        most_bytes = source.free_bytes() + self.state.record.statistics.reserved_bytes
         memory = source.reserve(schedule.arena_bytes) if schedule.arena_bytes <= most_bytes else None
         if memory is None:
             return False
@@ -110,16 +110,16 @@ class Arenas:
         memory = self.memory.source.reserve(self.arena.size_bytes) if schedule is not None else None
         if schedule is None or memory is None or state.arena.schedule is None:
             return False
-        begin, end, cursor, ask_after = record.cycle_start, record.cycle_end, record.cursor, record.ask_after_misses
+        follow, ask_after = record.follow, record.triggers.ask_after_misses
+        begin, end, cursor = follow.cycle_start, follow.cycle_end, follow.cursor
         learnt = state.arena.schedule.lifespans
-        names = (
-            "history_count",
-            "last_miss",
-            "miss_run",
-            "excess_misses",
-            "bad_iterations",
-        )  # where it is remains as sure
-        followed = {name: int(getattr(record, name)) for name in names}
+        followed = {  # where it is remains as sure
+            "history_count": follow.history_count,
+            "miss_run": follow.miss_run,
+            "excess_misses": follow.excess_misses,
+            "last_miss": record.steps.last_miss,
+            "bad_iterations": record.steps.bad_iterations,
+        }
         self.drop_schedule()
         if self.arena is not None:  # it could not be dissolved
             state.write(mode=constants.MODE_REPLAY)
@@ -136,7 +136,7 @@ class Arenas:
         """Map what the place of a schedule's entry lacks, if there is memory for it."""
         if self.arena is not None and self.memory.source.paged:
             self.memory.paging.back(position)
-        if self.state.record.ask_at_step:  # iterations are counted in which pages move
+        if self.state.record.triggers.ask_at_step:  # iterations are counted in which pages move
             self.state.triggers.at_boundary()
 
     # --- giving up
@@ -154,7 +154,7 @@ class Arenas:
 
     def _end_sharing(self) -> bool:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
-        if not self.state.record.has_handovers:
+        if not self.state.record.hot.has_handovers:
             return True
         if self.memory.is_capturing:
             return False  # a capture must not wait for the device
@@ -184,15 +184,15 @@ class Arenas:
         """Make the memory that is held agree with the core's tables after an interrupted call."""
         state = self.state
         bases, sizes = (column.tolist() for column in state.heap.segments())
-        if state.record.arena_bytes and self.arena is None:
-            self.arena = self.memory.segments.get(state.record.arena)
+        if state.record.plan.arena_bytes and self.arena is None:
+            self.arena = self.memory.segments.get(state.record.plan.arena)
         held = {base: self.memory.holder_of(base) for base in bases}
         self.memory.segments = held  # what is in neither goes back now
-        if not state.record.arena_bytes:
+        if not state.record.plan.arena_bytes:
             self.arena = None
         if self.memory.source.paged:
             self.memory.paging.match()
-        state.arena.count(sum(sizes) + state.record.arena_mapped_bytes - state.record.reserved_bytes)
+        state.arena.count(sum(sizes) + state.record.plan.arena_mapped_bytes - state.record.statistics.reserved_bytes)
 
     def forked(self) -> None:
         """This process is a fork: the arena is used as long as anything lives in it, and never given back."""

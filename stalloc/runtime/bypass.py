@@ -35,9 +35,9 @@ class Bypass:
         record = self._state.record
         if self._stood or not decisions.may_bypass(self._in_a_row) or self._status.phase is not Phase.PLANNED:
             return False
-        if record.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
+        if record.hot.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
-        if record.gaps:
+        if record.tables.gaps:
             return False  # what such steps leave out does not make them others
         if self._num_plans != self._status.num_plans:
             self._note_place()
@@ -58,26 +58,26 @@ class Bypass:
         A plan that comes in the middle of a step may begin at another place of it, and go on from the right one.
         """
         record = self._state.record
-        length = record.cycle_end - record.cycle_start
-        goes_on = self._came_late and record.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
-        leaves_out = decisions.leaves_out_much(record.left_out - self._left_out, length) and not goes_on
+        length = record.follow.cycle_end - record.follow.cycle_start
+        goes_on = self._came_late and record.follow.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
+        leaves_out = decisions.leaves_out_much(record.follow.left_out - self._left_out, length) and not goes_on
         is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
-        return bool(record.step_count > 0 and is_another)
+        return bool(record.steps.step_count > 0 and is_another)
 
     @property
     def _place_now(self) -> int:
-        return int(self._state.record.cursor - self._state.record.cycle_start)
+        return int(self._state.record.follow.cursor - self._state.record.follow.cycle_start)
 
     @property
     def _lost_and_hit(self) -> tuple[int, int]:
         """Requests of this iteration that are not as planned, and those that are."""
         record = self._state.record
-        return record.step_misses - record.step_unplanned, record.hits - record.hits_before
+        return record.steps.step_misses - record.steps.step_unplanned, record.follow.hits - record.steps.hits_before
 
     def _matters(self) -> bool:
         """Whether little of what is held is left and most of the iteration not as planned, or the step needs much."""
         record = self._state.record
-        little_is_left = decisions.is_little_left(record.total.allocated_bytes, record.reserved_bytes)
+        little_is_left = decisions.is_little_left(record.total.allocated_bytes, record.statistics.reserved_bytes)
         if little_is_left and decisions.is_half_lost(*self._lost_and_hit):
             return True
         return (little_is_left or decisions.has_begun(self._place_now)) and self._needs_much()
@@ -89,11 +89,11 @@ class Bypass:
         there.
         """
         record, schedule = self._state.record, self._arenas.schedule
-        began = record.cycle_start + self._place
-        if schedule is None or schedule.ahead is None or max(began, record.cursor) >= len(schedule.ahead):
+        began = record.follow.cycle_start + self._place
+        if schedule is None or schedule.ahead is None or max(began, record.follow.cursor) >= len(schedule.ahead):
             return False  # nobody knows
         ahead_bytes, expected_bytes = (
-            int(schedule.ahead[record.cursor]),
+            int(schedule.ahead[record.follow.cursor]),
             self._allocated_bytes + int(schedule.ahead[began]),
         )
         needed_bytes = int(record.total.allocated_bytes) + ahead_bytes
@@ -125,6 +125,6 @@ class Bypass:
         self._place, self._allocated_bytes = steps.place, steps.allocated_bytes
 
     def _note_place(self) -> None:
-        self._place, self._left_out = self._place_now, int(self._state.record.left_out)
+        self._place, self._left_out = self._place_now, int(self._state.record.follow.left_out)
         self._allocated_bytes = int(self._state.record.total.allocated_bytes)
         self._num_plans = self._status.num_plans

@@ -49,8 +49,8 @@ class Captures:
                         self._shared_kind = kind
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
-            self._state.record.private_kind = kind
-            self._state.record.capture_is_unannounced = 0
+            self._state.record.hot.private_kind = kind
+            self._state.record.capture.capture_is_unannounced = 0
         self._counted[me] = False
 
     def end(self) -> None:
@@ -66,13 +66,13 @@ class Captures:
         the pool nothing is planned, since best fit uses what is free around it.
         """
         record, paging = self._state.record, self._memory.paging
-        if not record.capture_plan_length or self._state.heap.pool_kind(pool) != record.private_kind:
+        if not record.capture.capture_plan_length or self._state.heap.pool_kind(pool) != record.hot.private_kind:
             return False
-        if not record.capture_plan_base:
-            base = self._base(pool, int(record.capture_plan_bytes))
+        if not record.capture.capture_plan_base:
+            base = self._base(pool, int(record.capture.capture_plan_bytes))
             self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
             return True
-        address = int(record.capture_plan_lacks)
+        address = int(record.capture.capture_plan_lacks)
         if address:
             self._state.write(capture_plan_lacks=0)
             if not paging.fill(address, size_bytes):
@@ -97,12 +97,12 @@ class Captures:
         others of the kind. With the lock held.
         """
         record = self._state.record
-        if record.capture_is_unannounced and not is_captured(self._unannounced_stream):
+        if record.capture.capture_is_unannounced and not is_captured(self._unannounced_stream):
             self.end()
-        if captured_stream and not record.private_kind:
+        if captured_stream and not record.hot.private_kind:
             self._unannounced_stream = captured_stream
             self.begin(_UNTOLD)
-            record.capture_is_unannounced = 1
+            record.capture.capture_is_unannounced = 1
 
     def release(self, graph_pool: tuple[int, int]) -> None:
         """A graph is gone; with the last one of its pool the pool's memory may be given back."""

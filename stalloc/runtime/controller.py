@@ -207,11 +207,11 @@ class Controller:
     @property
     def expects_marks(self) -> bool:
         """Whether the program marks steps, or has an optimizer, whose steps will be marked."""
-        return bool(self.state.record.expects_marks)
+        return bool(self.state.record.policy.expects_marks)
 
     @expects_marks.setter
     def expects_marks(self, expects: bool) -> None:
-        self.state.record.expects_marks = expects
+        self.state.record.policy.expects_marks = expects
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark of the program (trace.MARK_STEP, …)."""
@@ -263,7 +263,7 @@ class Controller:
     def _why_plan_goes(self, *, is_first: bool) -> str | None:
         """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
         record = self.state.record
-        if is_first and decisions.misses_much(record.misses, record.hits):
+        if is_first and decisions.misses_much(record.steps.misses, record.follow.hits):
             return "the first plan did not follow the steps that are marked now"
         return None
 
@@ -350,7 +350,7 @@ class Controller:
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
         status, record = self.status, self.state.record
-        hits, misses = record.hits, record.misses + record.conflicts
+        hits, misses = record.follow.hits, record.steps.misses + record.steps.conflicts
         with status.cpu_budget.counted():
             if not self.arenas.put_in_force(schedule):
                 return False
@@ -367,13 +367,13 @@ class Controller:
         """PLANNED or PLANNING -> OBSERVING, or RESTING after too many plans; `is_part`: what repeats is longer."""
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
-        goes_on = self.status.note_dropped(note, self.state.record.step_count)
+        goes_on = self.status.note_dropped(note, self.state.record.steps.step_count)
         follows_cycle = self.steps.schedules is None
         self._forget_plans()
         self.arenas.drop_schedule()
         record = self.state.record
         was_found = self.status.observed is not None and not self.recording.marks  # in this run
-        if follows_cycle and was_found and (is_part or decisions.was_no_step(record.misses, record.hits)):
+        if follows_cycle and was_found and (is_part or decisions.was_no_step(record.steps.misses, record.follow.hits)):
             self._search.was_misled(is_part=is_part)
         if not goes_on:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
@@ -427,7 +427,7 @@ class Controller:
             return "no repeating step was found before the record's table was full"
         if not self._search.is_due(status.settings, expects_marks=self.expects_marks) or status.cpu_budget.is_spent:
             return None
-        if self.arenas.arena is not None and self.state.record.arena_live:
+        if self.arenas.arena is not None and self.state.record.plan.arena_live:
             return None  # the last arena could not be dissolved: its schedule stays until its last block is gone
         try:
             with status.cpu_budget.counted():
@@ -502,7 +502,7 @@ class Controller:
             return
         if self.steps.look_for_unmarked_kinds(trace):
             self.steps.await_search(self.status.settings.plan_wait_seconds)
-            self.state.triggers.at_recorded(self.state.record.num_sizable + 1)
+            self.state.triggers.at_recorded(self.state.record.log.num_sizable + 1)
 
     def _first_kinds_are_ready(self) -> bool:
         """Whether plans of kinds of steps are made, and none is in force."""
@@ -511,7 +511,7 @@ class Controller:
         if self.steps.search.done.is_set():
             return True
         if not self.recording.marks:
-            self.state.triggers.at_recorded(self.state.record.num_sizable + decisions.first_scan_at())
+            self.state.triggers.at_recorded(self.state.record.log.num_sizable + decisions.first_scan_at())
         return False
 
     def _recur_in_part(self) -> bool:
@@ -584,24 +584,24 @@ class Controller:
             self.state.triggers.at_boundary()
             return Refusal("", for_now=True)
         self.note_observed()
-        if not record.recording:
+        if not record.hot.recording:
             self.state.forget_record()
         if self._ask_for_arena(schedule.arena_bytes):
             return Refusal("", for_now=True)
         has_room = not self.memory.source.paged and self.memory.has_room(schedule.arena_bytes)
         if has_room and (dearer := self._dearer(schedule)):  # where pages move the switch holds no more than there was
             return dearer
-        begun = record.cursor - record.cycle_start  # with marks, in any of its periods
+        begun = record.follow.cursor - record.follow.cycle_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
         if self.put_in_force(schedule, plan, ask_after_misses=decisions.most_misses(len(schedule.size))):
             self._separate, self.status.steps_per_cycle = job.schedule if job.may_share else None, job.periods
-            begin, end = record.cycle_start, record.cycle_end
+            begin, end = record.follow.cycle_start, record.follow.cycle_end
             self.state.arena.begin_step(begin, end, begin + begun % (end - begin))
             if not self.recording.step_times_ns:
                 self._validation.begin()
             return None
         return Refusal(
-            f"an arena of {plan.peak_bytes} bytes does not fit beside the {record.reserved_bytes} bytes "
+            f"an arena of {plan.peak_bytes} bytes does not fit beside the {record.statistics.reserved_bytes} bytes "
             "that hold live blocks",
             lacks_room=True,
         )
@@ -638,7 +638,7 @@ class Controller:
         them is usual; where it is nearly all, the plan gains nothing.
         """
         assert self.status.observed is not None
-        needed = self.state.record.reserved_bytes + schedule.arena_bytes
+        needed = self.state.record.statistics.reserved_bytes + schedule.arena_bytes
         held = self.status.observed.reserved_peak_bytes
         if not decisions.is_dearer(needed, held):
             return None
@@ -656,9 +656,11 @@ class Controller:
         if self._is_planned:
             records = settings.plan and not settings.keep_recording
             missed, is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
-            if is_unknown and decisions.is_wasteful(state.record.step_allocated_peak, state.record.reserved_bytes):
+            if is_unknown and decisions.is_wasteful(
+                state.record.hot.step_allocated_peak, state.record.statistics.reserved_bytes
+            ):
                 self._release_unused()  # no iteration over the plan ends, after which unused segments go back
-            if state.record.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
+            if state.record.tables.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
                 return refusal
             steps.places.find()
             if steps.schedules is not None and state.triggers.boundary_is_asked:
@@ -696,7 +698,7 @@ class Controller:
             self.note_observed()
         if not self.put_in_force(search.served, search.plan, ask_after_misses=decisions.most_misses(search.longest)):
             self.steps.were_refused()
-            serves = self.state.record.mode == constants.MODE_REPLAY
+            serves = self.state.record.hot.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
         if self.recording.marks:
             self.steps.follow(search)
@@ -709,11 +711,11 @@ class Controller:
         """If the steps in force were found to make a cycle, serve it from the next request on."""
         cycle, state = self.steps.cycles.take(), self.state
         schedule = cycle.job.admitted if cycle is not None else None
-        if cycle is None or schedule is None or not self._is_planned or state.record.has_handovers:
+        if cycle is None or schedule is None or not self._is_planned or state.record.hot.has_handovers:
             return
         if self.memory.source.paged and self.full_device.may_begin(schedule.arena_bytes):
             self.arenas.drop_schedule()
-            cursor = (state.record.num_sizable - cycle.found.first) % cycle.job.schedule.cycle_length
+            cursor = (state.record.log.num_sizable - cycle.found.first) % cycle.job.schedule.cycle_length
             self._follow_found(cycle.found, cycle.job, cursor)
             self.steps.recorded.begin_anew()  # kinds that came before it are over
 
@@ -721,7 +723,7 @@ class Controller:
 
     def _doubt_plan(self) -> None:
         """Requests were not served from the plan, so many or for so many iterations that it is to be judged."""
-        if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
+        if self.state.record.triggers.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
             self._judge_plan()
         elif not self._is_patient():
             self.expects_marks &= not self.recording.marks_are_overdue
@@ -733,12 +735,12 @@ class Controller:
         Or the program marks steps, and did not leave the plan in many in a row: the next one may be another again.
         """
         record = self.state.record
-        if record.ask_after_misses or self.full_device.may_fill():
+        if record.triggers.ask_after_misses or self.full_device.may_fill():
             return False
         marked = bool(self.recording.step_times_ns) and not self.recording.marks_are_overdue
         if self.steps.search is None and not (marked and self.steps.misses.are_few):
             return False
-        self.state.triggers.after_misses(2 * record.excess_misses)
+        self.state.triggers.after_misses(2 * record.follow.excess_misses)
         return True
 
     def _judge_plan(self) -> bool:
@@ -752,12 +754,13 @@ class Controller:
     def _seems_a_part(self) -> bool:
         """Whether a cycle found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record = self.state.record
-        lost = record.misses + (record.conflicts if self.steps.schedules is not None else 0)
-        return self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.hits)
+        lost = record.steps.misses + (record.steps.conflicts if self.steps.schedules is not None else 0)
+        return (
+            self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.follow.hits)
+        )
 
     def _is_part(self) -> bool:
-        """Whether a cycle found without marks is a part of what repeats; it stays being validated while that is not
-        known.
+        """Whether a cycle found without marks is a part of what repeats; while nobody knows, validation goes on.
 
         The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
         Where it ended before anything was missed it begins again.
@@ -777,7 +780,7 @@ class Controller:
         if not self._search.is_long:
             validation.go_on()
             return False
-        if seems and decisions.misses_much(record.misses, record.hits):
+        if seems and decisions.misses_much(record.steps.misses, record.follow.hits):
             return True
         validation.end()
         return False

@@ -164,7 +164,7 @@ class Paging:
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
             return
-        spare_bytes = allowed_bytes - self._state.record.reserved_bytes - _bytes_of(lacking)
+        spare_bytes = allowed_bytes - self._state.record.statistics.reserved_bytes - _bytes_of(lacking)
         soon = [memory.ptr + at for at in ahead[: max(0, spare_bytes) // GRANULE]]
         for address, size_bytes in lacking + page_runs(sorted(soon)):
             if not self._map(memory, address, size_bytes):
@@ -237,7 +237,7 @@ class Paging:
     @property
     def device_bytes(self) -> int:
         """What the program can have of the device."""
-        return self._state.record.reserved_bytes + self._source.free_bytes()
+        return self._state.record.statistics.reserved_bytes + self._source.free_bytes()
 
     def forget_room(self) -> None:
         """The program may have less of the device from now on."""
@@ -260,7 +260,7 @@ class Paging:
 
         The device has no less than it can be taken to have, unless somebody else took half of what it had.
         """
-        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.reserved_bytes + self._sure_bytes
+        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.statistics.reserved_bytes + self._sure_bytes
         return exceeds(peak, sure_bytes) and exceeds(peak, self.device_bytes)
 
     def _make_room(
@@ -279,7 +279,7 @@ class Paging:
         """
         if self._memory.is_capturing:
             return self._has_room(size_bytes)
-        excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
+        excess = self._state.record.statistics.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._holds(decisions.is_at_brim):
             excess = 0  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0:
@@ -290,7 +290,7 @@ class Paging:
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
-        self._state.record.num_retries += 1
+        self._state.record.statistics.num_retries += 1
         self._state.write(memory_is_short=1)
         self._memory.wait_for_deferred()
         self._leave(_ALL, between=between, spares_arena=True)

@@ -21,7 +21,7 @@ class PlanValidation:
     def begin(self) -> None:
         """The plan in force, of a cycle that was found without marks, is to be judged."""
         record = self._state.record
-        length = record.cycle_end - record.cycle_start
+        length = record.follow.cycle_end - record.follow.cycle_start
         self._state.triggers.after_requests(decisions.judged_after(length, has_kinds=False))
         self.went_on = False
         if not self._status.settings.keep_recording:
@@ -31,14 +31,14 @@ class PlanValidation:
 
     def go_on(self) -> None:
         """What was recorded does not show yet what the program repeats: a quarter more of it may."""
-        self._state.triggers.after_requests(self._state.record.num_sizable // 4)
+        self._state.triggers.after_requests(self._state.record.log.num_sizable // 4)
         self._state.triggers.at_boundary()
         self.went_on = True
 
     @property
     def is_over(self) -> bool:
         """Whether the plan has been in force for so long that it is known what its cycle is of."""
-        return self.is_on and self._state.record.total.num_allocs >= self._state.record.doubt_at
+        return self.is_on and self._state.record.total.num_allocs >= self._state.record.triggers.doubt_at
 
     def end(self) -> None:
         """The plan stays, or there are marks now: what was recorded is not needed."""

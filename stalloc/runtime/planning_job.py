@@ -136,8 +136,8 @@ class NextPlan:
         record = self._state.record
         return (
             not self._recording.marks
-            and record.cursor == record.cycle_start
-            and record.history_count == 0 > record.last_miss
+            and record.follow.cursor == record.follow.cycle_start
+            and record.follow.history_count == 0 > record.steps.last_miss
         )
 
     def take_shared(self, schedule: "Schedule") -> PlanJob | None:

@@ -266,11 +266,13 @@ class Runtime:
         """What was recorded so far, of each device of which something was."""
         for one in self.controllers:
             one.steady.end()
-        return [one.recording.trace() for one in self.controllers if one.state.record.num_events]
+        return [one.recording.trace() for one in self.controllers if one.state.record.log.num_events]
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used, or tried to use."""
-        used = (one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.num_ooms)
+        used = (
+            one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.statistics.num_ooms
+        )
         return [report(controller) for controller in used]
 
 

@@ -71,14 +71,14 @@ class RecordSearch:
         length = self._cycle_length
         self._min_period = decisions.least_period(length)
         if is_part:
-            self._min_record = min(decisions.least_record(length), self._state.record.num_sizable)
+            self._min_record = min(decisions.least_record(length), self._state.record.log.num_sizable)
             self._is_part = True
 
     def shows_longer_cycle(self) -> bool:
         """Whether the record shows a cycle that is longer than the one in force, which was found without marks."""
         from stalloc.lifespans.periods import find_period
 
-        size, stream = self._recording.requests(0, self._state.record.num_events)
+        size, stream = self._recording.requests(0, self._state.record.log.num_events)
         period = find_period(size * constants.MAX_STREAMS + stream, decisions.least_repeats(0))
         found = (period.length, period.covered) if period is not None else (0, 0)
         return decisions.shows_longer_cycle(*found, self._cycle_length, len(size))
@@ -86,40 +86,40 @@ class RecordSearch:
     @property
     def is_long(self) -> bool:
         """Whether the record beside such a cycle is long enough for kinds of steps."""
-        return decisions.shows_kinds(self._state.record.num_sizable, decisions.least_record(self._cycle_length))
+        return decisions.shows_kinds(self._state.record.log.num_sizable, decisions.least_record(self._cycle_length))
 
     @property
     def _cycle_length(self) -> int:
-        return int(self._state.record.cycle_end - self._state.record.cycle_start)
+        return int(self._state.record.follow.cycle_end - self._state.record.follow.cycle_start)
 
     @property
     def shows_kinds(self) -> bool:
         """Whether the record is long enough for kinds of steps that no mark tells apart."""
-        return decisions.shows_kinds(self._state.record.num_sizable, self._min_record)
+        return decisions.shows_kinds(self._state.record.log.num_sizable, self._min_record)
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
         """Whether to scan now."""
         state, marks, num_steps = self._state, self._recording.marks, len(self._recording.step_events)
-        if not decisions.scans_at_each_mark(num_steps) and state.record.num_sizable < self._scan_at:
+        if not decisions.scans_at_each_mark(num_steps) and state.record.log.num_sizable < self._scan_at:
             return False
-        self._scan_at = state.record.num_sizable * 5 // 4
-        if not marks and state.record.num_sizable < self._min_record:
+        self._scan_at = state.record.log.num_sizable * 5 // 4
+        if not marks and state.record.log.num_sizable < self._min_record:
             state.triggers.at_recorded(self._min_record)
             return False
         if marks:  # they come at the right moments
             state.triggers.at_recorded(0)
             return num_steps >= settings.observe_steps
-        if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
+        if expects_marks and state.record.log.num_sizable < self._recording.overdue_requests:
             state.triggers.at_recorded(self._recording.overdue_requests)
             return False
-        state.triggers.at_recorded(decisions.next_scan_at(state.record.num_sizable))
+        state.triggers.at_recorded(decisions.next_scan_at(state.record.log.num_sizable))
         return True
 
     def may_find(self) -> bool:
         """Whether an unmarked record may repeat; False is certain, and much quicker found than by `find`."""
         from stalloc.lifespans.periods import may_repeat
 
-        size, stream = self._recording.requests(0, self._state.record.num_events)
+        size, stream = self._recording.requests(0, self._state.record.log.num_events)
         return may_repeat(size * constants.MAX_STREAMS + stream)
 
     def find(self, settings: Settings) -> Found | None:
@@ -152,7 +152,7 @@ class RecordSearch:
             self._scan_at = 0 if waits else self._scan_at  # at the next mark, however long the record is by now
         else:
             waits = waits and decisions.are_periods_few(schedule.covered_requests, schedule.period_requests)
-            self._scan_at = self._state.record.num_sizable + schedule.period_requests
+            self._scan_at = self._state.record.log.num_sizable + schedule.period_requests
             self._state.triggers.at_recorded(self._scan_at)
         self._waited += waits
         return waits

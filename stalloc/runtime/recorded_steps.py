@@ -65,7 +65,7 @@ class RecordedSteps:
         record, before = self._state.record, self._asked
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
-        step = self._recording.last_step() if record.recording else None
+        step = self._recording.last_step() if record.hot.recording else None
         self.last = None
         if step is None:
             return

@@ -83,7 +83,7 @@ class SteadyMarks:
 
         None while a search is under way, or while what is recorded is not all planned.
         """
-        steps, is_recorded = self._steps, self._state.record.recording
+        steps, is_recorded = self._steps, self._state.record.hot.recording
         if steps.search is not None or steps.cycles.is_found:
             return []
         if not is_recorded:

@@ -110,13 +110,13 @@ class StepPlaces:
         """A step begins: tell the core where the schedule goes on."""
         record = self._state.record
         if self._begins:
-            begin, end = self.expected_after(record.cycle_start)
+            begin, end = self.expected_after(record.follow.cycle_start)
             self._state.arena.begin_step(begin, end, begin)
         elif self._positions:
-            self._find_position(record.cycle_start, record.cycle_end, record.cursor)
+            self._find_position(record.follow.cycle_start, record.follow.cycle_end, record.follow.cursor)
         else:
-            self._seen = [*self._seen, record.cursor - record.cycle_start][-_REMEMBERED:]
-        self._since = record.cursor, record.history_count, record.misses, record.cycle_start
+            self._seen = [*self._seen, record.follow.cursor - record.follow.cycle_start][-_REMEMBERED:]
+        self._since = record.follow.cursor, record.follow.history_count, record.steps.misses, record.follow.cycle_start
 
     def expected_after(self, cycle_start: int) -> tuple[int, int]:
         """The schedule [begin, end) of the step that is expected after the one whose schedule begins there."""
@@ -156,7 +156,7 @@ class StepPlaces:
                 return
             positions = sorted({*seen[len(seen) - 1 - seen[::-1].index(*last) :]})
             at, names = positions.index(*last), [b""] * len(positions)
-        begin, end = self._since[3], self._state.record.cycle_end
+        begin, end = self._since[3], self._state.record.follow.cycle_end
         while True:
             name, before, at = names[at], positions[at], (at + 1) % len(positions)
             cursor, length = begin + positions[at], end - begin
@@ -192,20 +192,20 @@ class StepPlaces:
     def name_of_followed(self) -> bytes | None:
         """The name of the step that just ended, if it asked for just what its schedule has; None: not known."""
         record, (cursor, count, misses, cycle_start) = self._state.record, self._since
-        num_followed = record.history_count - count
-        if record.misses != misses or cursor < 0:
+        num_followed = record.follow.history_count - count
+        if record.steps.misses != misses or cursor < 0:
             return None
         if self._begins:
-            schedule = bisect.bisect_right(self._begins, record.cycle_start) - 1
+            schedule = bisect.bisect_right(self._begins, record.follow.cycle_start) - 1
             is_whole = (
-                record.cursor == self._begins[schedule]
+                record.follow.cursor == self._begins[schedule]
                 and num_followed == self._ends[schedule] - self._begins[schedule]
             )
             return self._names[schedule % len(self._names)] if is_whole else None
         if not self._positions or cursor != cycle_start + self._positions[self._current]:
             return None
-        length = record.cycle_end - record.cycle_start
+        length = record.follow.cycle_end - record.follow.cycle_start
         following = self._positions[(self._current + 1) % len(self._positions)]
         expected = (following - self._positions[self._current] - 1) % length + 1  # a whole cycle where there is but one
-        is_whole = num_followed == expected and record.cursor == record.cycle_start + following
+        is_whole = num_followed == expected and record.follow.cursor == record.follow.cycle_start + following
         return self._names[self._current] if is_whole else None

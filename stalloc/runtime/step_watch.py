@@ -65,5 +65,5 @@ class StepWatch:
             self._next_pause *= 2
             self._state.forget_record()
             self._recorded.forget()
-        elif decisions.is_record_long(self._state.record.num_events) or not self._state.record.recording:
+        elif decisions.is_record_long(self._state.record.log.num_events) or not self._state.record.hot.recording:
             self._recorded.begin_anew()

@@ -113,7 +113,7 @@ class Steps:
         is_unknown = decisions.is_unknown(share)
         if records:
             # steps that differ now may be equal later
-            self.watch.note_step(missed=missed > 0 or self._state.record.num_dynamic > 0, is_unknown=is_unknown)
+            self.watch.note_step(missed=missed > 0 or self._state.record.dynamic.num_dynamic > 0, is_unknown=is_unknown)
         return missed, is_unknown
 
     def note_step(self) -> None:
@@ -213,7 +213,7 @@ class Steps:
 
         Where memory does not come by pages the arena would be as large as kinds need that may never come again.
         """
-        return self.schedules is None and self._recording.kept is not None and self._state.record.arena_pages != 0
+        return self.schedules is None and self._recording.kept is not None and self._state.record.plan.arena_pages != 0
 
     def _start_search(self, trace: "Trace", only: set[bytes] | None = None, *, pages_move: bool = False) -> None:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
@@ -254,7 +254,7 @@ class Steps:
         self.places.follow_kinds(search.schedules.begins, lengths, names, search.schedules.switches_buffers)
         self.schedules = search.schedules
         self.watch.begin(anew=True)
-        if self._state.record.num_events:
+        if self._state.record.log.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:
             self.recorded.begin_anew()  # planning took long: what was recorded is gone

@@ -74,7 +74,7 @@ class WarmUps:
 
     def _take_unseen(self) -> tuple[Column, Column, Column]:
         """Action, address and rounded bytes of the events that were not looked at, and note their sizes."""
-        end = int(self._state.record.num_events)
+        end = int(self._state.record.log.num_events)
         begin = self._begin if self._begin <= end else 0  # it began anew
         action, address, size = self._state.recorded_lives(begin, end)
         self._begin = end

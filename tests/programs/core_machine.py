@@ -217,7 +217,7 @@ class Machine:
 
     def dissolve(self) -> list[int]:
         """Give the plan up and make ordinary segments of its arena; their bases."""
-        base = self.state.record.arena
+        base = self.state.record.plan.arena
         self.state.arena.drop_schedule()
         bases = self.state.arena.dissolve()
         if bases:
@@ -231,7 +231,7 @@ class Machine:
         state = self.state
         assert state.record.total.num_live == len(self.live)
         assert state.record.total.allocated_bytes == sum(size for _, size in self.live.items())
-        assert state.record.reserved_bytes == self.taken
+        assert state.record.statistics.reserved_bytes == self.taken
 
 
 class Cycle:

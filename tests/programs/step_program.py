@@ -121,7 +121,7 @@ class Program:
 
     def counts(self) -> tuple[int, int]:
         """Hits and misses so far."""
-        return self.state.record.hits, self.state.record.misses + self.state.record.conflicts
+        return self.state.record.follow.hits, self.state.record.steps.misses + self.state.record.steps.conflicts
 
 
 def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:

@@ -94,7 +94,7 @@ RULES = (
         ),
         (
             RUNTIME + "full_device.py",
-            "if not decisions.is_left(max(record.excess_misses, self._state.num_displaced)) or",
+            "if not decisions.is_left(max(record.follow.excess_misses, self._state.num_displaced)) or",
             "if True or",
         ),
         (
@@ -149,7 +149,8 @@ RULES = (
         "a cycle found without marks is judged after eight passes",
         _returns(
             RUNTIME + "plan_validation.py",
-            "        record = self._state.record\n        length = record.cycle_end - record.cycle_start\n",
+            "        record = self._state.record\n        length = record.follow.cycle_end - "
+            "record.follow.cycle_start\n",
             "None",
         ),
     ),
@@ -177,7 +178,7 @@ RULES = (
         "patience",
         35,
         "a plan of a program that marks steps stays although much is missed",
-        (RUNTIME + "controller.py", "if record.ask_after_misses or self.full_device.may_fill():", "if True:"),
+        (RUNTIME + "controller.py", "if record.triggers.ask_after_misses or self.full_device.may_fill():", "if True:"),
     ),
     _rule(
         "pages ahead",
@@ -302,7 +303,7 @@ RULES = (
         "the heap borrows idle parts of the arena",
         (
             CORE + "lending.py",
-            "if state.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):",
+            "if state.plan.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):",
             "if size > 0:",
         ),
     ),
@@ -313,7 +314,7 @@ RULES = (
         (CORE + "lending.py", "known = lifespan_at(state, row).value", "known = 0"),
         (
             CORE + "learnt_lifespans.py",
-            "return lifespan_at(state, row).value > state.cycle_end - state.cycle_start",
+            "return lifespan_at(state, row).value > state.follow.cycle_end - state.follow.cycle_start",
             "return False",
         ),
     ),
@@ -343,7 +344,11 @@ RULES = (
         "bad iterations",
         12,
         "a plan goes after eight bad iterations",
-        (CORE + "step_log.py", "if state.bad_iterations >= _MAX_BAD_ITERATIONS:", "if state.bad_iterations < 0:"),
+        (
+            CORE + "step_log.py",
+            "if state.steps.bad_iterations >= _MAX_BAD_ITERATIONS:",
+            "if state.steps.bad_iterations < 0:",
+        ),
     ),
     _rule(
         "pairs",
@@ -405,7 +410,7 @@ RULES = (
         "a pass that goes on as another schedule does follows that",
         (
             CORE + "schedule_cursor.py",
-            "position = _branch(state, key) if state.num_schedules > 1 else -1",
+            "position = _branch(state, key) if state.follow.num_schedules > 1 else -1",
             "position = -1",
         ),
     ),
@@ -415,7 +420,7 @@ RULES = (
         "three requests that begin a schedule move the cursor there",
         _returns(
             CORE + "schedule_cursor.py",
-            "    for schedule in range(-1, state.num_schedules if state.num_schedules > 1 else 0):",
+            "    others = state.follow.num_schedules if state.follow.num_schedules > 1 else 0\n",
             "-1",
         ),
     ),

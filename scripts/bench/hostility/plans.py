@@ -96,7 +96,7 @@ def _one(
     # what goes by the plan's own columns finds whatever place is amiss, the program whatever else is
     for requests in (program, Program.of_plan(plan)):
         requests.run(controller, rng)
-    findings.hits += controller.state.record.hits
+    findings.hits += controller.state.record.follow.hits
     let_go(controller)
 
 

@@ -30,7 +30,12 @@ class Oracle:
     def add(self, address: int, size_bytes: int) -> None:
         """A request is served at this address."""
         end, record = address + size_bytes, self._controller.state.record
-        version = record.num_segment_allocs, record.num_segment_frees, record.num_segments, record.arena
+        version = (
+            record.statistics.num_segment_allocs,
+            record.statistics.num_segment_frees,
+            record.statistics.num_segments,
+            record.plan.arena,
+        )
         if version != self._version:
             found = segments(self._controller.state)
             self._held, self._version = [(one.address, one.address + one.size_bytes) for one in found], version

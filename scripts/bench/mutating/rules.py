@@ -350,8 +350,8 @@ _SERVING = (
         "handover-waits",
         "core/requests",
         "a stream does not wait for those that used its bytes before",
-        "if state.has_handovers == 0 or _secure(state, outcome.address):",
-        "if state.has_handovers < 2 or _secure(state, outcome.address):",
+        "if state.hot.has_handovers == 0 or _secure(state, outcome.address):",
+        "if state.hot.has_handovers < 2 or _secure(state, outcome.address):",
     ),
     _rule(
         "unrecorded-users",
@@ -378,8 +378,8 @@ _SERVING = (
         "highest-pages-go-first",
         "core/growth",
         "memory goes from the lowest addresses first",
-        "for number in range(state.segments_used - 1, 0, -1):",
-        "for number in range(1, state.segments_used):",
+        "for number in range(state.heap.segments_used - 1, 0, -1):",
+        "for number in range(1, state.heap.segments_used):",
     ),
     _rule(
         "smallest-idle-range",
@@ -427,15 +427,15 @@ _SERVING = (
         "one-extra-request",
         "core/schedule_cursor",
         "a single request that is not planned moves the place on the plan",
-        "    if state.miss_run == 0:\n        return _begins_anew(state, key, 2)",
-        "    if state.miss_run < 0:\n        return _begins_anew(state, key, 2)",
+        "    if state.follow.miss_run == 0:\n        return _begins_anew(state, key, 2)",
+        "    if state.follow.miss_run < 0:\n        return _begins_anew(state, key, 2)",
     ),
     _rule(
         "bad-passes-in-a-row",
         "core/step_log",
         "a plan is given up after bad passes, however many good ones lie between",
         "if _BAD_SHARE * lost > lost + hits else 0",
-        "if _BAD_SHARE * lost > lost + hits else state.bad_iterations",
+        "if _BAD_SHARE * lost > lost + hits else state.steps.bad_iterations",
     ),
 )
 

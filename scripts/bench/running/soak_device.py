@@ -175,7 +175,7 @@ class Soak:
     def _limit(self) -> None:
         """The device has no more for a moment."""
         with self.controller.lock:
-            self.controller.memory.source.limit_bytes = max(1, self.state.record.reserved_bytes)
+            self.controller.memory.source.limit_bytes = max(1, self.state.record.statistics.reserved_bytes)
         self._pause(0.01)
         self.controller.memory.source.limit_bytes = 0
         self._note("limits")
@@ -209,7 +209,7 @@ class Soak:
     def _move(self) -> None:
         """Other addresses for the plan in force, and pages of the arena for the heap."""
         with self.controller.lock:
-            if self.controller.status.phase is Phase.PLANNED and not self.state.record.private_kind:
+            if self.controller.status.phase is Phase.PLANNED and not self.state.record.hot.private_kind:
                 self.controller.arenas.move()
                 self._note("moves of the arena")
 
@@ -302,10 +302,10 @@ class Soak:
         totals = self.counts.sum(axis=0)
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
-        if state.record.mode == constants.MODE_REPLAY and state.record.arena_bytes:
+        if state.record.hot.mode == constants.MODE_REPLAY and state.record.plan.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
             leases = (
-                state.arena.schedule.cells["lease"][: state.record.num_intervals]
+                state.arena.schedule.cells["lease"][: state.record.plan.num_intervals]
                 if state.arena.schedule is not None
                 else np.zeros(0)
             )
@@ -316,7 +316,7 @@ class Soak:
             )
             if taken != int((leases == constants.UNMAPPED).sum()):
                 problems.append("cells are taken though nothing lives")
-        if state.record.mode == constants.MODE_REPLAY:
+        if state.record.hot.mode == constants.MODE_REPLAY:
             counted = "num_leases", "leased_bytes", "arena_live"
             problems += [
                 f"{name} is {attrgetter(name)(state.record)} though nothing lives"
@@ -341,17 +341,23 @@ class Soak:
         problems += [
             f"{name} is {attrgetter(name)(state.record)} at the end" for name in zero if attrgetter(name)(state.record)
         ]
-        in_use = (state.record.live - state.tables.live.ctypes.data) // state.tables.live.itemsize  # the last one
+        in_use = (
+            state.record.lookup.live - state.tables.live.ctypes.data
+        ) // state.tables.live.itemsize  # the last one
         if state.tables.live["address"][in_use:].any():
             problems.append("the table of live blocks is not empty")
         if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
         if state.tables.pools["root"].any():
             problems.append("free blocks are left")
-        lost_blocks = state.record.blocks_used - 1 - _length(state.record.free_block_row, state.tables.blocks)
+        lost_blocks = state.record.heap.blocks_used - 1 - _length(state.record.heap.free_block_row, state.tables.blocks)
         if lost_blocks:
             problems.append(f"{lost_blocks} rows of the table of blocks are lost")
-        lost_uses = state.record.stream_uses_used - 1 - _length(state.record.free_stream_use, state.tables.stream_uses)
+        lost_uses = (
+            state.record.shared.stream_uses_used
+            - 1
+            - _length(state.record.shared.free_stream_use, state.tables.stream_uses)
+        )
         if lost_uses:
             problems.append(f"{lost_uses} uses by other streams are lost")
         if controller.memory.segments or controller.arenas.arena is not None:

@@ -175,7 +175,7 @@ class Device:
 
     def dissolve(self) -> bool:
         """Give the plan up and make segments of its arena; False if it has to stay."""
-        arena = self.state.record.arena
+        arena = self.state.record.plan.arena
         self.state.arena.drop_schedule()
         parts = self.state.arena.dissolve()
         for part in parts:
@@ -306,7 +306,7 @@ def one_program(device: Device, seed: int) -> Outcome:
             expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.cycles)))
             begin = program.begins[expected]
             state.arena.begin_step(begin, begin + len(program.cycles[expected]), begin)
-        before = state.record.misses, state.record.conflicts
+        before = state.record.steps.misses, state.record.steps.conflicts
         first, end = program.bounds[index], program.bounds[index + 1]
         middle = int(rng.integers(first, end + 1)) if index == program.gives_up else end
         entries = device.allocate, device.free, state.address
@@ -320,7 +320,7 @@ def one_program(device: Device, seed: int) -> Outcome:
         if result != 0:
             outcome.wrong = WRONG[result]
             return outcome
-        misses, conflicts = state.record.misses - before[0], state.record.conflicts - before[1]
+        misses, conflicts = state.record.steps.misses - before[0], state.record.steps.conflicts - before[1]
         if one.exact:
             outcome.lost, outcome.displaced = outcome.lost + misses, outcome.displaced + conflicts
         else:
@@ -335,7 +335,7 @@ def one_program(device: Device, seed: int) -> Outcome:
 def _left_over(device: Device) -> str:
     """Give all back; what is left although nothing lives."""
     state = device.state
-    if state.record.arena_bytes and not device.dissolve():
+    if state.record.plan.arena_bytes and not device.dissolve():
         return "the arena has to stay although nothing lives"
     device.clear()
     counters = (

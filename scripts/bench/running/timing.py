@@ -136,9 +136,11 @@ def planned_pair(repeats: int) -> float:
     address = np.zeros(LENGTH, np.int64)
     arguments = *device.entries, 0, cycle.size, cycle.dying, cycle.first
     _run_cycle(*arguments, 2, address)
-    device.state.write(hits=0, misses=0, conflicts=0)
+    device.state.write(**{"follow.hits": 0, "steps.misses": 0, "steps.conflicts": 0})
     figure = timed([lambda: _run_cycle(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
-    assert device.state.record.misses == device.state.record.conflicts == 0 < device.state.record.hits
+    assert (
+        device.state.record.steps.misses == device.state.record.steps.conflicts == 0 < device.state.record.follow.hits
+    )
     return figure
 
 
@@ -162,9 +164,9 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
         address[i] = device.state.malloc(int(sizes[i % len(sizes)]), 0)
     arguments = *device.entries, 0, sizes
     _run_shuffled(*arguments, 7, 1000, address)
-    lent, operations = device.state.record.num_lent, LENGTH * PASSES // 4
+    lent, operations = device.state.record.dynamic.num_lent, LENGTH * PASSES // 4
     figure = timed([lambda: _run_shuffled(*arguments, 11, operations, address)], repeats, operations)
-    assert device.state.record.num_lent - lent > 0.95 * repeats * operations, "served from the arena"
+    assert device.state.record.dynamic.num_lent - lent > 0.95 * repeats * operations, "served from the arena"
     return figure
 
 
