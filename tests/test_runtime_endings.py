@@ -89,12 +89,12 @@ sys.slow = Slow()
 """,
     "handlers at exit that go on as before": """
 def go_on():
-    before = STATE.record.num_ooms
+    before = STATE.record.statistics.num_ooms
     held = [alloc(70 * MIB) for _ in range(3)]
     held.clear()
     steps(10)
     CONTROLLER.memory.release_unused()
-    assert STATE.record.num_ooms == before, "memory was refused"
+    assert STATE.record.statistics.num_ooms == before, "memory was refused"
 at_end.append(go_on)
 """,
     "what is freed and asked for while modules go": """

@@ -135,11 +135,12 @@ def segments(state: DeviceState) -> list[HeapSegment]:
             leased += inside
         else:
             found += _mapped_parts(inside, stream, int(pool["kind"]))
-    arena, arena_bytes = int(memory["arena"][0]), int(memory["arena_bytes"][0])
+    plan = memory["plan"][0]
+    arena, arena_bytes = int(plan["arena"]), int(plan["arena_bytes"])
     if arena_bytes:
         planned = _planned_blocks(arena, slots, entries, raw_streams)
         taken = [block for block in leased if block.state != BLOCK_FREE] + planned
-        for begin, end in _mapped_ranges(pages, arena_bytes) if memory["arena_pages"][0] else [(0, arena_bytes)]:
+        for begin, end in _mapped_ranges(pages, arena_bytes) if plan["arena_pages"] else [(0, arena_bytes)]:
             inside = _filled_up(arena + begin, end - begin, taken)
             found.append(HeapSegment(arena + begin, end - begin, 0, ARENA_KIND, inside))
     return found
