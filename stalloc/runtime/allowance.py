@@ -11,7 +11,7 @@ said, or than an eighth where it keeps streams apart as PyTorch does, and the de
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stalloc.core.constants import MODE_REPLAY
+from stalloc.core.constants import MODE_PLANNED
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 from stalloc.sizes import PAGE_BYTES
@@ -52,7 +52,7 @@ class Allowance:
 
     @property
     def _is_planned(self) -> bool:
-        return bool(self._record.hot.mode == MODE_REPLAY)
+        return bool(self._record.hot.mode == MODE_PLANNED)
 
     @property
     def is_marked(self) -> bool:

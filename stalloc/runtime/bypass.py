@@ -62,7 +62,7 @@ class Bypass:
         goes_on = self._came_late and record.follow.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
         leaves_out = decisions.leaves_out_much(record.follow.left_out - self._left_out, length) and not goes_on
         is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
-        return bool(record.steps.step_count > 0 and is_another)
+        return bool(record.iterations.iteration_count > 0 and is_another)
 
     @property
     def _place_now(self) -> int:
@@ -72,7 +72,10 @@ class Bypass:
     def _lost_and_hit(self) -> tuple[int, int]:
         """Requests of this iteration that are not as planned, and those that are."""
         record = self._state.record
-        return record.steps.step_misses - record.steps.step_unplanned, record.follow.hits - record.steps.hits_before
+        return (
+            record.iterations.iteration_misses - record.iterations.iteration_unplanned,
+            record.follow.hits - record.iterations.hits_before,
+        )
 
     def _matters(self) -> bool:
         """Whether little of what is held is left and most of the iteration not as planned, or the step needs much."""

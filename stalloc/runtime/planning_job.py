@@ -137,7 +137,7 @@ class NextPlan:
         return (
             not self._recording.marks
             and record.follow.cursor == record.follow.cycle_start
-            and record.follow.history_count == 0 > record.steps.last_miss
+            and record.follow.history_count == 0 > record.iterations.last_miss
         )
 
     def take_shared(self, schedule: "Schedule") -> PlanJob | None:
