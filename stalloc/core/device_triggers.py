@@ -5,7 +5,7 @@ from stalloc.core.device_tables import DeviceTables
 
 
 class Triggers:
-    """Of one device. The core clears a trigger before it asks; setting one that is set lowers nothing."""
+    """When the core of one device enters Python; it clears a trigger before it asks, and may be told the same twice."""
 
     def __init__(self, tables: DeviceTables) -> None:
         self._record, self._write = tables.record, tables.write

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Allowance:
-    """Of one device's program."""
+    """How many bytes one device's program may hold, so that its pages need not move."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state, self._record = state, state.record

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepMisses:
-    """Those of one device."""
+    """How many requests of each marked step on one device the plan did not serve."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
