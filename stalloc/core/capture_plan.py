@@ -15,17 +15,18 @@ from stalloc.core.records import block_at, capture_entry_at, segment_at
 @inner()
 def planned_place(state, pool, size):
     """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
-    while state.capture_plan_first < state.capture_plan_length:
-        if capture_entry_at(state, state.capture_plan_first).size_bytes != 0:
+    capture = state.capture
+    while capture.capture_plan_first < capture.capture_plan_length:
+        if capture_entry_at(state, capture.capture_plan_first).size_bytes != 0:
             break
-        state.capture_plan_first += 1
-    for i in range(state.capture_plan_first, state.capture_plan_length):
+        capture.capture_plan_first += 1
+    for i in range(capture.capture_plan_first, capture.capture_plan_length):
         entry = capture_entry_at(state, i)
         if entry.size_bytes == size:
-            address = state.capture_plan_base + entry.offset
+            address = state.capture.capture_plan_base + entry.offset
             row = _unused_block(state, pool, address, size)
             if row < 0:
-                state.capture_plan_lacks = address
+                state.capture.capture_plan_lacks = address
                 return -1
             entry.size_bytes = 0
             return cut_out(state, row, address, size) if row != 0 and has_rows(state, 2) else 0
@@ -49,7 +50,7 @@ def _unused_block(state, pool, address, size):
 @inner()
 def _block_with(state, pool, address):
     """The block of a pool that an address is in; 0: there is none."""
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if segment.address == 0 or segment.pool != pool:
             continue
@@ -66,7 +67,7 @@ def find_range(device, pool, size):
     """Where addresses of a pool begin, of which there are so many bytes in one piece; 0: there are none. For Python."""
     state = locked(device)
     address = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if segment.address != 0 and segment.pool == pool and segment.is_paged == 1 and segment.size_bytes >= size:
             address = segment.address
@@ -89,7 +90,7 @@ def is_idle(device, pool):
     """Whether nothing lives in a pool. For Python."""
     state = locked(device)
     idle = True
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         idle = idle and not (segment.address != 0 and segment.pool == pool and segment.num_live != 0)
     unlock(state)

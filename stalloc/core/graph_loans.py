@@ -28,12 +28,17 @@ def borrow(state, size, requested):
     The best fit of all pools that may lend to the stream; what is little there lies at its end, so that a tensor which
     lives on among larger ones parts no room that the largest need.
     """
-    if this_thread() != state.borrower or state.private_kind != 0 or state.num_launching != 0 or live_is_full(state):
+    if (
+        this_thread() != state.loans.borrower
+        or state.hot.private_kind != 0
+        or state.loans.num_launching != 0
+        or live_is_full(state)
+    ):
         return 0
     best = 0
-    for row in range(1, state.graph_pools_used):
+    for row in range(1, state.loans.graph_pools_used):
         graphs = graph_pool_at(state, row)
-        number = graphs.first_pool if graphs.stream == state.last_stream and graphs.is_unseen == 0 else 0
+        number = graphs.first_pool if graphs.stream == state.hot.last_stream and graphs.is_unseen == 0 else 0
         while number != 0:
             pool = pool_at(state, number - 1)
             fit = best_fit(state, number - 1, size) if pool.status == POOL_PINNED else 0
@@ -79,16 +84,16 @@ def let_lend(device, kind):
     """
     state = locked(device)
     row = 1
-    while row < state.graph_pools_used and graph_pool_at(state, row).kind != kind:
+    while row < state.loans.graph_pools_used and graph_pool_at(state, row).kind != kind:
         row += 1
-    if row == state.graph_pools_used:
-        if row < state.graph_pools_capacity:
-            state.graph_pools_used = row + 1
+    if row == state.loans.graph_pools_used:
+        if row < state.loans.graph_pools_capacity:
+            state.loans.graph_pools_used = row + 1
             graph_pool_at(state, row).kind = kind
             graph_pool_at(state, row).stream = UNORDERED
         else:
             row = 0
-    for number in range(state.pools_mask + 1 if row != 0 else 0):
+    for number in range(state.heap.pools_mask + 1 if row != 0 else 0):
         pool = pool_at(state, number)
         if pool.status != 0 and (pool.kind | LASTING_BIT) == (kind | LASTING_BIT) and pool.graphs == 0:
             pool.graphs = row
@@ -102,9 +107,9 @@ def let_lend(device, kind):
 def begin_borrowing(device, thread):
     """Let a thread borrow, if no other one does; who did before (0: nobody). For Python."""
     state = locked(device)
-    before = state.borrower
+    before = state.loans.borrower
     if before == 0:
-        state.borrower = thread
+        state.loans.borrower = thread
     unlock(state)
     return before
 
@@ -113,7 +118,7 @@ def begin_borrowing(device, thread):
 def end_borrowing(device):
     """Nobody borrows any more. For Python."""
     state = locked(device)
-    state.borrower = 0
+    state.loans.borrower = 0
     unlock(state)
 
 
@@ -127,11 +132,12 @@ def begin_launch(device, row, stream):
     graphs = graph_pool_at(state, row)
     num_loans, waits = graphs.num_loans, graphs.has_lent == 1 and graphs.stream != stream
     if num_loans == 0:
-        state.num_launching += 1
+        state.loans.num_launching += 1
         graphs.num_uses += 1
         if graphs.stream != stream:
             graphs.stream = UNORDERED
-        graphs.has_lent = 0
+        if not waits:
+            graphs.has_lent = 0
     unlock(state)
     return num_loans, waits
 
@@ -140,9 +146,9 @@ def begin_launch(device, row, stream):
 def hold(device):
     """Lend nothing until `end_launch`; how many loans live, and whether some were given back. For Python."""
     state = locked(device)
-    state.num_launching += 1
+    state.loans.num_launching += 1
     num_loans, has_lent = 0, False
-    for row in range(1, state.graph_pools_used):
+    for row in range(1, state.loans.graph_pools_used):
         num_loans += graph_pool_at(state, row).num_loans
         has_lent = has_lent or graph_pool_at(state, row).has_lent == 1
     unlock(state)
@@ -150,11 +156,12 @@ def hold(device):
 
 
 @njit()
-def forget_lent(device):
-    """The device has done all that it was given since `hold`, and so what was done to loans. For Python."""
+def forget_lent(device, chosen):
+    """The device has done all that it was given since no loan lived in a pool, or in any (row 0). For Python."""
     state = locked(device)
-    for row in range(1, state.graph_pools_used):
-        graph_pool_at(state, row).has_lent = 0
+    for row in range(1, state.loans.graph_pools_used):
+        if chosen in (0, row):
+            graph_pool_at(state, row).has_lent = 0
     unlock(state)
 
 
@@ -162,7 +169,7 @@ def forget_lent(device):
 def end_launch(device):
     """Lend again, if nothing else is being launched. For Python."""
     state = locked(device)
-    state.num_launching -= 1
+    state.loans.num_launching -= 1
     unlock(state)
 
 
@@ -174,9 +181,9 @@ def find_unordered(device, stream, uses):
     """
     state = locked(device)
     found = False
-    for row in range(1, state.graph_pools_used):
+    for row in range(1, state.loans.graph_pools_used):
         graphs = graph_pool_at(state, row)
-        uses[row] = graphs.num_uses if state.num_launching == 0 else -1
+        uses[row] = graphs.num_uses if state.loans.num_launching == 0 else -1
         found = found or (graphs.stream != stream and graphs.is_unseen == 0)
     unlock(state)
     return found
@@ -189,7 +196,7 @@ def order(device, stream, uses):
     For Python.
     """
     state = locked(device)
-    for row in range(1, state.graph_pools_used if state.num_launching == 0 else 0):
+    for row in range(1, state.loans.graph_pools_used if state.loans.num_launching == 0 else 0):
         graphs = graph_pool_at(state, row)
         if graphs.num_uses == uses[row] and graphs.num_loans == 0 and graphs.stream != stream:
             graphs.stream = stream
@@ -210,7 +217,7 @@ def find_loans(device, addresses, sizes):
     """Write where loans are that live, and the bytes asked for, as many as there is room for; how many. For Python."""
     state = locked(device)
     count = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         row = segment.first if segment.address != 0 and pool_at(state, segment.pool).graphs != 0 else 0
         while row != 0 and count < len(addresses):

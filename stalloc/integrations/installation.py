@@ -37,7 +37,11 @@ class Installation:
     # torch_allocator
     replays: "Any" = None  #: the Replays of torch's CUDA graphs
 
+    # cli.native, sizing.run_work
+    is_compared = False  #: PyTorch's own allocator is tried here for comparison, so `stalloc.sleep` does nothing
+
     # sleep_and_wake, showing, flight_record
+    was_to_sleep = False  #: it was called all the same
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken
     showing: "Any" = None  #: the Showing of `stalloc live`
     flight_recorder: "Any" = None  #: the FlightRecorder

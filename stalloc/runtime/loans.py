@@ -19,6 +19,7 @@ from stalloc.trace.sites import UNKNOWN
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
 
+_ALL = 0  # no row of a GraphPool
 _MAX_NAMED = 3  # loans in an error
 _PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread: one handle, a stream for each thread
 
@@ -56,7 +57,7 @@ class Loans:
         graph_loans.end_borrowing(self._address)
 
     def _order(self, stream: int) -> None:
-        uses = np.full(self._state.record.graph_pools_capacity, -1, np.int64)
+        uses = np.full(self._state.record.loans.graph_pools_capacity, -1, np.int64)
         if graph_loans.find_unordered(self._address, stream, uses) and not self._memory.is_captured_now():
             self._memory.source.wait()
             graph_loans.order(self._address, stream, uses)
@@ -79,7 +80,7 @@ class Loans:
         if self._memory.poison is not None:
             self._memory.poison.check_loans()
         if waits:
-            self._wait_or_end()
+            self._wait_or_end(row)
         return True
 
     def begin_capture(self) -> None:
@@ -96,11 +97,10 @@ class Loans:
             self.end_launch()
             raise self._error("captured")
         if has_lent:
-            self._wait_or_end()
-            graph_loans.forget_lent(self._address)
+            self._wait_or_end(_ALL)
 
-    def _wait_or_end(self) -> None:
-        """Wait for the device, of which another capture may be on."""
+    def _wait_or_end(self, row: int) -> None:
+        """Wait for what was done to loans of a pool, of which none lives, unless a graph is captured."""
         try:
             if self._memory.is_captured_now():
                 raise GraphMemoryError(
@@ -108,6 +108,7 @@ class Loans:
                     "for while a graph is captured: borrow on the stream that replays."
                 )
             self._memory.source.wait()
+            graph_loans.forget_lent(self._address, row)
         except BaseException:
             self.end_launch()
             raise
