@@ -9,8 +9,8 @@ Contract, upheld under one lock a device:
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
 
-A planned request that meets empty intervals costs one atomic exchange, about 31 loads (five of them of four words) and
-21 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
+A planned request that meets empty intervals costs one atomic exchange, about 32 loads (five of them of four words) and
+22 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
 of the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of
 intervals.
 """
