@@ -52,7 +52,7 @@ class _Compiling(event.Listener):
 
     @property
     def time(self) -> CompileTime:
-        """Of this thread."""
+        """How long this thread has compiled so far."""
         return getattr(self._thread, "time", CompileTime())
 
     def on_start(self, started: event.Event) -> None:

@@ -122,7 +122,7 @@ def _held_before(device: int, sizes: Collection[int]) -> PeakUse:
 
 
 def shortened(use: PeakUse) -> PeakUse:
-    """The same with a short list of call sites."""
+    """A peak use with a short list of call sites: the smaller ones are one line, "all others"."""
     rest = use.by_site[_MAX_SITES:]
     if not rest:
         return use

@@ -31,7 +31,7 @@ class Named:
         return f"{', '.join(shown)}{f' and {more} more' if more else ''} ({plural(self.num_files, 'file')}{size})"
 
     def as_json(self) -> dict[str, Any]:
-        """The same with whole numbers."""
+        """The names, the number of files and their bytes, for a report."""
         return {"names": list(self.names), "files": self.num_files, "bytes": self.size_bytes}
 
 
@@ -48,7 +48,7 @@ class Files:
 
     @property
     def written_bytes(self) -> int:
-        """Of all that was written, whatever became of it."""
+        """Bytes of all files that were written, whether they were discarded or kept."""
         return self.discarded.size_bytes + self.kept.size_bytes
 
     def sentences(self) -> list[str]:
