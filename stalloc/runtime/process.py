@@ -306,7 +306,7 @@ def current() -> Runtime | None:
 
 
 def needed() -> Runtime | None:
-    """The same, started now if it was to start at the program's first use of CUDA."""
+    """The runtime of this process, started now if it was to start at the program's first use of CUDA; None: none."""
     if _runtime is None:
         first_use.begin()
     return _runtime
