@@ -117,7 +117,7 @@ def _layers_of(operations: Operations, rows: Rows, in_backward: Rows) -> tuple[R
 
 
 def _with_ends(operations: Operations, rows: Rows, in_backward: Rows) -> Rows:
-    """The same with what comes before the first block as layer 0, and what comes after the last as one more."""
+    """As `_layers_of`, with what comes before the first block as layer 0, and after the last as one layer more."""
     known, count = _blocks_of(operations, rows, in_backward)
     back, first, head = in_backward[rows].tolist(), 0, count + 1
     leads_back = [False] * len(rows)  # whether the next operation of a block is one of backward

@@ -56,7 +56,7 @@ class RanksSwap:
 
 @dataclass(frozen=True)
 class LinkSharing:
-    """The same step both ways."""
+    """One step of all ranks, with their copies at once and with their copies in turn."""
 
     num_ranks: int
     tensors: tuple[SavedTensor, ...]  #: that each rank saves; they are known by their numbers
