@@ -135,7 +135,7 @@ def _near_signs(text: str) -> str:
 
 
 def _errors(text: str) -> Iterable[_Found]:
-    """Those of the first kind that there are any of, in order."""
+    """The errors in a text, in order: only those of the first kind of wording that occurs."""
     placed, of_torch = _with_figures(text)
     if len(text) <= _MOST_WRAPPED and (not placed or any(one.error.verdict == "unknown" for one in placed)):
         # a terminal's lines, which end wherever it does, as often within a word

@@ -45,7 +45,7 @@ class ErrorText:
     release: str = ""
     """The releases of PyTorch that word an error so: `until 1.3`, `1.4 to 2.0`, `from 2.1`; empty if it is unknown."""
     variable: str | None = None
-    """Of those that hold settings of PyTorch's allocator, the one that the text names: what that release reads."""
+    """The environment variable for settings of PyTorch's allocator that the text names, which is the one it reads."""
     setting: str = ""
     """The setting that the text names."""
     told: str = ""

@@ -151,7 +151,7 @@ def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
 
 
 def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
-    """The same of a model."""
+    """The blocks, the event, where they come from and the reserved peak, by a model of torch's allocator."""
     events = events_of(trace)
     fed = make("torch", "", 0).feed(events)
     before = int(np.count_nonzero(events.event < 0))

@@ -67,7 +67,7 @@ def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:
 
 
 def class_growth(before: PeakUse, now: PeakUse) -> list[Change]:
-    """The same by lifespan class."""
+    """What each lifespan class holds at the two peaks, what grew most first."""
     first, second = ({one.name: (one.held_bytes, one.requests) for one in use.by_class} for use in (before, now))
     return changes_of(first, second, str)  # type: ignore[arg-type]
 

@@ -101,11 +101,11 @@ class ServerLog:
     released_meanwhile: bool = False
     """Whether vLLM saw more free memory after its measurement than before."""
     lines: dict[str, str] = field(default_factory=dict, repr=False)
-    """Of each field, the line that it is from."""
+    """The line of the log that each field is from."""
 
     @property
     def token_bytes(self) -> float | None:
-        """Of the cache, for each token."""
+        """Bytes of the cache for each token; None if the log does not tell."""
         return self.cache_bytes / self.tokens if self.cache_bytes and self.tokens and self.cache_bytes > 0 else None
 
 

@@ -78,7 +78,7 @@ class Blocking:
 
 @dataclass(frozen=True, kw_only=True)
 class AsReady:
-    """The same work, each piece as soon as what it needs on the device is there and its queue is free.
+    """The recorded work as if each piece began once what it needs is on the device and its queue is free.
 
     What one copy leaves in host memory for another is not known, so what needs that may have to wait longer.
     """

@@ -37,7 +37,7 @@ class Summary:
     allocated_peak_bytes: int
     allocated_peak_event: int | None
     allocated_peak_requested_bytes: int
-    """The same without rounding."""
+    """The allocated peak of sizes as they were requested, without rounding."""
     reserved_peak_bytes: int | None
     reserved_peak_event: int | None
     """-1: before the first event."""
@@ -51,10 +51,10 @@ class Summary:
     """What was asked for then."""
     streams: int
     period_requests: int | None
-    """Of the period in which the whole sequence of requests repeats at the end of the record."""
+    """Requests in a period of the sequence that repeats at the end of the record."""
     period_repeats: int | None
     step_requests: int | None
-    """Of the step that the runtime would plan."""
+    """Requests in the step that the runtime would plan."""
     step_repeats: int | None
     classes: dict[str, Total]
     """By the lower-case name of the class."""

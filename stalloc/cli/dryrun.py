@@ -71,7 +71,7 @@ from stalloc.sizing.named_models import KNOWN
 from stalloc.sizing.node import node_memory
 
 Measure = Callable[..., dict[str, Any]]
-"""Of a size, and of when work is done: what came of the program on a device of that size."""
+"""Runs the program on a device of that many bytes; returns what came of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -219,7 +219,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _leave_out_ours(error: BaseException) -> None:
-    """The same of those that led to an error."""
+    """Take those functions out of the tracebacks of the errors that led to `error`."""
     seen: set[int] = set()
     while (led := error.__cause__ or error.__context__) is not None and id(led) not in seen:
         seen.add(id(led))

@@ -33,7 +33,7 @@ def working(text: str, *, in_pipes: bool = False) -> Iterator[Callable[[str], No
 
 
 def lines_told() -> Callable[[str], None]:
-    """The same in lines, and by no thread: for a process that is forked."""
+    """A function that says a text in a line of its own; it needs no thread, so the process may be forked."""
     if sys.stderr is None:
         return lambda text: None
     last = [-_PATIENCE]

@@ -121,7 +121,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
 
 
 def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
-    """The same under PyTorch's allocator, by its own history, and with operations where they are asked for."""
+    """The exit code of the program and what it requested, by the history of PyTorch's allocator or its profiler."""
     from stalloc import device
     from stalloc.device.virtual import after_torch_import
     from stalloc.imports import after_import

@@ -274,7 +274,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _state_lines(summary: Summary) -> list[tuple[str, str]]:
-    """Of one moment."""
+    """The lines about a snapshot of one moment, each as label and text."""
     reserved = summary.reserved_peak_bytes or 0
     share = 1 - summary.allocated_peak_bytes / reserved if reserved else 0.0
     return [

@@ -103,7 +103,7 @@ class Decisions:
         return None
 
     def take_number(self) -> float | None:
-        """The same for a floating-point number, which is no decision as far as one sees."""
+        """Count a floating-point number that is taken, which may decide nothing; what it is assumed to be, or None."""
         self._numbers += 1
         place = self._place()
         if place is None:

@@ -48,7 +48,7 @@ def what_order_decides(name: str, outcome: Callable[[Completion], Outcome]) -> d
 
 
 def outcome_of(fits: bool, devices: Devices) -> Outcome:
-    """Of a run, on all its devices."""
+    """The outcome of a run: whether it fits, and its allocation retries on all its devices."""
     return Outcome(fits=fits, num_retries=sum(one.get("num_alloc_retries", 0) for one in devices))
 
 

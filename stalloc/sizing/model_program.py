@@ -55,7 +55,7 @@ def add_model_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
-    """The same options again, as words of a command line."""
+    """The options of `add_model_arguments` and their values, as words of a command line."""
     words = ["--batch", args.batch, "--seq", args.seq]
     words += ["--infer"] if args.infer else ["--train", args.train or "adamw"]
     return [*words, *(["--checkpoint"] if args.checkpoint else []), "--dtype", args.dtype]

@@ -55,14 +55,14 @@ class Links:
     capability: int
     """Ten times the compute capability: 90."""
     num_nvlinks: int = 0
-    """Of each GPU."""
+    """NVLinks of each GPU."""
     pcie_gbps: float = 24.0
     reads_peers: bool | None = True
     """Whether GPUs reach each other's memory; None: it depends on the machine."""
 
     @property
     def nvlink_gbps(self) -> float:
-        """Of all links of a GPU."""
+        """GB/s of all NVLinks of a GPU together."""
         return self.num_nvlinks * next(rate for since, rate in _LINK_RATES.items() if self.capability >= since)
 
 
@@ -89,7 +89,7 @@ class Channels:
     p2p: Span
     """For send and receive."""
     p2p_each_peer: Span
-    """Of them, for one other rank."""
+    """The channels for send and receive with one other rank."""
     nvls: int
     """For the switch's own reductions (NVLink SHARP), 0: none."""
 

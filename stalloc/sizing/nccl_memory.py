@@ -41,7 +41,7 @@ class Communicator:
     num_local_peers: tuple[int, int] = (0, 0)
     """Other ranks on this machine that it sends to, and receives from."""
     num_remote_peers: tuple[int, int] = (0, 0)
-    """The same on other machines."""
+    """Ranks on other machines that it sends to, and receives from."""
 
     @property
     def is_used(self) -> bool:
@@ -57,7 +57,7 @@ class NcclMemory:
     parts: dict[str, Span] = field(default_factory=dict)
     """On the device: ring, tree, switch, sends, network."""
     pinned: Span = NONE
-    """Of the proxies that talk to network cards, on the host."""
+    """Pinned host memory of the proxies that talk to network cards."""
     shared_memory: Span = NONE
     """Below /dev/shm, where GPUs do not reach each other; pinned where NCCL makes it with cuMem."""
 
@@ -109,7 +109,7 @@ class _Buffers:
     host: int
     """Either end at one that does not; also what processes share where GPUs do not reach each other."""
     host_least: int
-    """Of an end whose large buffers are on the device."""
+    """What an end whose large buffers are on the device has on the host."""
 
     @property
     def both(self) -> int:
@@ -170,7 +170,7 @@ class _Model:
         return Span(least=num.least * least_bytes, most=num.most * most_bytes)
 
     def _within(self, num: Span, size_bytes: int) -> Span:
-        """Of connections within the machine, which are elsewhere if GPUs do not reach each other."""
+        """Bytes of `num` connections within the machine; none are on the device if its GPUs do not reach each other."""
         least = 0 if self._peer_to_peer is not True else size_bytes
         most = 0 if self._peer_to_peer is False else size_bytes
         return self._span(num, least, most)

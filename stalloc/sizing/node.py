@@ -109,10 +109,10 @@ class NodeMemory:
     files_bytes: int = 0
     """Written by the program, which a container counts until they are on the disk."""
     tried_here: list[RankMemory] = field(default_factory=list)
-    """Those of the machine with most of them."""
+    """The tried ranks of the machine on which most were tried."""
 
     def _of_machine(self, spans: Sequence[Span]) -> Span:
-        """Of all ranks of the machine, each that was not tried like the one with most."""
+        """The sum over all ranks of the machine; a rank that was not tried counts like the largest one that was."""
         missing = self.num_local - len(spans)
         largest = max(spans, key=lambda span: (span.most, span.least))
         return sum(spans, Span(least=missing * largest.least, most=missing * largest.most))
@@ -123,14 +123,14 @@ class NodeMemory:
 
     @property
     def pinned(self) -> Span:
-        """Of the machine, NCCL's proxies included."""
+        """Bytes of pinned host memory of all ranks of the machine, NCCL's proxies included."""
         return self._of_machine(
             [Span(least=(own := one.host["pinned_bytes"]), most=own) + one.nccl_pinned for one in self.tried_here]
         )
 
     @property
     def shared_memory(self) -> Span:
-        """Of the machine."""
+        """Bytes of shared memory of all ranks of the machine."""
         return self._of_machine([one.shared_memory for one in self.tried_here])
 
     @property

@@ -49,7 +49,7 @@ class RunSeen:
 
     completes: bool
     devices: list[dict[str, int]]
-    """Of each: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
+    """One entry for each device: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
     findings: dict[str, Any]
     """What it could not know, as of `device.virtual.findings`."""
     process: dict[str, Any] = field(default_factory=dict)
