@@ -145,7 +145,7 @@ def ratio_of(policy: str) -> float | None:
 
 
 def _cheapest(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> _Expected | None:
-    """Of each window the least share that is expected to fit; of those the one that adds least to a step."""
+    """What adds least to a step, given for each window the least share that is expected to fit; None if none fits."""
     found = []
     for window in ACTIVATION_WINDOWS:
         low, high = 0, len(RATIOS)  # the first that fits lies in [low, high]

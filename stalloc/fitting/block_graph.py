@@ -23,10 +23,9 @@ _BETWEEN: _Node = ("between", -1)
 def optimal_blocks(
     step: ProgramSeen, foresight: Foresight, whole: Mapping[int, Choice], target_bytes: int
 ) -> tuple[dict[int, Choice] | None, bool]:
-    """Of the blocks that can be recomputed as a whole, those that cost least within what may be allocated.
+    """The blocks to recompute as a whole that cost least within what may be allocated, and whether that is proven.
 
-    None: all of them together are not enough, or no choice was found in time. Beside it whether it is proven that none
-    costs less.
+    None for the blocks: all of them together are not enough, or no choice was found in time.
     """
     graph = block_graph(step, foresight, whole)
     schedule = optimal_schedule(graph, target_bytes)

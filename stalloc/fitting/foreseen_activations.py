@@ -79,7 +79,7 @@ def actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iter
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The same run with these settings: the lifespans of its requests, and what lies in the host at the most."""
+    """A run that offloads activations: the lifespans of its requests, and the most bytes in the host at once."""
 
     lifespans: Lifespans
     host_bytes: int

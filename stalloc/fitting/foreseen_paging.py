@@ -41,7 +41,7 @@ class UpdateRecorded:
     def parts(
         self, tiers: TierSettings, layer_of: Mapping[int, int], on_disk: Set[int], *, reads_for_processor: bool
     ) -> tuple[list[Part], int]:
-        """Of `arranged_with_copies` the parts that are updated; `layer_of` gives the layer of a request."""
+        """The updated parts of `arranged_with_copies`, and its bytes for copies; `layer_of`: the layer of a request."""
         layers = [layer_of.get(row, -1) for row in self.parameters]
         options = tiers.paged_window_bytes, tiers.shares
         parts, copied_bytes = arranged_with_copies(
@@ -103,7 +103,7 @@ def paged(
     layers: Sequence[LayerRecorded] = (),
     passes: Sequence[Pass] = (),
 ) -> Paged:
-    """The same run with the state of its optimizers elsewhere, and its layers streamed, as far as there is room."""
+    """The run with the state of its optimizers elsewhere and its layers streamed, as far as there is room."""
     start, end, size = run
     fine = 4 * max((len(one.parameter_bytes) for one in updates), default=0) + 8  # moments between two events
     gone = np.zeros(len(start), bool)

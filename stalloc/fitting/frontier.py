@@ -132,7 +132,7 @@ def _cores(block: BlockSeen) -> set[int]:
 
 
 def settings_of(step: ProgramSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
-    """The same as settings that can be applied."""
+    """These choices, by the row of their block, as settings that can be applied."""
     blocks = [(step.blocks[row], choice) for row, choice in sorted(choices.items())]
     return RecomputeSettings(
         tuple(
@@ -191,7 +191,7 @@ def _choice(block: BlockSeen, keep: tuple[int, ...]) -> Choice:
 
 
 def _hull(choices: list[Choice], saved_bytes: int) -> list[Choice]:
-    """Of the choices that save anything, those that no mixture of others beats, from cheap to thorough."""
+    """The choices that save anything and that no mixture of others beats, from cheap to thorough."""
     points: list[tuple[float, int, Choice | None]] = [(0.0, 0, None)]
     for choice in sorted(choices, key=lambda one: (one.seconds, one.kept_bytes)):
         gained = saved_bytes - choice.kept_bytes

@@ -52,7 +52,7 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
 
 
 def steps_within(num_steps: int) -> int:
-    """Of a run within the budget: what is short of memory may fail later than a plan repeats."""
+    """How many steps a run within the budget has: what is short of memory may fail later than a plan repeats."""
     return 2 * num_steps + 3
 
 

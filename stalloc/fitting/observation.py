@@ -83,7 +83,7 @@ class ProgramSeen:
         return [f"{len(left)} of {plural(len(self.blocks), 'block')} stay as they are: {left[0]}"] if left else []
 
     def without(self, kind: str | None, reason: str) -> "ProgramSeen":
-        """The same, where blocks of a kind, or all, cannot be computed twice for a reason."""
+        """What was seen, but that blocks of a kind (None: all blocks) cannot be computed twice, for `reason`."""
         blocks = [
             replace(block, why_not=block.why_not or reason) if kind in (None, block.kind) else block
             for block in self.blocks
@@ -91,8 +91,10 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def with_casts_once(self, num_operations: Mapping[int, set[int]]) -> "ProgramSeen":
-        """The same, where nothing is kept of blocks of which a call in the step, by the number of its operations, finds
-        weights cast that another call casts: positions of its operations are others."""
+        """What was seen, with nothing kept of blocks some of whose calls find weights cast that other calls cast.
+
+        The number of operations of each call tells; operations of such calls have other positions.
+        """
         blocks = list(self.blocks)
         for row, counts in num_operations.items():
             casts = sum(one.name == _CAST for one in blocks[row].operations)

@@ -121,7 +121,7 @@ class Foresight:
         return _load(self._run.start[live], end[live], self._run.size[live])
 
     def peak_bytes_with(self, kept: Mapping[int, Collection[int]], tiers: TierSettings) -> int:
-        """The same with a part of it in host memory."""
+        """The most that would be allocated, as `peak_bytes`, with state and layers in the tiers."""
         run, end, size = self._as_is, self._as_is.end, self._as_is.size
         if kept or tiers.streamed_window:  # passes are known of the run in which blocks are recomputed
             run = self._run

@@ -64,12 +64,12 @@ def _with_tiers(as_it_is: Base, tiers: TierSettings) -> Base:
 
 
 def is_of_tiers(policy: str | None) -> bool:
-    """Whether a policy is one of these."""
+    """Whether a policy, with or without a number, is one of POLICIES."""
     return policy is not None and policy.partition(":")[0] in POLICIES
 
 
 def processor_share(policy: str) -> float:
-    """Of the parameters, how many the processor updates: `twin-flow:SHARE`. Raises BadInputError for what is none."""
+    """The share of parameters that the processor updates: `twin-flow:SHARE`. Raises BadInputError for a bad share."""
     name, _, text = policy.partition(":")
     if name != "twin-flow":
         if text:
@@ -85,7 +85,7 @@ def processor_share(policy: str) -> float:
 
 
 def _keep_some(known: Known, base: Base, name: str, most: float) -> Proposals:
-    """The same with as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
+    """Keep as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
     nothing, kept = proposal(known.step, {}), base
     for number in range(1, _FRACTIONS + (most < 1)):  # all of it is the program as it is
         tiers = dataclasses.replace(base.settings.tiers, device_share=most * number / _FRACTIONS)

@@ -37,7 +37,7 @@ class Measured:
     num_shortages: int = 0  #: errors that the program caught, and plans given up, of a trial on a plan
     steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
     requests: list[tuple[int, int]] = field(default_factory=list)
-    """Of the device, how many until the end of each step, and what they asked for at its peak."""
+    """For each step, how many requests the device had had at its end, and the bytes that were requested at its peak."""
     is_whole: bool = False  #: the program ended by itself
     has_rest: bool = False  #: the last of `steps` is what came after the last step
     host_bytes: int = 0  #: of host memory that tiers took, at the most
