@@ -78,7 +78,7 @@ class BlockTape:
         return {position for position, (results, _) in self._kept.items() if storages_of(results) & storages}
 
     def own(self, storages: set[int]) -> set[int]:
-        """Those of these storages that were made in this call."""
+        """Which of these storages were made in this call."""
         return storages & self._own
 
     @property
@@ -121,7 +121,7 @@ class BlockTape:
         return self._record(operator, operator, args, kwargs)
 
     def _record(self, operator: Any, do: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same, where `do` does it."""
+        """Do an operation of the forward pass by calling `do`, and note what it reads, changes and makes."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
         self._reads.append(self._former.reads(versions_of((args, kwargs))))

@@ -19,7 +19,7 @@ _ALIVE: dict[int, tuple[StorageWeakRef, _Cast]] = {}
 
 
 class CastWeights:
-    """Of one call of a block: casts of weights that it makes, and those of others that it uses."""
+    """The casts of weights that one call of a block makes, and those made by others that it uses."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[Any], _Cast]] = {}  # by position

@@ -21,7 +21,7 @@ Read = tuple[int, int, int]
 
 
 class FormerValues:
-    """Of one call of a block: how often it changed which storage, and copies of what it read in between."""
+    """How often one call of a block changed each storage, and copies of what it read in between."""
 
     def __init__(self) -> None:
         self._changes: dict[int, int] = {}  # of each storage
@@ -34,7 +34,7 @@ class FormerValues:
         return [(storage, version, self._changes.get(storage, 0)) for storage, version in versions]
 
     def without(self, reads: Sequence[Read], storages: set[int]) -> list[Read]:
-        """The same, where it does not matter what is read of these storages."""
+        """The reads, with a read of any state in place of those of some storages, whose values do not matter."""
         return [(0, 0, _ANY) if one in storages else (one, version, state) for one, version, state in reads]
 
     def before_change(self, storages: set[int], values: Any) -> None:

@@ -127,7 +127,7 @@ def _statement(node: ast.stmt, module_name: str, local: set[str], module: Any) -
 
 
 def _read(node: Any) -> set[str]:
-    """The names whose value before a piece of a program it may read."""
+    """The names that a piece of a program may read before it sets them."""
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
     if isinstance(node, ast.For):
@@ -145,7 +145,7 @@ def _read(node: Any) -> set[str]:
 
 
 def _read_by(body: Sequence[ast.stmt]) -> set[str]:
-    """The same of statements in a row."""
+    """The names that statements in a row may read before they set them."""
     found: set[str] = set()
     for one in reversed(body):
         found = (found - _set_surely(one)) | _read(one)

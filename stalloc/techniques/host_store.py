@@ -76,5 +76,5 @@ def has_values(device: torch.device) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those of the tensor itself unless it has holes."""
+    """Strides for a copy of a tensor: its own, unless it has holes."""
     return torch.empty_like(tensor, device="meta").stride()

@@ -29,7 +29,7 @@ from stalloc.techniques.tensor_memory import tensors_of
 
 
 class IdleMemory:
-    """Of one process; its memory in the host is that of what is saved for backward."""
+    """Offloads idle memory of one process's models to the host memory that is also used for saved tensors."""
 
     def __init__(self, memory: EvictableMemory) -> None:
         self._memory = memory

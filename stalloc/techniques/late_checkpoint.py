@@ -214,7 +214,7 @@ class _Input:
         self._requires_grad = tensor.requires_grad
 
     def again(self) -> torch.Tensor:
-        """The same, without what made it."""
+        """The tensor, detached from what made it."""
         return self._packed.unpacked().detach().requires_grad_(self._requires_grad)
 
 

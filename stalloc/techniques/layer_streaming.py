@@ -79,7 +79,7 @@ class WeightTier:
         self._is_on_processor = is_on_processor
 
     def bytes_of(self, part: Parameters) -> int:
-        """Of those layers that are not here."""
+        """Bytes of those layers of a part that are not on the device."""
         return sum(layer.size_bytes for layer in self._needed(part) if not layer.is_here)
 
     def fetch(self, part: Parameters) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 Call = Callable[..., Any]
-"""Of a module, and of what it is given."""
+"""The call of a module: a function of the module and of the arguments that it is given."""
 
 
 class ModuleCalls:

@@ -70,7 +70,7 @@ class _ForwardInRows:
         return getattr, (self.parent, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRows":
-        """Of a copy of the module, rows of that copy."""
+        """The forward of a copy of the module, which runs rows of that copy."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

@@ -112,7 +112,7 @@ class RecomputedForward:
         return self._instance_forward or type(self._block).forward.__get__(self._block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RecomputedForward":
-        """Of a copy of the block, the wrapping of that copy."""
+        """The forward of a copy of the block, which recomputes that copy."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

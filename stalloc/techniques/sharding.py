@@ -45,7 +45,7 @@ def shard_program(way: ShardWay) -> None:
 
 
 class Sharding:
-    """Of this process, from here on; torch is imported by now, and the program has not begun."""
+    """Divides the model and optimizers of this process over the ranks; made before the program begins, after torch."""
 
     def __init__(self, layout: Layout) -> None:
         """The layout must have an executor. This process is a rank, as the variables of torchrun say."""
@@ -156,7 +156,7 @@ def _group(layout: Layout, num_ranks: int) -> Any:
 
 
 def _divide(optimizer: Any, group: Any) -> Any:
-    """The same optimizer in parts, which makes the steps of the program's own."""
+    """The optimizer divided over the ranks; the program's own makes its steps, and is saved, through it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     _making.append(True)

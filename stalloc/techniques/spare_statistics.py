@@ -15,7 +15,7 @@ from stalloc.techniques.operator_facts import OperatorFacts, argument
 
 
 class SpareStatistics:
-    """Of one call of a block: its normalizations, by position."""
+    """The spare running statistics for the normalizations in one call of a block, by their position."""
 
     def __init__(self) -> None:
         self._spare: dict[int, list[tuple[int, str, Any]]] = {}  # arguments with what stands in for them

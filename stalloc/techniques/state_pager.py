@@ -98,7 +98,7 @@ class StatePager:
         return {**values, **{name: value.to(device) for name, value in (small | hosted).items()}}
 
     def bytes_of(self, part: Parameters) -> int:
-        """Of the state that is elsewhere."""
+        """Bytes of a part's state that are not on the device."""
         return sum(aligned(slot.nbytes) for _, _, slot in self.elsewhere(self._used_on_device(part)))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:

@@ -90,7 +90,7 @@ def _needed(statements: Sequence[Statement]) -> list[tuple[str, ...]]:
 def _begins_unit(
     source: ForwardSource, needed: Sequence[tuple[str, ...]], children: dict[str, nn.Module], weighty: set[str]
 ) -> list[bool]:
-    """Of each statement, whether it calls a layer with weights, and rows can be parted before it.
+    """For each statement, whether it calls a layer with weights and a row can begin with it.
 
     The first that calls one always counts, as what comes before it is in its row.
     """

@@ -49,7 +49,7 @@ class Streaming:
 
     @property
     def layers(self) -> list[StreamedLayer]:
-        """Those of which the program still has parameters."""
+        """The streamed layers whose parameters the program still has."""
         return [layer for one in self._layers if (layer := one()) is not None]
 
     def undo(self) -> None:
@@ -245,7 +245,7 @@ class _Forward:
                 self._block.forward = self._instance_forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of a copy of the block, the forward that it would have without streaming: its parameters are not streamed."""
+        """The forward of a copy of the block, as it is without streaming: a copy's parameters are not streamed."""
         if self._instance_forward is not None:
             return copy.deepcopy(self._instance_forward, memo)
         block = copy.deepcopy(self._block, memo)

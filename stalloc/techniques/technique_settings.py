@@ -24,7 +24,7 @@ class TechniqueSettings:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, at the most; 0: none is used."""
+        """Bytes of host memory that may be used at the most; 0: none is used."""
         return max(self.tiers.host_bytes if self.tiers else 0, self.activations.host_bytes if self.activations else 0)
 
     def as_json(self) -> dict[str, Any]:

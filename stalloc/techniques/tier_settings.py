@@ -19,7 +19,7 @@ class TierSettings:
     host_bytes: int = 0  #: of host memory, at the most
     disk_bytes: int = 0  #: on disk, at the most, of state and parameters that have no room in host memory
     paged_window_bytes: int = 0
-    """Of optimizer state on the device at once, if it is paged; 1: no more than one part of it. 0: it is not paged."""
+    """Bytes of paged optimizer state on the device at once; 1: one part of it at a time. 0: state is not paged."""
     streamed_window: int = 0
     """How many repeated blocks have their parameters on the device at once; 0: all. Needs a paged optimizer."""
     device_share: float = 0.0  #: of the parameters, by bytes, whose state stays on the device

@@ -64,11 +64,11 @@ class Transfers:
             self._to_device, self._to_host = _streams[index]
 
     def to_device(self, pairs: Sequence[Pair]) -> Any:
-        """Copy from the host, once the program's stream is here; what comes back is for `wait`."""
+        """Copy from the host, after what the program's stream has to do so far; the event returned is for `wait`."""
         return self._copy(self._to_device, pairs)
 
     def to_host(self, pairs: Sequence[Pair]) -> Any:
-        """The same the other way."""
+        """Copy to the host, after what the program's stream has to do so far; the event returned is for `wait`."""
         event = self._copy(self._to_host, pairs)
         self._last = event if event is not None else self._last
         return event
