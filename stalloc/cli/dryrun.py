@@ -211,7 +211,7 @@ def _take_model(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _assuming(args: argparse.Namespace) -> Iterator[None]:
-    """A block in which programs read what the option says. Raises BadInputError where it says nothing."""
+    """A block in which programs read what --assume says. Raises BadInputError if it says nothing."""
     before = os.environ.get(ASSUMED)
     if args.assume:
         os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
@@ -225,7 +225,7 @@ def _assuming(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _in_forks(args: argparse.Namespace) -> int:
-    """What runs the program many times."""
+    """Answer with the verbs' parts that run the program many times, each in a fork; the exit code."""
     if args.serve:
         from stalloc.cli.dryrun_serve import serve as answer
     elif args.find:
@@ -238,7 +238,7 @@ def _in_forks(args: argparse.Namespace) -> int:
 def _results(
     options: list[str], offered: int, command: list[str], tell: Callable[[str], None], files: ProgramFiles
 ) -> tuple[dict[str, Need], dict[str, Any], dict[str, Any]]:
-    """Every allocator, by its name; what the native run could not know; that run. `options`: which GPU, whose files."""
+    """The needs by allocator, what the native run could not know, and that run; `options`: which GPU, whose files."""
 
     def native(size: int, history: Path | None = None, **how: Any) -> dict[str, Any]:
         return _noted(files, _native(options, size, command, history, **how))
@@ -279,7 +279,7 @@ def _results(
 
 
 def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:
-    """A result, what became of the program's files being noted."""
+    """A result, after noting in `files` what became of the program's files."""
     if "files" in result:
         files.note(files_from_json(result["files"]))
     return result
@@ -327,7 +327,7 @@ def _uncertain(
 
 
 def _shared_blocks(tried: dict[str, Any], uncertain: dict[str, Any], measure: Measure) -> dict[str, Any] | None:
-    """What blocks of several streams (record_stream) take if they are not done with at once."""
+    """What blocks used on several streams (record_stream) take if their streams are not done with them at once."""
     if not uncertain.pop("shares_blocks", False):
         return None
     from stalloc.sizing.delayed_events import shared_blocks
@@ -349,7 +349,7 @@ def _what_order_decides(name: str, need: Need, measure: Measure, offered: int) -
 
 
 def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """One allocator on a device with plenty, and if it takes more than is offered, whether it does with that."""
+    """Run under one allocator with plenty of memory and, if that takes more than is offered, with what is offered."""
     tried = measure(PLENTY)
     if tried["exit_code"] == 0:
         tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])

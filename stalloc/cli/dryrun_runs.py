@@ -85,7 +85,7 @@ class Runs:
 
 
 def ran_out_text(told: dict[str, Any]) -> str:
-    """Where memory ran out, and who held it; `told`: a `RanOut` as JSON has it."""
+    """Where memory ran out and who held it, in a sentence; `told` is a `RanOut` as JSON."""
     holders = ", ".join(f"{human_bytes(size)} by {_holder(name)}" for name, size in told["holders"][:_MOST_HOLDERS])
     return (
         f"{printable(told['place'])} asks for {human_bytes(told['wanted_bytes'])} when "
@@ -188,7 +188,7 @@ def try_ranks(args: argparse.Namespace) -> int:
 
 
 def _first_failing(tries: Tries, one: Contender) -> list[int]:
-    """The first rank that does not fit, of which it is shown where."""
+    """The first rank that does not fit, for which it is shown where memory runs out."""
     return [at for at in range(len(tries.values)) if tries.fits(one.name, at) is False][:1]
 
 

@@ -32,7 +32,7 @@ def errors_of(file: str) -> list[ErrorText] | None:
 
 
 def no_trace_but_errors(file: str) -> str:
-    """The sentence for a verb that was given a log with an error instead of a trace; empty if it is none."""
+    """The sentence for a verb that was given a log with an error instead of a trace; empty for another file."""
     try:
         if not errors_of(file):
             return ""
@@ -73,7 +73,7 @@ def print_error(console: Console, file: str, error: ErrorText) -> None:
 
 
 def print_next(console: Console, errors: list[ErrorText]) -> None:
-    """What tells more than the text of an error, where stalloc can run such a program."""
+    """Print what to type to learn more than the text of an error tells, where stalloc can run such a program."""
     if not any(error.library in _RECORDED and error.place == DEVICE for error in errors):
         return
     print_prose(console, "The text does not say who holds the memory, or where the free memory is. To find out:")

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _real_or_default() -> VirtualGPU:
-    """The GPU of this machine, to be pretended for trials, or the usual virtual one."""
+    """A virtual GPU for the trials: like this machine's GPU, or else the default one."""
     from stalloc.device.nvidia_driver import gpus
 
     for one in gpus():
@@ -174,7 +174,7 @@ def _fitted(
 
 
 def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes: int) -> Any:
-    """What was found, as it is kept."""
+    """The fit that was found, as its file keeps it."""
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.host_rates import SOURCE
     from stalloc.cost.operator_seconds import ERROR

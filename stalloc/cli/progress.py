@@ -16,7 +16,7 @@ _PATIENCE = 1.0  # seconds
 
 @contextlib.contextmanager
 def working(text: str, *, in_pipes: bool = False) -> Iterator[Callable[[str], None]]:
-    """Say `text` if the block takes longer than a second; what is handed out changes the text."""
+    """Say `text` if the block takes longer than a second; the context gives a function that changes the text."""
     shown = [text]
     if sys.stderr is None or not (in_pipes or sys.stderr.isatty()):
         yield lambda new: None

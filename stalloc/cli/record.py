@@ -168,13 +168,13 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
 
 
 def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
-    """Which GPU it was, as a recording under stalloc says it."""
+    """The name and memory of the GPU, as a recording under stalloc has them."""
     found = torch.cuda.get_device_properties(trace.device)
     return {"device_name": found.name, "total_bytes": found.total_memory, "virtual": kind == "virtual"}
 
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
-    """What is kept of a program's convolutions; nothing where it made none."""
+    """What a recording keeps about a program's convolutions; empty if it made none."""
     from stalloc.device.cudnn_rows import note_of
 
     found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]

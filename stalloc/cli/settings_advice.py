@@ -39,9 +39,9 @@ class Ranked:
     settings: str
     fits: bool
     reserved_peak_bytes: int
-    """On the device that reserves most."""
+    """The reserved peak on the device that reserves most."""
     device_calls: int
-    """Memory asked of the driver and given back, on all devices."""
+    """How often memory was asked of the driver and given back, on all devices."""
 
 
 def advise(args: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def advise(args: argparse.Namespace) -> int:
 
 
 def _is_too_short(trace: Trace) -> bool:
-    """Whether what is held at the peak was mostly there before the history, so that it was not seen being placed."""
+    """Whether most of the memory at the peak was allocated before the history, so that its placement is not known."""
     if trace.info.get("complete") is True:
         return False
     allocated = int(trace.size[trace.start >= 0].sum())

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> int:
-    """Ranks of a node. Raises BadInputError for numbers that cannot be."""
+    """The number of ranks of a node. Raises BadInputError for impossible numbers."""
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
     per_node = args.per_node or min(8, args.ranks)
@@ -109,7 +109,7 @@ def _checked(args: argparse.Namespace) -> int:
 
 
 class _Search:
-    """The recorded steps of a program, and the runs that measure."""
+    """The search for ways to shard a program: its recorded steps, and the runs that measure."""
 
     def __init__(
         self, args: argparse.Namespace, command: list[str], gpu: VirtualGPU, per_node: int, files: Any

@@ -36,7 +36,7 @@ _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 
 @dataclass(frozen=True)
 class _Expected:
-    """What is foreseen of one way."""
+    """What is foreseen of one share and window."""
 
     settings: TechniqueSettings
     offload: Offloaded
@@ -54,7 +54,7 @@ class _Seen:
 
 
 def with_activations(known: Known, policy: str | None = None) -> Proposals:
-    """Run the program so, beside blocks that are recomputed, state that is paged and layers that are streamed.
+    """Run the program with activations in host memory, beside recomputed blocks, paged state and streamed layers.
 
     `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none.
     """
@@ -98,7 +98,7 @@ def _tiers(known: Known, seen: _Seen) -> Iterator[TierSettings]:
 
 
 def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | None]:
-    """Record a run in which all that is saved leaves at once, and estimate when it is saved and needed."""
+    """Record a run in which every saved tensor leaves at once, and estimate when each is saved and needed."""
     leaving = Base(TechniqueSettings(activations=ActivationSettings(ratio=1.0, host_bytes=_PLENTY)))
     recorded: Measured = yield known.recorded(leaving.with_blocks(known.step, proposed))
     timed: Measured = yield TrialWork("timed", Base().with_blocks(known.step, proposed))
@@ -113,7 +113,7 @@ def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | No
 
 
 def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> Generator[Wanted, Any, bool]:
-    """Run what is expected to fit, then what leaves more by what was too much; whether there is nothing more to try."""
+    """Run what is expected to fit, then aim lower by as much as it missed; whether there is nothing more to try."""
     for _ in range(ROUNDS):
         found = _cheapest(known, seen, tiers, target_bytes)
         if found is None or not _is_worth_it(known, found):
@@ -188,7 +188,7 @@ def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, wind
 
 
 def _is_worth_it(known: Known, found: _Expected) -> bool:
-    """Whether it costs less than all that fits so far."""
+    """Whether it costs less than every candidate that fits so far."""
     seconds = [one.added_seconds for one in known.candidates if known.fits(one)]
     return found.offload.seconds + found.seconds_beside < min(seconds, default=float("inf"))
 

@@ -12,7 +12,7 @@ _PIECE = 2048  # values of each that are compared where none agree again
 
 
 def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Places of equal values, pair by pair."""
+    """The places of equal values in two sequences, pair by pair."""
     i = j = 0
     while i < len(one) and j < len(other):
         if one[i] == other[j]:
@@ -31,7 +31,7 @@ def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int
 
 
 def _gap(one: Sequence[int], other: Sequence[int], i: int, j: int) -> tuple[int, int] | None:
-    """How many values to leave out of each, as few as possible, so that they agree again."""
+    """How many values to leave out of each sequence, as few as possible, so that the sequences agree again."""
     for total in range(1, _MOST_APART):
         for left_out in range(total, -1, -1):
             a, b = i + left_out, j + total - left_out

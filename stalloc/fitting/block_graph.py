@@ -76,7 +76,7 @@ def _peaks(load: Column, calls: list[CallRecorded]) -> dict[_Node, int]:
 
 
 def _begins(calls: list[CallRecorded]) -> Iterator[tuple[int, _Node]]:
-    """Where nodes begin; what comes after the last forward pass of a block lies between."""
+    """The events at which nodes begin; what follows the last forward pass of a block belongs to "between"."""
     forward = [(call.forward[0][0], ("forward", call.block), call.forward[-1][1]) for call in calls]
     marks = sorted([*forward, *((call.again[0][0], ("backward", call.block), 0) for call in calls)])
     for number, (begin, node, end) in enumerate(marks):

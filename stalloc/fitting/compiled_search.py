@@ -17,7 +17,7 @@ _FORWARD = 1 / 3  # of a step that recomputes nothing
 
 
 def compiled(known: Known, base: Base) -> Proposals:
-    """The largest share within the budget, between none and all.
+    """Search for the largest share of saved memory that keeps the budget, between none and all.
 
     Begun in the middle, since none may need more than some: a whole model in one graph is recomputed all at once.
     """

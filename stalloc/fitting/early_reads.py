@@ -16,7 +16,7 @@ from stalloc.techniques.tensor_memory import storages_of
 
 
 class EarlyReads:
-    """To be made before the program begins."""
+    """Sees whether the program reads gradients or parameters too early; made before the program begins."""
 
     def __init__(self) -> None:
         self._read = ""  # why, for what is read
@@ -35,7 +35,7 @@ class EarlyReads:
         return self._read if could else next(iter(self._why_not.values()))
 
     def look(self, args: Any, kwargs: Any) -> None:
-        """An operation was made of these."""
+        """Look at an operation that was made with these arguments."""
         if torch._C._current_graph_task_id() != -1:
             self._is_between = True
         elif self._is_between and not self._is_stepping and not self._read:

@@ -53,7 +53,7 @@ class Candidate:
 
 
 def cheapest(candidates: Sequence[Candidate], budget_bytes: int) -> int:
-    """The row of the one that costs the least time of those that fit, -1 if none does."""
+    """The row of the candidate that costs the least time among those that fit; -1 if none fits."""
     fitting = [row for row, one in enumerate(candidates) if one.fits(budget_bytes)]
     return min(fitting, key=lambda row: (candidates[row].added_seconds, candidates[row].needed_bytes), default=-1)
 
@@ -77,7 +77,7 @@ def undominated(candidates: Sequence[Candidate]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a fit is of; it is of nothing else."""
+    """What identifies the program that a fit was made for; it holds for no other."""
 
     name: str  #: of the script or module
     content: str  #: SHA-256 of the script
@@ -87,7 +87,7 @@ class Program:
     gpu: str  #: as the driver calls it; empty: any, since none was named
 
     def difference(self, other: "Program") -> str:
-        """Why a fit of the other program may be none of this; empty if it is one."""
+        """Why a fit of the other program may not hold for this one; empty if it does."""
         if other.content != self.content:
             return f"it is of another program ({other.name}) or an older state of it"
         if other.arguments != self.arguments:
@@ -99,7 +99,7 @@ class Program:
         return ""
 
     def may_ask_for_the_same(self, other: "Program") -> bool:
-        """Whether what differs may be of no account to the memory that the program asks for."""
+        """Whether the program may ask for the same memory although something differs."""
         return (self.name, self.torch, self.stalloc) == (other.name, other.torch, other.stalloc)
 
 

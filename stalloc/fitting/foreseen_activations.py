@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class ActivationsRecorded:
-    """What was saved in a run: of events (moment, kind, number), and of each activation, by its number."""
+    """What a run saved: events (moment, kind, number), and the facts of each activation, by its number."""
 
     events: list[tuple[float, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  #: bytes
@@ -38,7 +38,7 @@ class ActivationsRecorded:
 
 
 class Does(IntEnum):
-    """What is done with one."""
+    """What is done with an activation."""
 
     COPY_OUT = 0
     LET_GO = 1
@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
 
 def actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iterator[Action]:
-    """What a run with these settings does."""
+    """What a run with these settings does with its activations, in order."""
     order = OffloadOrder(settings.ratio, settings.window_bytes)
     away: set[int] = set()
     for moment, kind, number in recorded.events:
@@ -86,7 +86,7 @@ class Offloaded:
 
 
 def offloaded(run: Lifespans, recorded: ActivationsRecorded, settings: ActivationSettings) -> Offloaded:
-    """What would have become of the requests of the recorded run; of those that would not be made the size is 0."""
+    """The requests of the recorded run as they would have been; requests that would not be made have size 0."""
     let_go: dict[int, int] = {}
     brought: dict[int, int] = {}
     copied: set[int] = set()
@@ -142,7 +142,7 @@ def added_seconds(
     bytes_per_second: float,
     start_seconds: float,
 ) -> float:
-    """How much longer a step takes, of which `recorded` has the moments in seconds: what copies are waited for."""
+    """The seconds by which waiting for copies lengthens a step, whose moments in `recorded` are in seconds."""
     tasks = [Task("compute", Queue.COMPUTE, 0.0)]
     computed, now = 0, 0.0
     waits: set[int] = set()
@@ -175,7 +175,7 @@ def added_seconds(
 
 
 def as_rows(recorded: ActivationsRecorded) -> list[list[Any]]:
-    """For another process."""
+    """Plain rows, to be sent to another process."""
     return [list(column) for column in vars(recorded).values()]
 
 

@@ -53,8 +53,7 @@ class UpdateRecorded:
 
 @dataclass(frozen=True)
 class Paged:
-    """A run with a part of it elsewhere: the lifespans of its requests, and what lies in the host, and in files, at the
-    most."""
+    """A run with a part of its memory elsewhere: its lifespans, and the most bytes in the host and in files."""
 
     lifespans: Lifespans
     host_bytes: int
@@ -63,7 +62,7 @@ class Paged:
 
 
 class _Room:
-    """Host memory and files. `away` has the requests of state that lie there."""
+    """The room in host memory and files. `away` has the requests whose state lies there."""
 
     def __init__(self, tiers: TierSettings, size: Column, used_bytes: int) -> None:
         buffers = disk_buffers_bytes(disk_chunk_bytes(tiers.host_bytes)) if tiers.disk_bytes else 0
@@ -73,7 +72,7 @@ class _Room:
         self.away: set[int] = set()
 
     def stage(self, staging: int) -> bool:
-        """Have so many bytes of the host for what the processor copies; whether there is room."""
+        """Reserve so many bytes of host memory for the processor's copies; whether there is room."""
         more = max(0, staging - self._staged_bytes)
         if self.host_bytes + more > self._tiers.host_bytes:
             return False
@@ -175,7 +174,7 @@ def peak_bytes(run: Lifespans) -> int:
 
 
 def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int]], state: set[int]) -> list[list[int]]:
-    """What the optimizer makes and frees within its step, by the part of its parameters that it is for.
+    """The tensors that the optimizer makes and frees within its step, by the part of its parameters that they serve.
 
     It goes through its parameters in their order, once or several times, and makes tensors of their sizes.
     """
@@ -191,7 +190,7 @@ def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int
 
 
 def _places(sizes: list[int], updated: list[int], parameters: list[int]) -> Iterator[int]:
-    """The place of the parameter that each of some tensors is for, by its size; -1: for none."""
+    """The place of the parameter that each tensor serves, found by size; -1 for none."""
     at, count = 0, len(updated)
     known = {parameters[place] for place in updated}
     for size in sizes:
@@ -211,7 +210,7 @@ def _flight(
     window_bytes: int,
     fine: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """What is on the device for a while in one step: begin, end, bytes."""
+    """What is on the device for a part of one step: begin, end and bytes of each."""
     start, end, size = run
     tick = (update.begin - 1) * fine
     is_new = [[row for row in rows if start[row] >= update.begin and row in away] for rows in held]

@@ -79,7 +79,7 @@ def proposal(step: ProgramSeen, choices: Mapping[int, Choice]) -> Proposal:
 
 
 def whole_blocks(step: ProgramSeen, num_blocks: int | None = None) -> dict[int, Choice]:
-    """The first so many blocks, or all that can be, with nothing kept."""
+    """The first `num_blocks` blocks, or all that can be recomputed, with nothing kept."""
     rows = [row for row in _calls_of(step) if step.blocks[row].operations]
     return {row: _choice(step.blocks[row], ()) for row in rows[:num_blocks]}
 
@@ -169,7 +169,7 @@ def _calls_of(step: ProgramSeen) -> dict[int, int]:
 
 
 def _choices(block: BlockSeen) -> list[Choice]:
-    """Nothing kept, then more and more, the most seconds for a byte first."""
+    """Choices from nothing kept to everything kept; what saves most seconds for a byte is kept first."""
     worth = [
         (one.seconds / one.kept_bytes, place)
         for place, one in enumerate(block.operations[: block.num_needed])

@@ -27,7 +27,7 @@ _Kind = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many steps a trial needs, how many one within the budget, and what is to be said of later ones."""
+    """How many steps a trial needs, how many a run within the budget needs, and a note about later steps."""
 
     num_steps: int
     num_within: int
@@ -57,7 +57,7 @@ def steps_within(num_steps: int) -> int:
 
 
 def steps_to_try(kinds: Sequence[_Kind], least: int, *, is_whole: bool, has_rest: bool = False) -> Ahead:
-    """How many of the steps that were seen a trial is to have; `least` at the least.
+    """How many steps a trial and a run within the budget are to have, given those that were seen; `least` or more.
 
     `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step.
     """

@@ -49,7 +49,7 @@ def by_checkmate(known: Known, base: Base) -> Proposals:
 
 
 def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal, str]], technique: str) -> Proposals:
-    """What is proposed for the budget, then for less by what was too much, or for more by what was left."""
+    """Run the proposal for the budget, then for a budget lower by the excess, or higher by what was left."""
     target, alone = known.budget_bytes, base.alone
     if alone is not None:
         target -= max(0, alone.needed_bytes - alone.expected_bytes)

@@ -198,13 +198,13 @@ def _call_of(
 
 
 def _is_freed(run: RunSeen) -> Column:
-    """What is never freed may be a library's own (a workspace of cuBLAS for each thread), whoever came first."""
+    """Whether a request is freed: one that never is may be a library's (a cuBLAS workspace for each thread)."""
     return run.end < run.end.max(initial=0)
 
 
 def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column, int]:
-    """For each request of the run, where it would end in the program as it is, and whether it is not made there at all;
-    how many are.
+    """For each request of the run, where it would end in the program as it is and whether that makes no such request;
+    and how many requests both make.
 
     Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
     it makes because operations are looked at. What the program as it is frees before a request is freed before it here.

@@ -14,7 +14,7 @@ _WHAT = "optimizer's step in the backward pass"
 
 
 def step_in_backward(known: Known, base: Base, *, is_named: bool) -> Proposals:
-    """Run the program so, and go on from there if that needs less. `is_named`: somebody wants to see what it needs."""
+    """Try the optimizer's step in backward, and build on it if that needs less; `is_named`: the user asked for it."""
     settings = dataclasses.replace(base.settings, step_in_backward=True)
     now: Foresight | str = known.step.reads_early or (yield Foresee(settings))
     if isinstance(now, str):

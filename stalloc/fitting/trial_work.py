@@ -24,10 +24,10 @@ COMPARED_STEPS = 3  #: whose requests say whether a program asks for what anothe
 
 @dataclass(frozen=True)
 class TrialWork:
-    """What is to be measured."""
+    """What a trial is to run and measure."""
 
     under: Literal["native", "observed", "timed", "recorded", "planned"]
-    """Under torch's allocator; the same, looked at block by block, or at when activations are saved and needed; under
+    """Under torch's allocator, plainly, observing blocks, or noting when activations are saved and needed; under
     stalloc, to make a plan; on that plan."""
     settings: TechniqueSettings = field(default_factory=TechniqueSettings)
     num_steps: int = 3
@@ -68,7 +68,7 @@ class _Trial:
         self._imports: Any = None  # that the program makes first
 
     def begin(self) -> None:
-        """Before the program: torch is imported, and nothing has used the device."""
+        """Prepare before the program begins: torch is imported, and nothing has used the device."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         work = self._work
@@ -208,7 +208,7 @@ class _Trial:
 
 
 def _install(work: TrialWork) -> Any:
-    """stalloc in this process: only recording, or on a plan within a limit."""
+    """Install stalloc in this process, only to record, or on a plan within a limit."""
     from stalloc import integrations
     from stalloc.planner import plans_from_bytes
 

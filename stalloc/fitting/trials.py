@@ -80,7 +80,7 @@ def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float,
 
 
 def _ends_in_time(child: ForkedChild, limit_seconds: float) -> bool:
-    """Whether it ends within the limit, or ten times as long if other processes keep the processors from it."""
+    """Whether a trial ends within the limit, or within ten times that if other processes keep the processors busy."""
     begun = time.monotonic()
     while (left := limit_seconds + min(child.starved_seconds(), 9 * limit_seconds) - (time.monotonic() - begun)) > 0:
         if first_ended([child], left):
