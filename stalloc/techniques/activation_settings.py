@@ -16,7 +16,7 @@ class ActivationSettings:
 
     ratio: float = 0.0  #: of saved bytes, 0 to 1
     window_bytes: int = 0
-    """On their way to the host at once, whose memory is still held, and back ahead of use; 0: each copy is awaited."""
+    """Bytes on their way to the host at once, still held on the device, or back early; 0: each copy is waited for."""
     host_bytes: int = 0  #: of host memory, at the most
 
     def __bool__(self) -> bool:

@@ -45,7 +45,7 @@ class CastWeights:
         return cast in self._used and not (position in self._made and self._made[position][1] == cast)
 
     def is_made(self, position: int, operator: Any, args: Sequence[Any]) -> bool:
-        """Whether an operation of a later run finds made what the forward pass cast at this position."""
+        """Whether, in a later run, the cast that the forward pass made at this position already exists."""
         if position not in self._made:
             return False
         weight, (memory, version, _) = self._made[position][0](), self._made[position][1]

@@ -43,7 +43,7 @@ class FormerValues:
         self._read -= storages
 
     def changed(self, storages: set[int], *, counted: bool) -> None:
-        """They have been, which autograd counts or not."""
+        """Note that these storages were changed; `counted`: autograd has counted it."""
         for counts in (self._changes, self._counted) if counted else (self._changes,):
             counts |= {one: counts.get(one, 0) + 1 for one in storages}
 
@@ -97,12 +97,12 @@ class FormerValues:
 
 
 def unseen() -> Any:
-    """To be entered for operations that are not the program's, which no mode of it, or of a look at it, is to see."""
+    """A context for operations of stalloc's own, which no mode of the program or of stalloc is to see."""
     return torch._C._DisableTorchDispatch()
 
 
 def _memory(tensor: Any) -> Any:
-    """The storage of a tensor whose numbers lie in it as they are; None of another."""
+    """The storage of a tensor whose numbers lie in it as they are; None for another tensor."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.untyped_storage()

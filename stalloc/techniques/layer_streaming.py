@@ -30,7 +30,7 @@ def stream_blocks(
     disk: DiskStore | None = None,
     microbatches: int = 1,
 ) -> tuple[Streaming | None, str]:
-    """Stream those blocks of a model that can be; and why others, or all, stay on the device.
+    """Stream the blocks of a model that can be streamed; also returns why others, or all, stay on the device.
 
     What has no room in `store` goes to `disk`.
     """
@@ -73,7 +73,7 @@ def _can_be(parameter: Any, users: "Counter[int]") -> bool:
 
 
 class WeightTier:
-    """Brings the layers of a part for their update on the device; as of `Tier`."""
+    """Brings the layers of a part for their update on the device; as in `Tier`."""
 
     def __init__(self, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
         self._is_on_processor = is_on_processor
@@ -115,7 +115,7 @@ def _layers(part: Parameters) -> list[StreamedLayer]:
 
 
 def settle_layers(optimizer: Any) -> None:
-    """Let the processor wait until what was updated is whole in the host, where anybody may read it."""
+    """Let the processor wait until updated layers are whole in the host, where the program may read them."""
     for layer in _layers([one for group in optimizer.param_groups for one in group["params"]]):
         layer.settle()
 

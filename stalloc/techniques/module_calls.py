@@ -13,7 +13,7 @@ Call = Callable[..., Any]
 
 
 class ModuleCalls:
-    """To be made with a function that makes, of the call as it is, the one that takes its place."""
+    """Replaces the call of every module by the one that `make` makes of the original call."""
 
     def __init__(self, make: Callable[[Call], Call]) -> None:
         from torch.nn import Module

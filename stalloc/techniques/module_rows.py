@@ -29,7 +29,7 @@ class Row(nn.Module):
 
     @property
     def siblings(self) -> "Sequence[Row]":
-        """All rows of the module, this one or its like among them."""
+        """All rows of the module, this one, or an equal one, among them."""
         raise NotImplementedError
 
     @staticmethod
@@ -78,6 +78,6 @@ class _ForwardInRows:
 
 
 def active_rows(module: Any) -> list[Any]:
-    """The rows that a module's forward pass goes through now; none: it runs as it was made."""
+    """The rows that a module's forward pass goes through now; none if it runs as it was written."""
     forward = vars(module).get("forward")
     return forward.rows if isinstance(forward, _ForwardInRows) and forward.parent is module else []

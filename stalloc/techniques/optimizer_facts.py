@@ -17,7 +17,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def own_step(kind: type) -> Callable[..., Any]:
-    """The step of a class of optimizers without what calls its hooks."""
+    """The step of a class of optimizers, without the wrapper that calls its hooks."""
     step: Any = getattr(kind.step, "stalloc_own", kind.step)  # type: ignore[attr-defined]
     while getattr(step, "hooked", False):
         step = step.__wrapped__

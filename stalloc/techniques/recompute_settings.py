@@ -28,7 +28,7 @@ class RecomputeSettings:
     blocks: tuple[BlockSettings, ...] = ()
 
     def of_model(self, model: int) -> dict[str, BlockSettings]:
-        """The settings of one model, by the name of the block."""
+        """The settings of one model's blocks, by the block's name."""
         return {block.name: block for block in self.blocks if block.model == model}
 
     def as_json(self) -> list[dict[str, Any]]:

@@ -34,20 +34,20 @@ _MOST_LASTING = 4096
 
 
 class Watcher(Protocol):
-    """Who is told what becomes of activations, by their number."""
+    """What is told of the fate of each activation, by its number."""
 
     def saved(self, number: int, storage: torch.UntypedStorage) -> None:
-        """One that may go to the host is saved."""
+        """An activation that may go to the host is saved."""
 
     def needed(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Backward asks for it; it lies here."""
+        """Backward asks for an activation; `storage` is its memory on the device."""
 
     def gone(self, number: int) -> None:
         """Nothing needs it any more."""
 
 
 class SavedActivations:
-    """A context, which may be entered often: of what is saved in it a share goes to the host."""
+    """A context, which may be entered often: a share of what autograd saves in it goes to the host."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SavedActivations:
         watcher: Watcher | None = None,
         link: SharedLink | None = None,
     ) -> None:
-        """With `link` copies take turns with those of other processes. Raises BadInputError if they cannot."""
+        """With `link`, copies take turns with other processes' copies. Raises BadInputError if they cannot."""
         self.store = store
         self.turns = None if link is None else LinkTurns(link)
         self.left_bytes = 0  #: that went to the host in all
@@ -190,7 +190,7 @@ class _Activation(HostCopy):
         self._wait = functools.partial(transfers.wait, left, self.stream)
 
     def let_go(self) -> None:
-        """Nothing is held here any more, once no copy uses it."""
+        """Free its memory on the device, once no copy uses it."""
         self.land()
         self.here = None
 
@@ -201,7 +201,7 @@ class _Activation(HostCopy):
             self._wait = None
 
     def bring(self, transfers: Transfers | TransfersInTurn) -> None:
-        """Begin to bring it back, unless it is here or somebody else has held it all the time."""
+        """Begin to bring it back, unless it is on the device, or somebody else has held it there all the time."""
         if self.here is not None:
             return
         self.here = self.held()
@@ -212,7 +212,7 @@ class _Activation(HostCopy):
         self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
 
     def arrive(self, transfers: Transfers | TransfersInTurn) -> torch.UntypedStorage:
-        """Where it is; the program's stream waits for it."""
+        """Its memory on the device; the program's stream waits for it."""
         assert self.here is not None
         if self._brought_on is None:
             return self.here

@@ -18,7 +18,7 @@ from stalloc.techniques.block_tape import current_block
 
 @functools.cache
 def refuse_scripts_in_blocks() -> None:
-    """Look at each call of TorchScript, from here on."""
+    """Check each call of TorchScript from here on, and refuse those in blocks."""
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         kind.__call__ = _watched(kind.__call__)
 

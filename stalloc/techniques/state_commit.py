@@ -18,7 +18,7 @@ from stalloc.techniques.transfers import Transfers
 
 
 def commit_state(optimizer: Any, label: int) -> None:
-    """As of `stalloc.commit`."""
+    """See `stalloc.commit`."""
     paged = paged_optimizer(optimizer)
     if paged is None or paged.disk is None:
         raise BadInputError('this optimizer keeps no state on a disk: page it with disk="FOLDER:SIZE".')

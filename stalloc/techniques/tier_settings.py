@@ -30,7 +30,7 @@ class TierSettings:
 
     @property
     def shares(self) -> Shares:
-        """Both shares."""
+        """The shares kept on the device and updated by the processor."""
         return Shares(self.device_share, self.processor_share)
 
     def __bool__(self) -> bool:
