@@ -63,7 +63,7 @@ class _Found(NamedTuple):
 
 
 def find_errors(text: str) -> list[ErrorText]:
-    """The out-of-memory errors of a log, each that differs once, in order."""
+    """The out-of-memory errors of a log in order, each different one once."""
     platform = "Windows" if _WINDOWS.search(text) else ""
     text = text.replace("\xa0", " ").replace("\u202f", " ")  # spaces that do not break
     text = _near_signs(_ESCAPES.sub("", text) if "\x1b" in text else text)
@@ -78,7 +78,7 @@ def find_errors(text: str) -> list[ErrorText]:
 
 
 def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
-    """Without those of which another one says all that they say: cut off, or of a part of the library below."""
+    """The errors without those that say no more than another does: cut off, or from a lower layer of the library."""
     if len(times) > _MOST_COMPARED:
         return times
     written = {error: _as_written(error) for error in times}
@@ -101,7 +101,7 @@ def _as_written(error: ErrorText) -> list[str | None]:
 
 
 def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, list[str | None]]) -> bool:
-    """Whether each figure of an error is one of a fuller one too."""
+    """Whether a fuller error has every figure of this one too."""
     if any(less not in (None, more) for more, less in zip(written[fuller], written[error], strict=True)):
         return False
     libraries = {fuller.library, error.library}
@@ -113,7 +113,7 @@ def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, l
 
 
 def _near_signs(text: str) -> str:
-    """What is near a word that every error has one of: a long log is read at the speed of a search for words."""
+    """The text near words that every error has one of: a long log is read at the speed of a search for words."""
     lowered = text.lower()
     if len(lowered) != len(text):
         lowered = text  # a letter of another alphabet that is longer in lower case: positions would be off
@@ -153,7 +153,7 @@ def _num_figures(found: list[_Found]) -> int:
 
 
 def _with_figures(text: str) -> tuple[list[_Found], list[_Found]]:
-    """The errors that say how much was wanted, and all of PyTorch."""
+    """The errors that say how much memory was wanted, and as a second list all errors of PyTorch."""
     of_torch = [_Found(position, error) for position, error in torch_errors(text)]
     placed = [one for one in of_torch if one.error.wanted_bytes is not None]
     return placed + list(_worded(text, WITH_FIGURES)), of_torch

@@ -72,7 +72,7 @@ class Explanation:
 
     @property
     def source_text(self) -> str:
-        """Where the blocks come from, if not from the file, in a sentence; empty if from there."""
+        """A sentence on where the blocks come from; empty if they come from the file."""
         if self.source == "record":
             return ""
         missing = (
@@ -169,7 +169,7 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
 
 
 def _stream_at(trace: Trace, event: int) -> int:
-    """The stream that asked last: what is free for it counts as free, what is free for others does not."""
+    """The stream of the last request: blocks that are free for it count as free, those of other streams do not."""
     if is_oom(trace, event):
         return int(trace.event_stream[event])
     if len(trace.action):

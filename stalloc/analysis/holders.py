@@ -219,7 +219,7 @@ def _made_once(trace: Trace, are_steps: bool) -> Column:
 
 
 def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
-    """(n,) bool: whether something holds of the stack that made a request; False where there is none."""
+    """(n,) bool: whether a condition holds for the stack of each request; False where it has no stack."""
     sites = read_sites(trace)
     if sites is None:
         return np.zeros(trace.num_requests, bool)
@@ -228,7 +228,7 @@ def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
 
 
 def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:
-    """What an optimizer's step keeps it may keep in each of them: only its layers are no steps."""
+    """Whether a stack makes something once: a model that is loaded, or state, whose layers are no steps."""
     return any(
         frame.name in _MAKE_ONCE or (not are_steps and frame.name == "step" and "optim" in frame.filename)
         for frame in stack

@@ -52,7 +52,7 @@ def peak_use(trace: Trace, counted: Column | None = None, site: SiteText = site_
 
 
 def lasting(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> list[Holder]:
-    """By call site what was allocated in a trace and is there at its end; `counted` and `site` as of `peak_use`."""
+    """What was allocated in a trace and is live at its end, by call site; `counted` and `site` as in `peak_use`."""
     alive = (trace.start >= 0) & (trace.end == trace.num_events)
     if counted is not None:
         alive &= counted

@@ -82,12 +82,12 @@ class ServerLog:
     non_torch_bytes: int | None = None
     activation_bytes: int | None = None
     cache_bytes: int | None = None
-    """Keys and values of all layers, on one rank."""
+    """Bytes for the keys and values of all layers, on one rank."""
     tokens: int | None = None
     length: int | None = None
     """Tokens of the longest request."""
     concurrency: float | None = None
-    """Requests of that length which fit, as the engine says."""
+    """How many requests of that length fit, as the engine says."""
     graphs_estimated_bytes: int | None = None
     graphs_bytes: int | None = None
     free_before_weights_bytes: int | None = None
@@ -110,7 +110,7 @@ class ServerLog:
 
 
 def read_server_log(text: str) -> ServerLog | None:
-    """The last start that a log tells of; None if it is of neither engine."""
+    """The last start of a server in a log; None if it is of neither vLLM nor SGLang."""
     starts = [match.start() for match in _STARTS.finditer(text)]
     begin = text.rfind("\n", 0, _first_of_last(text, starts)) + 1 if starts else 0
     told = text[begin:]
@@ -164,7 +164,7 @@ def read_server_log(text: str) -> ServerLog | None:
 
 
 def _first_of_last(text: str, starts: list[int]) -> int:
-    """Where the last start begins: of lines of several ranks, or of one start in two wordings, the first."""
+    """Where the last start begins: the first of its lines from several ranks, or in two wordings."""
     last = starts[-1]
     for start in reversed(starts):
         if "Available KV cache memory" in text[start:last] or "KV Cache is allocated" in text[start:last]:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUse:
-    """All times that one phase ran."""
+    """One phase, over all times that it ran."""
 
     name: str
     runs: int
@@ -113,12 +113,12 @@ class Study:
 
     @property
     def knows_computing(self) -> bool:
-        """Whether it is known when the device computes: else neither overlap nor idle time is."""
+        """Whether it is known when the device computes; otherwise overlap and idle time are unknown too."""
         return self.has_times and any(phase.compute_seconds + phase.overlap_seconds for phase in self.phases)
 
 
 def as_json(found: Study) -> dict[str, Any]:
-    """What is written of a study: as it is, with null for times that say nothing."""
+    """A study as plain values for JSON, with null for times that say nothing."""
     entry = dataclasses.asdict(found)
     return entry if found.has_times else _without_times(entry)
 

@@ -21,7 +21,7 @@ Devices = list[dict[str, int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a run with what is offered."""
+    """The outcome of a run with the memory that is offered."""
 
     fits: bool
     num_retries: int
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def shared_blocks(seen: Devices, measure: Callable[[Completion], Devices]) -> dict[str, Any] | None:
-    """Its figures, from the devices of a run and of runs that complete otherwise; None if those are the same."""
+    """What delayed events cost, from the devices of a run and of runs with another order; None if nothing."""
     most = _peaks(measure("at-waits"))
     return None if most == _peaks(seen) else {**most, "timeline": _peaks(measure("timeline"))}
 
@@ -39,7 +39,7 @@ def _peaks(devices: Devices) -> dict[str, int]:
 
 
 def what_order_decides(name: str, outcome: Callable[[Completion], Outcome]) -> dict[str, Any] | None:
-    """What comes of an allocator otherwise, under which the program fits if all is done at once; None: the same."""
+    """What another order does to an allocator under which the program fits if work is done at once; None: nothing."""
     best, worst = outcome("at-once"), outcome("at-waits")
     if not best.fits or (worst.fits and worst.num_retries <= best.num_retries):
         return None
@@ -53,7 +53,7 @@ def outcome_of(fits: bool, devices: Devices) -> Outcome:
 
 
 class Otherwise:
-    """Runs that complete otherwise, and how many those were."""
+    """The outcomes of runs whose work is done in another order, and how many there were."""
 
     def __init__(self, run: Callable[[Sequence[Asked]], list[RunSeen]]) -> None:
         self._run, self.num_runs = run, 0
@@ -66,7 +66,7 @@ class Otherwise:
         return found
 
     def decides(self, name: str, asked: Asked, seen: RunSeen | None) -> dict[str, Any] | None:
-        """What order decides of a run with what is offered; `seen`: what came of it, if it was made."""
+        """What the order of work decides about a run with the memory offered; `seen`: its outcome, if it was made."""
 
         def outcome(how: Completion) -> Outcome:
             one = seen if seen is not None and how == "at-once" else self._seen(asked, how)

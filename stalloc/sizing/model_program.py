@@ -62,7 +62,7 @@ def model_words(args: argparse.Namespace) -> list[str]:
 
 
 def check_model(name: str, args: argparse.Namespace, *, download: bool = False) -> dict[str, Any]:
-    """The model's configuration, the options being ones it can run with. Raises BadInputError where they are not."""
+    """The model's configuration, once the options suit it. Raises BadInputError if they do not."""
     found = configuration(name, download=download)
     if args.infer and (args.train or args.checkpoint):
         raise BadInputError("--infer is without --train and --checkpoint: nothing is kept for backward.")

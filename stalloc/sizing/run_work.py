@@ -53,15 +53,15 @@ class RanOut:
 
     wanted_bytes: int
     place: str
-    """The line that asked."""
+    """The line that asked for the memory."""
     allocated_bytes: int
     reserved_bytes: int
     holders: list[tuple[str, int]]
-    """Lines and what each holds, most first."""
+    """The lines that hold memory and the bytes of each, most first."""
 
 
 def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
-    """Run the program, a function that gives its exit code, in this process, which is a fork for it."""
+    """Run the program, a function that returns its exit code, in this process, a fork made for it."""
     from stalloc.device import virtual
 
     virtual.become(work.gpu)
@@ -123,7 +123,7 @@ class _Run:
             self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
 
     def _end(self, code: int) -> None:
-        """Write what came of it; the process is over."""
+        """Write the result and end the process."""
         from stalloc.device import virtual
 
         process = process_told(self._host)
