@@ -48,7 +48,7 @@ _SIGNS = (
     "exitcode", "exit code", "tactic device", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
 _ALL_FIGURES = (*FIGURES, "process")
-_MOST_COMPARED = 100  #: of more than these each is shown as it is
+_MOST_COMPARED = 100  #: errors; if there are more, each is shown without comparing them
 _MOST_WRAPPED = 1 << 18  #: what people copy from a terminal
 _ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
 _ONE_ALLOCATOR = {"JAX", "TensorFlow"}  #: whose errors come with those of the allocator that they share

@@ -60,13 +60,13 @@ class Explanation:
     allocated_bytes: int
     causes: dict[str, int]  #: bytes by name; the names are those of CAUSES
     source: str  #: "record", or the model whose blocks these are
-    segments: list[PinnedSegment]  #: those with most free bytes first
+    segments: list[PinnedSegment]  #: most free bytes first
     sites: dict[str, int]  #: free bytes that each call site's blocks keep in their segments, most first
     roles: dict[str, int]  #: allocated bytes by what they are for, most first; empty without operations
     record_allocated_peak_bytes: int  #: of the whole record, rounded up to 512 bytes a request
     record_unseen_bytes: int  #: live throughout, told only as a total
     record_reserved_peak_bytes: int
-    is_reserved_told: bool  #: whether that is of the file, and not of the model
+    is_reserved_told: bool  #: whether the reserved peak is from the file, not from the model
     record_fragmentation: float  #: 1 - allocated peak / reserved peak of the whole record
     out_of_memory: OutOfMemory | None = None
 

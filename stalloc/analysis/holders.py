@@ -61,7 +61,7 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """One device at one moment."""
+    """Who holds the memory of one device at one moment."""
 
     device: int
     at: str  #: peak, oom, end, event, or snapshot where there is no other moment
@@ -75,7 +75,7 @@ class Holders:
     by_site: list[Holder]
     by_class: list[Holder]
     by_role: list[Holder]  #: parameter, gradient and so on; empty without operations
-    by_module: list[Holder]  #: of the operation that made them; modules that repeat are one; empty without operations
+    by_module: list[Holder]  #: module of the operation that made them, repeated ones as one; empty without operations
     by_size: list[Holder]
     tree: Branch
     growth: list[Growth]

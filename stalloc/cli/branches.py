@@ -20,9 +20,9 @@ _HOT, _WARM = 0.25, 0.05  # shares of the whole from which a line is bold, and b
 class Cut:
     """How much of a tree is shown."""
 
-    min_share: float = 0.0  #: of the whole, below which a branch is left out
-    depth: int | None = None  #: levels, of which a chain of single frames is one
-    children: int | None = None  #: of one frame, the largest
+    min_share: float = 0.0  #: share of the whole below which a branch is left out
+    depth: int | None = None  #: levels; a chain of single frames counts as one
+    children: int | None = None  #: of one frame, the largest first
 
 
 def print_branches(console: Console, root: Branch, cut: Cut) -> None:

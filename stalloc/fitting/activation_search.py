@@ -30,7 +30,7 @@ from stalloc.techniques.tier_settings import TierSettings
 RATIOS = tuple(step / 20 for step in range(1, 21))
 ACTIVATION_WINDOWS = (512 << 20, 128 << 20, 32 << 20, 0)  #: bytes on their way at once
 ROUNDS = 3
-_ENOUGH = 1.01  # of the least peak that a share can reach, for which copies need not be waited for as long
+_ENOUGH = 1.01  # times the least peak that a share can reach: waiting less for copies is worth that much
 _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 
 
@@ -40,7 +40,7 @@ class _Expected:
 
     settings: TechniqueSettings
     offload: Offloaded
-    seconds_beside: float  #: that what else is done adds to a step
+    seconds_beside: float  #: that other techniques add to a step
 
 
 @dataclass(frozen=True)

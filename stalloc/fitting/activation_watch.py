@@ -25,7 +25,7 @@ class ActivationWatch:
         self._number: dict[int, int] = {}  # of each activation, in the order of the record
         self._sizes: list[int] = []
         self._saved_at: list[tuple[int, int]] = []  # address, moment
-        self._back_at: list[tuple[int, int]] = []  # the same when it was first needed; 0: never
+        self._back_at: list[tuple[int, int]] = []  # address and moment when it was first needed; 0: never
 
     def saved(self, number: int, storage: Any) -> None:
         """See `Watcher`."""

@@ -42,8 +42,8 @@ class Fitting:
     known: Known
     trial: Trial
     tell: Tell
-    num_steps: int = 0  #: of a trial; 0: as many as are worth it
-    num_within: int = 0  #: the same within the budget, at the least
+    num_steps: int = 0  #: steps of a trial; 0: as many as are worth it
+    num_within: int = 0  #: steps of a run within the budget, at least
     num_trials: int = 0
     settings: list[TechniqueSettings] = field(default_factory=list)  #: of each candidate
     plans: list[bytes] = field(default_factory=list)

@@ -32,13 +32,13 @@ class Candidate:
     what: str  #: for people, such as "recompute 12 of 22 blocks"
     technique: str  #: the name that `stalloc policies` lists
     expected_bytes: int = 0  #: allocated at the peak, as predicted
-    allocated_bytes: int = 0  #: the same as measured
+    allocated_bytes: int = 0  #: allocated at the peak, as measured
     needed_bytes: int = 0  #: reserved at the peak by stalloc on its plan, from the first allocation
     native_bytes: int = 0  #: reserved at the peak by PyTorch's allocator
     host_bytes: int = 0  #: of pinned host memory at the most
     disk_bytes: int = 0  #: in files at the most
     added_seconds: float = 0.0  #: to each step, estimated
-    factor: float = 1.0  #: of the step's time, estimated
+    factor: float = 1.0  #: by which the step's time grows, estimated
     checked: str = ""  #: how the bytes are known
     refused: str = ""  #: why it was not taken; empty if it could be run
 
@@ -114,8 +114,8 @@ class Fit:
     estimate: str  #: how seconds are estimated
     candidates: tuple[Candidate, ...]  #: the program as it is first
     best: int  #: the row that is used, -1: none fits
-    settings: TechniqueSettings = field(default_factory=TechniqueSettings)  #: of the best
-    plan: bytes = b""  #: of the best: a plan file; empty if its steps do not repeat
+    settings: TechniqueSettings = field(default_factory=TechniqueSettings)  #: of the best candidate
+    plan: bytes = b""  #: plan file of the best candidate; empty if its steps do not repeat
     notes: tuple[str, ...] = ()
     asked: str = ""  #: SHA-256 of what the first steps of the program as it is ask for; empty: not known
 

@@ -33,8 +33,8 @@ class ActivationsRecorded:
 
     events: list[tuple[float, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  #: bytes
-    requests: list[int] = field(default_factory=list)  #: that held it; -1: nothing that was requested
-    returns: list[int] = field(default_factory=list)  #: requests that held it once it was back; -1: it never went
+    requests: list[int] = field(default_factory=list)  #: that held each; -1: no request did
+    returns: list[int] = field(default_factory=list)  #: requests that held each once it was back; -1: it never left
 
 
 class Does(IntEnum):

@@ -58,7 +58,7 @@ class Paged:
     lifespans: Lifespans
     host_bytes: int
     disk_bytes: int
-    disk_streamed_bytes: int = 0  #: of layers that lie there
+    disk_streamed_bytes: int = 0  #: of layers on disk
 
 
 class _Room:

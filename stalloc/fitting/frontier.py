@@ -18,7 +18,7 @@ class Choice:
     """One way to compute a block again."""
 
     keep: tuple[int, ...]  #: positions of operations whose results are kept
-    seconds: float  #: that a call takes longer, estimated
+    seconds: float  #: by which a call becomes longer, estimated
     kept_bytes: int
 
 
@@ -26,8 +26,8 @@ class Choice:
 class Proposal:
     """Settings that are worth trying."""
 
-    choices: Mapping[int, Choice]  #: by row of the blocks; the others stay as they are
-    seconds: float  #: that a step takes longer, estimated
+    choices: Mapping[int, Choice]  #: by row of the block; other blocks stay as they are
+    seconds: float  #: by which a step becomes longer, estimated
 
     @property
     def kept(self) -> dict[int, tuple[int, ...]]:

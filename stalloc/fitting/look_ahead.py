@@ -16,10 +16,10 @@ from stalloc.figures import human_bytes
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 
-LOOK_STEPS, LOOK_REQUESTS = 256, 100_000  #: that are looked ahead at the most: 2 to 10 s of processor time
+LOOK_STEPS, LOOK_REQUESTS = 256, 100_000  #: limits of looking ahead: 2 to 10 s of processor time
 LATER = "a later one that is larger, or unlike them, can run out of memory within the budget"
-LOOK_PROCESSOR_SECONDS = 20.0  #: the same, for programs that compute or read much on the processor
-MOST_STEPS, MOST_REQUESTS = 64, 50_000  #: of a trial, of which a fit makes about eight
+LOOK_PROCESSOR_SECONDS = 20.0  #: limit of looking ahead for programs that compute or read much on the processor
+MOST_STEPS, MOST_REQUESTS = 64, 50_000  #: of one trial; a fit makes about eight trials
 
 _Kind = tuple[int, int]
 """Requests of a step, and bytes that were asked for at its peak."""

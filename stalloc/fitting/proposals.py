@@ -24,10 +24,10 @@ class Known:
 
     budget_bytes: int
     host_bytes: int = 0  #: of host memory that tiers may use
-    disk_bytes: int = 0  #: the same on disk
+    disk_bytes: int = 0  #: on disk that tiers may use
     link_bytes_per_second: float = 32e9  #: between host and device
     step: ProgramSeen = field(default_factory=lambda: ProgramSeen([], [], 0.0, 0))
-    candidates: list[Candidate] = field(default_factory=list)  #: what was run, a row each
+    candidates: list[Candidate] = field(default_factory=list)  #: one for each way that was run
 
     def recorded(self, settings: TechniqueSettings) -> TrialWork:
         """A run under stalloc that notes what each request is made for."""

@@ -28,9 +28,9 @@ class CallRecorded:
     """One call of a block that was recomputed."""
 
     block: int  #: row of the blocks
-    inputs: list[int]  #: requests that hold what it was given; -1: of nothing that was requested
+    inputs: list[int]  #: requests that hold its inputs; -1: no request holds one
     forward: list[Span]  #: of each operation
-    again: list[Span]  #: the same of the second time, which may end early
+    again: list[Span]  #: of each operation that is made again, which may end early
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class _Call:
     """Requests of one call, rows of the run."""
 
     made: Column  #: in the forward pass
-    first: Column  #: those of them that are made again
-    second: Column  #: the same when they are
-    position: Column  #: of their operation
-    is_result: Column  #: whether they outlive it
+    first: Column  #: requests of the forward pass that are made again
+    second: Column  #: the requests that make them again
+    position: Column  #: of the operation that makes them
+    is_result: Column  #: whether they outlive that operation
     again: Column  #: all requests of the second time
     again_position: Column
 

@@ -31,11 +31,11 @@ class TrialWork:
     stalloc, to make a plan; on that plan."""
     settings: TechniqueSettings = field(default_factory=TechniqueSettings)
     num_steps: int = 3
-    most_requests: int = 0  #: it ends with the first step after so many, of all; 0: after num_steps
-    most_processor_seconds: float = 0.0  #: the same of the process's own time, whatever else the machine does
+    most_requests: int = 0  #: the trial ends with the first step after so many requests; 0: after num_steps
+    most_processor_seconds: float = 0.0  #: or after so many seconds of the process's own processor time
     gpu_name: str = ""
     plan: bytes = b""  #: of a planned trial
-    limit_bytes: int = 0  #: no more is taken from the device; 0: no limit
+    limit_bytes: int = 0  #: the most that is taken from the device; 0: no limit
     watched: dict[tuple[int, str], int] | None = None  #: rows of blocks whose operations are noted in a recorded trial
 
 
@@ -54,7 +54,7 @@ class _Trial:
     def __init__(self, folder: Path, work: TrialWork) -> None:
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
-        self._asked_events = 0  # of a recorded trial, until the last of the first steps
+        self._asked_events = 0  # of a recorded trial, up to the end of the first steps
         self._requests: list[tuple[int, int]] = []  # until the end of each step, and bytes asked for at its peak
         self._begun = time.process_time()
         self._notes: list[str] = []

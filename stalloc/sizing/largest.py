@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from stalloc.sizing.tries import NEEDED, Tries, Wanted
 
-_MOST_GUESSES = 4  # for an allocator: where a guess tells where to look, before thirds do
-_MOST_BETWEEN = 48  # values that are looked at one by one
-_MOST_BELOW, _MOST_SHOWN = 16, 4  # values below an answer that are looked at, and of those that do not fit told
+_MOST_GUESSES = 4  # for an allocator, before the range is cut into thirds instead
+_MOST_BETWEEN = 48  # values that are checked one by one
+_MOST_BELOW, _MOST_SHOWN = 16, 4  # values below an answer that are checked; those shown that do not fit
 _MOST_DOWN = 8  # values tried from the top, where only a run can say
 
 
@@ -49,7 +49,7 @@ class _Search:
         self._tries = tries
         self._num_guesses: dict[str, int] = {}
         self._num_down = 0
-        self.top: int | None = None  #: the largest index of which what is needed fits, once that is known
+        self.top: int | None = None  #: the largest index whose live memory fits, once that is known
         self.notes: list[str] = []
 
     def fitting(self, name: str) -> int:

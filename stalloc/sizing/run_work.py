@@ -39,11 +39,11 @@ class RunWork:
     gpu: VirtualGPU
     under: Literal["native", "stalloc"] = "native"
     keep_history: bool = False
-    name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    name_holders: bool = False  #: note lines, so that an out-of-memory error can say who holds memory
     watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
-    is_rank: bool = False  #: one of several, as the variables say
+    is_rank: bool = False  #: whether the run is one of several ranks, as the variables say
     completion: Completion = "at-once"  #: when its work is done
-    num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
+    num_steps: int = 0  #: steps of an optimizer after which the run ends; 0: it goes to the program's end
     variables: dict[str, str] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.sizing.tries import Contender, Runner
 
-_CLOSE = 0.9  # of what one card needs another one needs as much at least: workspaces differ from card to card
+_CLOSE = 0.9  # the least share of one card's need that another card needs: workspaces differ from card to card
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,9 @@ class Tries:
         self.values, self._command, self._label = values, command, label
         self.contenders = {one.name: one for one in contenders}
         self.offered_bytes, self._run = offered_bytes, run
-        self.observed: dict[int, RunSeen] = {}  #: without a limit, under PyTorch's own allocator
-        self.limited: dict[tuple[str, int], RunSeen] = {}  #: with what is offered
-        self.failed: dict[tuple[str, int], RunSeen] = {}  #: those again that ran out, with the names of holders
+        self.observed: dict[int, RunSeen] = {}  #: runs without a limit, under PyTorch's own allocator
+        self.limited: dict[tuple[str, int], RunSeen] = {}  #: runs with the memory that is offered
+        self.failed: dict[tuple[str, int], RunSeen] = {}  #: runs that ran out of memory, repeated with names of holders
         self._replayed: dict[tuple[str, int], bool] = {}
         self._guessed: dict[tuple[str, int, int], bool | None] = {}
         self._needed: dict[int, int] = {}

@@ -116,7 +116,7 @@ class Region:
         self._memory, self._run, self._tape = memory, run, tape
         self._inputs = [_Input(memory, one) if isinstance(one, torch.Tensor) else one for one in values]
         self._surroundings = _Surroundings(values)
-        self._packed: list[tuple[weakref.ref[Saved] | None, Any]] = []  # in order: memory, and what the tensor is like
+        self._packed: list[tuple[weakref.ref[Saved] | None, Any]] = []  # in order: memory, and `_like` of the tensor
         self._is_over = self._in_backward = False
         self._lock = threading.RLock()  # backward passes of several devices have a thread each
         self._position = 0

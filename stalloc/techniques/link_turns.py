@@ -26,7 +26,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks
 class SharedLink:
     """A link to the host that `num_ranks` processes of one machine share, each with a number from 0."""
 
-    file: str | os.PathLike[str]  #: the same for all of them; made where it is not there, and left there
+    file: str | os.PathLike[str]  #: the same file for all processes; made if it does not exist, and left there
     rank: int = 0
     num_ranks: int = 1
     patience_seconds: float = 1.0

@@ -12,7 +12,7 @@ import torch
 
 KNOWN = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
          "Rprop", "SGD")  # fmt: skip
-KNOWN_ELSEWHERE = {"transformers.optimization": ("Adafactor",)}  #: the same in other libraries, by module
+KNOWN_ELSEWHERE = {"transformers.optimization": ("Adafactor",)}  #: known optimizers of other libraries, by module
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

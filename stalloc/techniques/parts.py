@@ -11,7 +11,7 @@ from stalloc.sizes import aligned
 
 PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
 DISK_THREADS, DISK_CHUNK_BYTES = 4, 16 << 20
-_PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # of parameters at once, at the most; and in so many parts at least
+_PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # most bytes of parameters in a part; least number of parts
 
 
 class Place(Enum):

@@ -41,11 +41,11 @@ class _OnItsWay:
     """One part between its gradients' copy and the copy of its new values."""
 
     block: int
-    values: list[torch.Tensor]  #: of the host: of layers that are streamed from there themselves, of others copies
+    values: list[torch.Tensor]  #: on the host: parameters of layers streamed from there, copies of others
     gradients: list[torch.Tensor]
     copied: Any  #: event
-    read: Callable[[], None]  #: waits for what is read from a file
-    kept: list[torch.Tensor] = field(default_factory=list)  #: what is copied from, where it is no gradient itself
+    read: Callable[[], None]  #: waits for reads from a file
+    kept: list[torch.Tensor] = field(default_factory=list)  #: sources of copies that are no gradients themselves
 
 
 class ProcessorUpdates:

@@ -69,8 +69,8 @@ class SavedActivations:
         self._transfers: dict[torch.device, Transfers | TransfersInTurn] = {}
         self._known: WeakValueDictionary[tuple[int, int], _Activation] = WeakValueDictionary()  # by memory and version
         self._live: WeakValueDictionary[int, _Activation] = WeakValueDictionary()  # by number
-        self._over: deque[int] = deque()  # numbers that the order is still to hear of: threads let go at any time
-        self._late: deque[_Activation] = deque()  # that are over, as a thread has found that cannot wait for copies
+        self._over: deque[int] = deque()  # numbers that are over and not told to the order yet: any thread may end one
+        self._late: deque[_Activation] = deque()  # found to be over by a thread that cannot wait for copies
         self._lock = RLock()  # backward passes of several devices have a thread each
         self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
         self._num_saved = 0
@@ -178,7 +178,7 @@ class _Activation(HostCopy):
         super().__init__(storage, device)
         self.number = number
         self.here: torch.UntypedStorage | None = storage
-        self.stream = self.current_stream()  # which its memory was used on
+        self.stream = self.current_stream()  # on which its memory was used
         self._wait: Callable[[], None] | None = None  # for the copy that uses `here`
         self._brought_on: Any = None  # the stream whose memory `here` is, if it was brought
         self._owner = owner

@@ -39,10 +39,10 @@ class Streaming:
         self.microbatches = microbatches
         self._layers = [weakref.ref(layer) for layer in layers]
         self._ahead = max(window - 1, 0)
-        self._backward = -1  # the number of the backward pass that goes on
-        self._had_gradients: dict[int, bool] = {}  # of the blocks whose backward has begun in it, before it did
+        self._backward = -1  # the number of the backward pass under way
+        self._had_gradients: dict[int, bool] = {}  # whether a block had gradients before its backward in this pass
         self._hooks: list[Any] = []
-        self._heard: set[int] = set()  # ids of parameters whose gradients are heard of
+        self._heard: set[int] = set()  # ids of parameters whose gradients are noted
         self._blocks = [weakref.ref(block.module) for block in blocks]
         for place, block in enumerate(blocks):
             block.module.forward = _Forward(self, place, block.module)

@@ -14,11 +14,11 @@ from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
 
 @dataclass(frozen=True)
 class TechniqueSettings:
-    """A field a technique."""
+    """The settings of all techniques, one field for each."""
 
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
-    step_in_backward: bool = False  #: of every optimizer
-    activation_share: float = 1.0  #: of what code under torch.compile would save, what its partitioner may save
+    step_in_backward: bool = False  #: whether every optimizer makes its step in the backward pass
+    activation_share: float = 1.0  #: share of what torch.compile's code would save that its partitioner may save
     tiers: TierSettings = field(default_factory=TierSettings)
     activations: ActivationSettings = field(default_factory=ActivationSettings)
 
