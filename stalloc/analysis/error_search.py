@@ -1,8 +1,7 @@
 """The out-of-memory errors in a log, of whatever library wrote them.
 
-Contract: a place in the text counts once, under the first wording that fits it. What has figures says more than what
-has none: the latter count only where no error with figures is, first those of a library, then those of the driver,
-then lines that say so in words of their own.
+Contract: a place in the text counts once, under the first wording that fits it. Errors without figures count only if
+the text has none with figures: first those of a library, then those of the driver, then lines in words of their own.
 """
 
 import dataclasses

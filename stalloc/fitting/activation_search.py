@@ -1,7 +1,7 @@
 """Ways to run a program with a share of what it saves for backward in host memory, added to those of a fit.
 
-Contract: a way is run only if it is expected to cost less than every other that fits, or if none fits so far; the share
-is the least with which the budget is expected to be kept, the window the one with which copies are waited for least.
+Contract: a way is run only if it is expected to cost less than every other that fits, or if none fits so far. The share
+is the least that is expected to keep the budget, the window the one with the shortest waits for copies.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Two sequences that are nearly the same, side by side.
 
-Contract: pairs ascend in both, and their values are equal. Where the sequences part, the nearest place from which a few
-of each agree again is taken, and of what lies between as many as can be have a pair; where there is no such place near,
-as many as can be of a longer piece of both have one.
+Contract: pairs ascend in both sequences, and their values are equal. Where the sequences part, they are joined at the
+nearest place from which a few values agree again, and as many values as possible between are paired; if there is no
+such place near, as many as possible of a longer piece of both are paired.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Finding the cheapest way to run a program within a budget: propose by what a run shows, verify by execution.
 
-Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. What
-is proposed, each technique says in a file of its own; here it is run.
+Contract: a candidate is said to fit only if it was run within the budget, on its plan, from its first allocation on.
+Each technique makes its proposals in a file of its own; they are run here.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""Whether the step of an optimizer could not be made in the backward pass: for what it is, or for what is read before.
+"""Whether an optimizer's step cannot be made in the backward pass: because of the optimizer, or of earlier reads.
 
-Contract: who reads parameters or gradients between the backward pass and the step that changes them would see others.
-Operations are looked at, those of the backward passes and of the steps themselves left out; which parameters an
-optimizer holds is known from its first step, which gradients from the step that follows.
+Contract: a program that reads parameters or gradients between the backward pass and the step that changes them would
+see other values. All operations are watched but those of backward passes and of the steps themselves; which parameters
+an optimizer holds is known from its first step on, which gradients from the step after it.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """A run whose saved activations go to the host in part, foreseen from one in which all of them do, each at once.
 
-Contract: nothing is modelled that was not seen. In the recorded run memory goes as soon as it is saved, unless somebody
-else holds it, and comes back when it is needed; so it shows how long others hold what is saved, and how long backward
-does. What else a ratio and a window change, the executed run decides by the same code (`OffloadOrder`).
+Contract: nothing is modelled that was not seen. In the recorded run memory leaves as soon as it is saved, unless
+somebody else holds it, and comes back when it is needed; so the run shows how long others hold what is saved, and how
+long backward does. All else that a ratio and a window change is decided by the code that runs use (`OffloadOrder`).
 """
 
 from collections import Counter

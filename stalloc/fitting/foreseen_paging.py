@@ -1,4 +1,4 @@
-"""A run whose optimizers keep their state elsewhere, foreseen from one whose do not.
+"""A run whose optimizers keep their state elsewhere, foreseen from a run whose optimizers do not.
 
 Contract: what is not state is left as it is, but for what the optimizer makes and frees within its step, which it makes
 for a part of its parameters at a time. The order in which parts come and go is that of the executed step.

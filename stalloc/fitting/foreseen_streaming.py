@@ -1,4 +1,4 @@
-"""A run whose repeated blocks have their parameters on the device only while they compute, foreseen from one as usual.
+"""A run whose repeated blocks have parameters on the device only while they compute, foreseen from an ordinary run.
 
 Contract: when a block comes and goes is what the executed passes do at the same events: forward passes, the moments at
 which backward reaches a block, and those at which its gradients are there.

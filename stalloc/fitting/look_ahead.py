@@ -1,11 +1,11 @@
 """Looking at more steps of the program than a trial has, so that those which need other memory are tried too.
 
-Contract: one run under PyTorch's allocator, as the program is, for so many steps or requests: what is seen does not
-depend on what else the machine does. Steps are of one kind if they make as many requests and have
-the same peak of what was asked for (what PyTorch's allocator hands out depends on which blocks are free); what comes
-after the last step is a step too, if it makes any. Trials have as many steps as it takes to see every kind once, and
-after every other that it comes after, as long as that stays short: the memory that a step finds is what the one before
-left. A run within the budget, which is what decides, has all that were seen to be unlike. What is left out is said.
+Contract: the program runs once, unchanged, under PyTorch's allocator, up to a number of steps or requests, so what is
+seen does not depend on other work of the machine. Steps are of one kind if they make as many requests and have the same
+peak of requested bytes (what PyTorch's allocator hands out depends on which blocks are free); requests after the last
+step count as a step too. Trials have as many steps as it takes to see every kind once after every kind that it follows,
+as long as these are few: a step finds the memory that the one before left. The run within the budget, which decides,
+has all steps that were seen to differ. What is left out is said.
 """
 
 from collections.abc import Callable, Sequence

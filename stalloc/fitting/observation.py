@@ -1,8 +1,8 @@
 """What the program as it is shows: what each block saves, and what its operations are.
 
-Contract: what is recorded in one process is plain data (JSON) for another. Three steps are looked at: the first makes
-the optimizer's state, the second is looked at operation by operation, which may change its memory, and the third only
-at the begin and the end of blocks, which does not.
+Contract: what is recorded in one process is plain data (JSON) for another. Three steps are observed: the first makes
+the optimizer's state; the second is observed operation by operation, which may change its memory; the third only at
+the begin and the end of blocks, which does not.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
-"""Looking at a program while it runs as it is, in a trial.
+"""Observing a program in a trial, while it runs unchanged.
 
-Contract: the program computes what it would; in its third step nothing is allocated, kept or freed on account of being
-looked at.
+Contract: the program computes the same as without; in its third step observing allocates, keeps and frees nothing.
 """
 
 import sys

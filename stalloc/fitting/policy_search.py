@@ -1,7 +1,7 @@
-"""The techniques of a fit: which `--policy` names, and which are tried in which order where none is named.
+"""The techniques of a fit: what `--policy` may name, and what is tried, in which order, if nothing is named.
 
-Contract: a name is known, or refused, before anything is run. Who adds a technique names it here, and nowhere else in
-this folder.
+Contract: an unknown name is refused before anything is run. A new technique is named here, and nowhere else in this
+folder.
 """
 
 from collections.abc import Callable

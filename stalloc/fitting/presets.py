@@ -1,6 +1,6 @@
 """Ways to recompute that are known by name: each is one proposal, tried whether it is expected to fit or not.
 
-Contract: what a program has nothing of is not tried.
+Contract: a way that finds nothing to recompute in the program is not tried.
 """
 
 from stalloc.figures import plural

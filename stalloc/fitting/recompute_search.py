@@ -1,6 +1,6 @@
 """The cheapest choice of what is recomputed that keeps a budget: by the frontier, or by Checkmate's integer program.
 
-Contract: at most ROUNDS proposals are run, each asking for less or more by what the one before was over or left.
+Contract: at most ROUNDS proposals are run, each for a target corrected by how far the last one missed the budget.
 """
 
 from bisect import bisect_left

@@ -1,7 +1,7 @@
-"""Trying the optimizer's step in the backward pass, which costs no time of the device: what follows does so too.
+"""Trying the optimizer's step in the backward pass, which costs no device time; if it helps, later ways keep it.
 
-Contract: it is left again if the program needs its gradients, or if nothing is gained, which a note says; what is known
-from a look at the program or from what is foreseen is not run.
+Contract: it is given up, with a note, if the program needs its gradients or if nothing is gained; if that is known from
+observing the program or from what is foreseen, it is not run.
 """
 
 import dataclasses

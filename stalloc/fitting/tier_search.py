@@ -1,8 +1,8 @@
 """Ways to run a program with a part of it in host memory, or on disk, added to those of a fit.
 
-Contract: nothing is tried that recomputation needs less time for; the optimizer's state goes first, with as much of it
-on the device as the budget leaves room for. Updates on the processor, which round otherwise, are tried where they are
-asked for by name.
+Contract: nothing is tried where recomputation costs less time. The optimizer's state goes first, with as much of it on
+the device as the budget leaves room for. Updates on the processor, which round differently, are tried only if asked
+for by name.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """What the child of a trial does: runs the program with settings applied, measures its first steps, and stops there.
 
-Contract: a step ends where the optimizer ends its own that made the first one; peaks are those of torch's statistics,
-begun anew at every step. What was measured is written whole before the process ends.
+Contract: a step ends where the optimizer that made the first step ends its own; peaks are those of torch's statistics,
+reset at every step. The measurement is written whole before the process ends.
 """
 
 import json

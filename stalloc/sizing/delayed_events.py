@@ -1,9 +1,9 @@
 """What the order in which work is done decides: how much blocks of several streams (torch's record_stream) take, and
 whether a program fits.
 
-Contract: on the virtual GPU all is done at once. A program whose streams share blocks is run again with nothing done
-before the host waits for it, which is the most that a GPU may hold, and, where that is more, on the timeline that
-stalloc.cost estimates. If the most is more than is offered, it is run with what is offered too.
+Contract: on the virtual GPU all work is done at once. A program whose streams share blocks is run again with work done
+only when the host waits for it, when a GPU may hold most, and, if that is more, on the timeline that stalloc.cost
+estimates. If the most is more than is offered, the program is also run with what is offered.
 """
 
 import dataclasses

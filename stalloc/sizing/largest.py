@@ -1,9 +1,9 @@
 """The largest value of a range with which a program fits, for each allocator.
 
 Contract: the answer is that of running every value one by one. With the value itself the program was run and completed
-with what is offered, with the next one it ran out. That no larger one fits either is sure above the largest value of
-which what is live at a time fits, if that grows with the value; each one between the two was run, or two runs that make
-the same requests say that it is too large. Where that cannot be said, `notes` has a sentence.
+in the memory offered; with the next one it ran out. No value above the largest whose live memory fits can fit, if live
+memory grows with the value; each value between was run, or two runs that make the same requests tell that it is too
+large. Where that cannot be said, `notes` has a sentence.
 """
 
 import itertools

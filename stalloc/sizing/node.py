@@ -2,7 +2,7 @@
 
 Contract: what was counted is exact (allocated, reserved, pinned, registered); what was looked at while the program ran
 is of this machine (its own memory, /dev/shm); what is not there in a dry run (the CUDA context, NCCL) is a `Span` from
-what sources say. docs/node.md says how each figure is come by.
+what sources say. docs/node.md says where each figure comes from.
 """
 
 from collections.abc import Mapping, Sequence

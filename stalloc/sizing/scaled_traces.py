@@ -1,7 +1,7 @@
-"""What a program would ask for at a value that it was not run with, from two values that it was.
+"""What a program would ask for at a value that it was not run with, from runs with two other values.
 
-Contract: a guess, which tells where to look, and no more: most requests grow in proportion to a batch or a length, and
-two runs that make the same requests in the same order say by how much each does. Two runs that do not, say nothing.
+Contract: only a guess, which tells where to look: most requests grow in proportion to a batch or a length, and two runs
+that make the same requests in the same order tell by how much each grows. Other pairs of runs tell nothing.
 """
 
 import hashlib

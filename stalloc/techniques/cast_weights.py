@@ -1,7 +1,7 @@
 """Weights that autocast casts once for several uses: which cast a block makes depends on what was computed before it.
 
-Contract: a cast of a weight that one run of a block makes and the other finds made is no difference between them, as
-long as nobody has changed the weight since the forward pass; whoever made the cast, it has the same numbers.
+Contract: if one run of a block casts a weight and the other finds the cast made already, the runs count as equal, as
+long as nobody has changed the weight since the forward pass: whoever made the cast, it has the same numbers.
 """
 
 import weakref

@@ -1,8 +1,7 @@
 """The gradients of parameters, where something stands between a program and them.
 
-Contract: whoever watches a gradient is told before the program reads it, in the thread that does, or puts another in
-its place; what torch itself does in a backward pass is not seen. Nobody pays for it before the first gradient is
-watched.
+Contract: a watcher is told before the program reads or replaces a gradient, in the thread that does so; what torch
+itself does in a backward pass is not seen. It costs nothing before the first gradient is watched.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""A function of stalloc's in the place of `torch.nn.Module.__call__`, for as long as a part of it needs to see calls.
+"""A function of stalloc's in the place of `torch.nn.Module.__call__`, while a part of stalloc needs to see calls.
 
-Contract: what torch has hooks for costs each call of a module several times as much, and comes too late for a `forward`
-that is to be exchanged. What another has put in the same place meanwhile stays.
+Torch's own hooks would make each call of a module cost several times as much, and come too late to exchange `forward`.
+Contract: a function that the program has put in the same place meanwhile stays.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Whether a block is called in a checkpoint of the program's own, whose forward pass runs twice by the program's will.
 
-Contract: what such a block changes (running statistics, counts) is changed twice in the unmodified program, so that
-whoever computes it again in our way, by which it changes once, gets other numbers. Told from `ours`, in which blocks
-within a block of ours run, and from hooks of other kinds, wherever they lie between; nothing is changed.
+Contract: what such a block changes (running statistics, counts) is changed twice in the unmodified program; recomputed
+in our way it would change once, and give other numbers. Our own checkpoints (`ours`), in which blocks within a block
+of ours run, and hooks of other kinds are told apart, wherever they lie; nothing is changed.
 """
 
 import contextlib

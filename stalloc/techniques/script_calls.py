@@ -1,4 +1,4 @@
-"""TorchScript in blocks that are recomputed: where one is called whose results have gradients, that is refused.
+"""TorchScript in blocks that are recomputed: a call whose results have gradients is refused.
 
 Contract: TorchScript computes the first calls of a function operation by operation, and later ones with derivatives of
 its own, which save other tensors for backward; so what a second run of a block saves is not what the first one would

@@ -1,8 +1,8 @@
 """The state of one optimizer, brought to the device for an update and taken away again.
 
 Contract: between steps each large tensor of state that is not to stay on the device is a tensor of the host, or one
-mapped from a file, with the values that the optimizer left; whoever looks at it there sees them whole, and what he
-changes there counts. What finds no room stays on the device.
+mapped from a file, with the values that the optimizer left; whoever reads it there sees them whole, and a change made
+there counts. What finds no room stays on the device.
 """
 
 from collections import defaultdict
