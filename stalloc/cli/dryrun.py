@@ -184,12 +184,12 @@ def run(args: argparse.Namespace) -> int:
 def _check_together(args: argparse.Namespace) -> None:
     """Refuse options that mean nothing without, or beside, one another."""
     if not args.serve and (args.length is not None or args.tokens is not None):
-        raise BadInputError("--length and --tokens are of a server's cache: give --serve too.")
+        raise BadInputError("--length and --tokens describe a server's cache: give --serve too.")
     if args.serve and args.model is not None:
         raise BadInputError("--serve runs a server, and --model a training loop or a pass of stalloc's: leave one out.")
     if args.find and args.node:
         raise BadInputError(
-            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
+            "--node is for one run, or for each rank: leave --find out, and give the value that it found."
         )
 
 
@@ -203,7 +203,7 @@ def _take_model(args: argparse.Namespace) -> None:
     if args.find not in (None, "gpu"):
         searched = args.find.partition("=")[0].strip()
         if searched not in ("batch", "seq"):
-            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model is of batch, seq or gpu.")
+            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model takes batch, seq or gpu.")
         setattr(args, searched, f"{{{searched}}}")
     check_model(args.model, args, download=args.download)
     args.module = [PROGRAM, args.model, *model_words(args)]

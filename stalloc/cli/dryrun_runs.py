@@ -133,7 +133,7 @@ def _chosen_ranks(args: argparse.Namespace) -> list[Rank]:
 def _the_rank(args: argparse.Namespace) -> Rank:
     found = _chosen_ranks(args)
     if len(found) > 1:
-        raise BadInputError("--find with --ranks is of one rank: name the one that needs most, for example --rank 0.")
+        raise BadInputError("--find with --ranks tries one rank: name the one that needs most, for example --rank 0.")
     return found[0]
 
 

@@ -47,7 +47,7 @@ def serve(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise BadInputError(f"--{option} is {getattr(args, option)}: give a number from 1.")
     if args.ranks is not None:
-        raise BadInputError("--serve is of one GPU: leave --ranks out.")
+        raise BadInputError("--serve runs on one GPU: leave --ranks out.")
     if args.node:
         raise BadInputError("--serve shows what the device holds: leave --node out, or try it without --serve.")
     if args.find == "gpu":

@@ -1,7 +1,7 @@
 """`stalloc explain` of a log that holds the text of an out-of-memory error: what can be said from it, and how to get
 more.
 
-Contract: what looks like any kind of trace is none of these; a log is read as text, whatever else is in it.
+Contract: a file that looks like any kind of trace is no such log; a log is read as text, whatever else is in it.
 """
 
 import dataclasses

@@ -5,9 +5,9 @@ another GPU library, plain, compressed, or in the JSON of a container's runtime;
 the figures in the text, and how to learn more. Of the log of a server (vLLM, SGLang) it shows the memory of its last
 start, and the lines that are not what its settings predict, with the reason: another process, the estimate of the CUDA
 graphs, the warm-up of the sampler. A memory snapshot of torch is explained from what it records; other
-traces are replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. Of
-several files those that can be explained are. --at chooses the moment: the most reserved (peak, the default), the last
-out-of-memory error (oom, the default if there is one), or an event index.
+traces are replayed with a model of torch's caching allocator, starting from an empty device, and the report says so.
+Among several files, those that cannot be explained are named. --at chooses the moment: the most reserved (peak, the
+default), the last out-of-memory error (oom, the default if there is one), or an event index.
 
 Allocated counts bytes that were requested and not freed. The causes add up to reserved - allocated, to the byte:
 rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation

@@ -4,12 +4,12 @@
   stalloc fit --budget 24GiB -m package.train
 
 The program is run as it is and with parts of its repeated blocks recomputed in backward, three steps each, on a
-virtual GPU, which needs no GPU and computes nothing. Up to 256 steps are looked at first: where later ones need other
-memory (an evaluation, another length, the last batch of an epoch) all runs have as many steps, up to 64, or as
---trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved at the
-most, from the first allocation, with a plan, and of what fits with no more memory than the budget; under PyTorch's own
-allocator the same. Times are estimates, for telling ways apart. Losses and gradients are those of the program as it is,
-to the last bit.
+virtual GPU, which needs no GPU and computes nothing. Up to 256 steps are run first: if later ones need other memory (an
+evaluation, another length, the last batch of an epoch), all runs have enough steps to see that, up to 64 or as many as
+--trial-steps says, and what they leave out is said. What each way needs is measured: the reserved peak from the first
+allocation on, under stalloc with a plan (and, if that fits, with no more memory than the budget) and under PyTorch's
+own allocator. Times are estimates, for telling ways apart. Losses and gradients are those of the program as it is, to
+the last bit.
 
 The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away. Each run begins
 with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of

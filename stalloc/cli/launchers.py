@@ -1,6 +1,6 @@
-"""Programs that start the user's: what to type instead, as stalloc serves processes and not what starts them.
+"""Launchers, which start the user's program: what to type instead, as stalloc serves processes, not their launchers.
 
-Contract: a number of processes is that of the command, or N where the command leaves it to the machine.
+Contract: the number of processes is taken from the command, or is N where the command leaves it to the machine.
 """
 
 import re

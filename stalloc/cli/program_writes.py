@@ -1,4 +1,4 @@
-"""What verbs do about the files that a program on the virtual GPU writes, and say of them."""
+"""What verbs do with the files that a program on the virtual GPU writes, and what they say about them."""
 
 import argparse
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What takes longer than a second says what it is at, on standard error.
+"""Progress on standard error, for work that takes longer than a second.
 
 Contract: on a terminal as one line that goes away again, or stays where escapes are not wanted (NO_COLOR). Logs and
 pipes get plain lines, one a second at the most, of verbs that run a program, which may take minutes; of others nothing.

@@ -1,7 +1,7 @@
 """`stalloc simulate --advise`: the settings of PyTorch's allocator, ranked, and the line to export.
 
-What runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where
-nothing is better by a per cent.
+The best settings run on all devices of the file and reserve least on the fullest; the file's own settings stay if none
+is better by a per cent.
 """
 
 import argparse

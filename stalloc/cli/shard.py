@@ -102,7 +102,7 @@ def _checked(args: argparse.Namespace) -> int:
     if not 1 <= per_node <= args.ranks or args.ranks % per_node:
         raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
     if args.export and not args.way:
-        raise BadInputError("--export needs --way: which way is it to be?")
+        raise BadInputError("--export needs --way: name the way to export.")
     if args.runs < 0:
         raise BadInputError(f"--runs is {args.runs}: give a number from 0.")
     return int(per_node)

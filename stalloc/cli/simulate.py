@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay each device of each file; 0 also when something does not fit, which is a finding."""
     if args.advise:
         if len(args.files) > 1:
-            raise BadInputError(f"--advise is of one file: {len(args.files)} were given.")
+            raise BadInputError(f"--advise takes one file: {len(args.files)} were given.")
         refuse_typed(args, "does not go with --advise", "allocator", "conf", "all", "sweep")
         return advise(args)
     refuse_typed(args, "is of --advise: give that too", "torch", "top")

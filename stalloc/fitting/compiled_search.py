@@ -24,7 +24,7 @@ def compiled(known: Known, base: Base) -> Proposals:
     too_much, enough = 1.0, 0.0
     for _ in range(_ROUNDS):
         share = (too_much + enough) / 2
-        # what is foreseen of the base is of the program as it is
+        # what the base foresees is for the program as it is
         some = Base(dataclasses.replace(base.settings, activation_share=share))
         again = Proposal({}, (1 - share) * _FORWARD * known.step.step_seconds)
         found: Candidate = yield Way(some, again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")

@@ -89,13 +89,13 @@ class Program:
     def difference(self, other: "Program") -> str:
         """Why a fit of the other program may not hold for this one; empty if it does."""
         if other.content != self.content:
-            return f"it is of another program ({other.name}) or an older state of it"
+            return f"it was made for another program ({other.name}) or an older state of it"
         if other.arguments != self.arguments:
-            return f"it is of the arguments {' '.join(other.arguments) or '(none)'}"
+            return f"it was made for the arguments {' '.join(other.arguments) or '(none)'}"
         for what in ("torch", "stalloc", "gpu"):
             its = getattr(other, what)
             if getattr(self, what) != its and (its or what != "gpu"):
-                return f"it is of {what} {its}, and this is {getattr(self, what)}"
+                return f"it was made for {what} {its}, and this is {getattr(self, what)}"
         return ""
 
     def may_ask_for_the_same(self, other: "Program") -> bool:

@@ -130,7 +130,7 @@ def make(
     keep_files: bool = False,
     known: Path | None = None,
 ) -> Fit:
-    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for what it is of.
+    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for the same memory.
 
     Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
