@@ -72,7 +72,7 @@ class Runs:
         warm(dataclasses.replace(gpu, total_bytes=PLENTY))
 
     def __call__(self, asked: Sequence[Asked]) -> list[RunSeen]:
-        """Run them."""
+        """Make these runs, side by side."""
         if self._rank is not None:
             asked = [_as_rank(one, self._rank) for one in asked]
         return run_all(asked, run_program, self._jobs, self._told, self.files)

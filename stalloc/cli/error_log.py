@@ -57,7 +57,7 @@ def error_entry(file: str, error: ErrorText) -> dict[str, Any]:
 
 
 def print_error(console: Console, file: str, error: ErrorText) -> None:
-    """One error."""
+    """Print what one out-of-memory error says, and what to do."""
     device = "" if error.device is None else f", device {error.device}"
     times = f", {error.times:,} times" if error.times > 1 else ""
     wanted = "" if error.wanted_bytes is None else f", {human_bytes(error.wanted_bytes)} wanted"

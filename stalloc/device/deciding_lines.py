@@ -38,7 +38,7 @@ class Assumption:
     """What a line of a program is to read where no kernel computed it."""
 
     file: str
-    """The end of its path."""
+    """The end of the file's path."""
     line: int
     value: float
 
@@ -67,7 +67,7 @@ def last_place() -> str | None:
 
 
 def short_place(place: str) -> str:
-    """A place as --assume takes it."""
+    """A place as --assume takes it: the last two parts of its path."""
     return "/".join(place.split("/")[-2:])
 
 

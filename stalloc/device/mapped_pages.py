@@ -287,7 +287,7 @@ class PageRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """How much of it has memory."""
+        """Bytes of the range that have memory."""
         return len(self._held) * PAGE_BYTES
 
     def map(self, address: int, size_bytes: int) -> bool:

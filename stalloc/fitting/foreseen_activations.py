@@ -180,6 +180,6 @@ def as_rows(recorded: ActivationsRecorded) -> list[list[Any]]:
 
 
 def from_rows(rows: list[list[Any]]) -> ActivationsRecorded:
-    """What `as_rows` gave."""
+    """The activations of which `as_rows` gave the rows."""
     events, sizes, requests, returns = rows
     return ActivationsRecorded([(moment, kind, number) for moment, kind, number in events], sizes, requests, returns)

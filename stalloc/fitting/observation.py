@@ -104,7 +104,7 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
-        """For another process."""
+        """Plain values (JSON) for another process."""
         return {
             "blocks": [{**vars(one), "operations": [list(vars(op).values()) for op in one.operations]}
                        for one in self.blocks],
@@ -117,7 +117,7 @@ class ProgramSeen:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "ProgramSeen":
-        """What `as_json` gave."""
+        """What was seen, from the values that `as_json` gave."""
         blocks = [
             BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
             for one in told["blocks"]

@@ -55,7 +55,7 @@ class RunSeen:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For another process."""
+        """Plain values (JSON) for another process."""
         columns = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
         rows = {
             name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
@@ -64,7 +64,7 @@ class RunSeen:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
-        """What `as_json` gave."""
+        """The run of which `as_json` gave the values."""
         start, end, size = (np.array(told[name], np.int64) for name in ("start", "end", "size"))
         updates = [UpdateRecorded(*update) for update in told["updates"]]
         layers = [LayerRecorded(*layer) for layer in told["layers"]]

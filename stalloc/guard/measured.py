@@ -29,7 +29,7 @@ _HELD_BEFORE = "allocated before the test"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The device that took most."""
+    """The measurement of one test or program, on the device that took most."""
 
     name: str
     use: PeakUse

@@ -59,13 +59,13 @@ class Files:
         return lines + ([f"kept: {self.kept.text()}"] if self.kept.num_files else [])
 
     def as_json(self) -> dict[str, Any]:
-        """For a report."""
+        """Plain values for the JSON of a report."""
         parts = {"discarded": self.discarded, "kept": self.kept, "removals": self.removals}
         return {"way": self.way, **{name: part.as_json() for name, part in parts.items()}}
 
 
 def files_from_json(told: dict[str, Any]) -> Files:
-    """What `as_json` gave."""
+    """The files of which `as_json` gave the values."""
     parts = {
         name: Named(tuple(told[name]["names"]), told[name]["files"], told[name]["bytes"])
         for name in ("discarded", "kept", "removals")

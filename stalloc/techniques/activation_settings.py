@@ -23,12 +23,12 @@ class ActivationSettings:
         return self.ratio > 0
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Plain values (JSON) for a file."""
         return asdict(self)
 
 
 def activations_from_json(told: Any) -> ActivationSettings:
-    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+    """The settings that `as_json` wrote; a field added later has its default. Raises ValueError for anything else."""
     default = ActivationSettings().as_json()
     if not isinstance(told, dict) or "ratio" not in told or not set(told) <= set(default):
         raise ValueError("what it keeps of activations in host memory is damaged")

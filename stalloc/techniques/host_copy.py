@@ -25,7 +25,7 @@ class HostCopy:
         return storage if storage is not None and storage.nbytes() == self.size_bytes else None
 
     def place(self) -> torch.Tensor:
-        """Where it is in the host."""
+        """The place of the copy in host memory."""
         assert self.slot is not None
         return self.slot[: self.size_bytes].view(self._kind)
 

@@ -150,7 +150,7 @@ class DiskHome:
         return stored
 
     def settle(self) -> None:
-        """As in `Home`: it was waited for."""
+        """As in `Home`: there is nothing to wait for, as `store` has waited."""
 
     def finish(self) -> None:
         """See `Home`."""

@@ -83,7 +83,7 @@ class WeightTier:
         return sum(layer.size_bytes for layer in self._needed(part) if not layer.is_here)
 
     def fetch(self, part: Parameters) -> Any:
-        """Load them."""
+        """Begin to load the part's layers to the device."""
         layers = self._needed(part)
         for layer in layers:
             layer.load()
@@ -95,7 +95,7 @@ class WeightTier:
         return arrived
 
     def store(self, part: Parameters) -> Any:
-        """Write them back."""
+        """Begin to write the part's layers back."""
         layers = self._needed(part)
         stored = [layer.store() for layer in layers]
 

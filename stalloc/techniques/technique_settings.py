@@ -28,7 +28,7 @@ class TechniqueSettings:
         return max(self.tiers.host_bytes if self.tiers else 0, self.activations.host_bytes if self.activations else 0)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Plain values (JSON) for a file."""
         return {
             "recompute": self.recompute.as_json(),
             "step_in_backward": self.step_in_backward,
@@ -39,7 +39,7 @@ class TechniqueSettings:
 
     @classmethod
     def from_json(cls, told: Any) -> "TechniqueSettings":
-        """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+        """The settings that `as_json` wrote; a later field has its default. Raises ValueError for anything else."""
         default = cls().as_json()
         if not isinstance(told, dict) or "recompute" not in told:
             raise ValueError("its settings are damaged")

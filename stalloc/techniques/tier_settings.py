@@ -37,12 +37,12 @@ class TierSettings:
         return bool(self.paged_window_bytes)
 
     def as_json(self) -> dict[str, int | float]:
-        """For a file."""
+        """Plain values (JSON) for a file."""
         return asdict(self)
 
 
 def tiers_from_json(told: Any) -> TierSettings:
-    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+    """The settings that `as_json` wrote; a field added later has its default. Raises ValueError for anything else."""
     names = {one.name: one.type for one in fields(TierSettings)}
     if not isinstance(told, dict) or not set(told) <= set(names):
         raise ValueError("what it keeps in host memory is damaged")
