@@ -15,10 +15,10 @@ from stalloc.cost.swapping import lohan
 from stalloc.cost.swapping.angel_ptm import lay_out, replay_pages
 from stalloc.cost.swapping.elixir import replayed, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import pack_layers, pass_cost
+from stalloc.cost.swapping.layers_in_a_row import least_budget
 from stalloc.cost.swapping.mobius import Pipeline, contention, cross_mapping, partition_stages, step_seconds
 from stalloc.cost.swapping.model_data import ModelData, Moment
 from stalloc.cost.swapping.patrickstar import in_chunks, least_capacity, replay_chunks
-from stalloc.cost.swapping.recorded_layers import least_budget
 from stalloc.cost.swapping.smart_infinity import update_near_storage
 from stalloc.errors import BadInputError
 
@@ -209,7 +209,7 @@ def test_packs_and_stages_answer_from_where_each_layer_fits_alone(seed: int) -> 
         )
         for one in random_layers(seed, 5)
     ]
-    least = least_budget(layers).num_bytes
+    least, _, _ = least_budget(layers)
     alone = tuple((row, row + 1) for row in range(5))
     pipeline = Pipeline(num_gpus=2, num_microbatches=2, budget_bytes=least, link=LINK)
     assert pack_layers(layers, least, LINK) is not None
@@ -266,7 +266,6 @@ def test_packs_are_the_best_of_all_ways_to_pack(seed: int, count: int) -> None:
 
 @pytest.mark.parametrize(("seed", "count", "gpus"), [(0, 3, 1), (1, 5, 2), (2, 6, 3), (3, 7, 2), (4, 8, 4), (5, 12, 4)])
 def test_stages_are_the_best_of_all_partitions(seed: int, count: int, gpus: int) -> None:
-    pytest.importorskip("scipy.optimize")
     layers = random_layers(seed, count)
     for budget in (26 * MIB, 30 * MIB, 60 * MIB)[: 1 if count == 12 else 3]:
         pipeline = Pipeline(num_gpus=gpus, num_microbatches=1 + seed, budget_bytes=budget, link=LINK)
