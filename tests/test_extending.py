@@ -96,6 +96,14 @@ def test_the_technique_proposes_until_something_fits(example):
         proposals.send(Candidate(what=whole.what, technique=whole.technique, needed_bytes=100))
 
 
+def test_every_file_that_the_page_names_is_there():
+    prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+    root = PAGE.parents[1]
+    named = set(re.findall(r"`((?:[\w]+/)+[\w.]*)`", prose))
+    assert len(named) > 15
+    assert [name for name in named if not (root / name).exists() and not (root / "stalloc" / name).exists()] == []
+
+
 def test_a_field_may_be_added_to_a_record_of_the_core_anywhere():
     """What has to begin a line of the cache does, whatever stands before it, for Python and for compiled code."""
 
