@@ -21,6 +21,8 @@ from stalloc.cli import EXIT_DONE
 from stalloc.cli.output import add_json_argument, file_label, note_texts, table_console, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
+from stalloc.cost.swapping.harmony import PackPlan
+from stalloc.cost.swapping.mobius import StagePlan
 from stalloc.cost.swapping.replayed_systems import Machine, Swapping, replay_swapping
 from stalloc.device import find_gpu, parse_memory
 from stalloc.errors import BadInputError
@@ -109,7 +111,7 @@ def _chunks(made: Swapping) -> Iterator[list[str]]:
 def _layers(made: Swapping, machine: Machine) -> Iterator[list[str]]:
     if made.harmony:
         packs = made.harmony
-        shown = f"packs of {_lengths(packs.forward)} layers, back {_lengths(packs.backward)}"
+        shown = f"packs of {_lengths(packs.forward)} layers, back {_lengths(packs.backward)}{_proven(packs)}"
         yield ["Harmony", shown, human_bytes(packs.moved_bytes), human_seconds(packs.seconds)]
     if made.stronghold:
         window = made.stronghold
@@ -121,8 +123,7 @@ def _layers(made: Swapping, machine: Machine) -> Iterator[list[str]]:
         yield ["LoHan", shown, human_bytes(amount.moved_bytes), human_seconds(amount.seconds)]
     if made.mobius:
         stages = made.mobius.plan
-        proven = "" if stages.is_optimal else ", not proven to be best"
-        shown = f"stages of {_lengths(stages.stages)} layers on {plural(machine.num_gpus, 'GPU')}{proven}"
+        shown = f"stages of {_lengths(stages.stages)} layers on {plural(machine.num_gpus, 'GPU')}{_proven(stages)}"
         yield ["Mobius", shown, "", human_seconds(stages.seconds)]
 
 
@@ -141,6 +142,10 @@ def _updates(made: Swapping) -> Iterator[list[str]]:
     yield ["ZeRO-Infinity", host, human_bytes(near.host_moved_bytes), human_seconds(near.host_seconds)]
     shown = f"the update alone, in {drives}; quicker from {near.pays_from} on"
     yield ["Smart-Infinity", shown, human_bytes(near.moved_bytes), human_seconds(near.seconds)]
+
+
+def _proven(plan: PackPlan | StagePlan) -> str:
+    return "" if plan.is_optimal else ", not proven to be best"
 
 
 def _lengths(stretches: Iterable[tuple[int, int]]) -> str:

@@ -174,7 +174,7 @@ class _Arena:
     def __init__(self, capacity: int) -> None:
         self.offset: dict[int, int] = {}
         self.size: dict[int, int] = {}
-        self.free_bytes = self._capacity = capacity
+        self._capacity = capacity
         self._low, self._high = [0], [capacity]
 
     def place(self, row: int, need: int) -> bool:
@@ -182,7 +182,6 @@ class _Arena:
         for i, (low, high) in enumerate(zip(self._low, self._high, strict=True)):
             if high - low >= need:
                 self.offset[row], self.size[row] = low, need
-                self.free_bytes -= need
                 if high - low == need:
                     del self._low[i], self._high[i]
                 else:
@@ -196,7 +195,6 @@ class _Arena:
             return
         low, size = self.offset.pop(row), self.size.pop(row)
         high = low + size
-        self.free_bytes += size
         i = bisect_left(self._low, low)
         if i < len(self._low) and self._low[i] == high:
             high = self._high.pop(i)

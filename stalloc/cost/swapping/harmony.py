@@ -22,6 +22,7 @@ class PackPlan:
     backward: tuple[Stretch, ...]  #: in the order in which backward has them
     seconds: float  #: estimated, without the optimizer
     moved_bytes: int  #: both ways
+    is_optimal: bool  #: no others take less
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def pack_layers(layers: Sequence[LayerCost], budget_bytes: int, link: LinkCost) 
     if there is None or back is None:
         return None
     in_order = tuple((len(layers) - end, len(layers) - begin) for begin, end in back[1])
-    return PackPlan(there[1], in_order, there[0][0] + back[0][0], there[0][1] + back[0][1])
+    return PackPlan(there[1], in_order, there[0][0] + back[0][0], there[0][1] + back[0][1], there[2] and back[2])
 
 
 def pass_cost(

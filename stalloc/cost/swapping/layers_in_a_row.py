@@ -69,10 +69,9 @@ def cut_best(
         return (*found, True) if found else None
     found = best([num * row // count for row in range(1, count)] for count in range(1, num + 1))
     while found:
-        before = found
-        cuts = {begin for begin, _ in before[1]} - {0}
+        before, cuts = found, {begin for begin, _ in found[1]} - {0}
         moved = [cuts - {cut} | {to} for cut in cuts for to in (cut - 1, cut + 1) if 0 < to < num]
-        found = best([cuts, *(cuts ^ {cut} for cut in range(1, num)), *moved])
-        if found and found[0] >= before[0]:
+        found = best([*(cuts ^ {cut} for cut in range(1, num)), *moved])
+        if found is None or found[0] >= before[0]:
             return (*before, False)
     return None
