@@ -44,7 +44,7 @@ def _least_in_order(low: np.ndarray, size: np.ndarray, capacity: int, needed: in
 def test_a_range_is_freed_with_the_fewest_bytes_that_keep_the_order(seed: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    refused = 0
+    reordered = refused = 0
     for _ in range(80):
         low, size, capacity = _blocks(rng, int(rng.integers(1, 7)), int(rng.integers(0, 20)))
         movable = rng.random(len(low)) < rng.choice([0.6, 1.0])
@@ -60,8 +60,13 @@ def test_a_range_is_freed_with_the_fewest_bytes_that_keep_the_order(seed: int) -
         assert (layout.target[~movable] == low[~movable]).all()
         assert layout.hole[1] - layout.hole[0] >= needed
         assert layout.moved_bytes == size[layout.target != low].sum()
-        assert layout.moved_bytes == expected
+        if movable.all():
+            assert layout.moved_bytes <= expected
+            reordered += layout.moved_bytes < expected
+        else:
+            assert layout.moved_bytes == expected
     assert refused
+    assert reordered
 
 
 def test_whole_blocks_of_512_bytes_stay_aligned() -> None:

@@ -1,6 +1,7 @@
 """Plans that depend on others: several in one arena, one changed after an edit, streams that hand over, moves."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from test_planner_schedule import training
 
 from stalloc.errors import BadInputError
 from stalloc.lifespans.repeating_schedule import fold
-from stalloc.planner import plan, plan_joint, plan_schedule, replan, validate
+from stalloc.planner import plan, plan_joint, plan_moving_least, plan_schedule, replan, validate
 
 
 def layers(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -103,3 +104,64 @@ def test_a_handover_that_is_missing_or_too_many_is_named():
         handover_later=np.append(shared.handover_later, 0),
     )
     assert validate(more, handovers=True).reason == "bad-handover"
+
+
+def fits(blocks: list[tuple[int, int]], height: int) -> bool:
+    """Whether blocks (offset, size) lie apart below the height."""
+    ordered = sorted((low, low + size) for low, size in blocks if size)
+    return all(one[1] <= two[0] for one, two in itertools.pairwise(ordered)) and all(b <= height for _, b in ordered)
+
+
+def fewest_moved(blocks: list[tuple[int, int]], height: int, hole: int) -> int:
+    """By looking at every way to place blocks and hole on whole bytes."""
+    best = sum(size for _, size in blocks)
+    places = [range(height - size + 1) for _, size in blocks] + [range(height - hole + 1) if hole else range(1)]
+    for choice in itertools.product(*places):
+        moved = sum(size for (low, size), place in zip(blocks, choice, strict=False) if low != place)
+        now = [(place, size) for (_, size), place in zip(blocks, choice, strict=False)]
+        if moved < best and fits([*now, (choice[-1], hole)], height):
+            best = moved
+    return best
+
+
+@holds_for(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4),
+    st.integers(0, 4),
+    st.data(),
+    few=8,
+    many=100,
+)
+def test_no_other_choice_moves_fewer_bytes(pieces, hole, data):
+    offset, at = [], 0
+    for size, gap in pieces:
+        offset.append(at + gap)
+        at += gap + size
+    sizes = [size for size, _ in pieces]
+    height = data.draw(st.integers(sum(sizes) + hole, max(at, sum(sizes) + hole)))
+    moves = plan_moving_least(offset, sizes, target_height=height, needed_hole=hole, alignment=1)
+    blocks = list(zip(offset, sizes, strict=True))
+    assert fits([*zip(moves.offset.tolist(), sizes, strict=True), (moves.hole[0], hole)], height)
+    assert moves.least
+    assert moves.moved_bytes == fewest_moved(blocks, height, hole)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_blocks_are_moved_apart(seed):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, 20, 300) * 512
+    gap = rng.integers(0, 10, 300) * 512
+    offset = np.cumsum(size + gap) - size
+    hole = int(gap.sum()) // 3
+    moves = plan_moving_least(offset, size, target_height=int((offset + size).max()), needed_hole=hole)
+    assert fits(
+        [*zip(moves.offset.tolist(), size.tolist(), strict=True), (moves.hole[0], hole)], int(offset[-1] + size[-1])
+    )
+    assert moves.moved_bytes == size[moves.row].sum() < size.sum()
+    assert (moves.offset[np.setdiff1d(np.arange(300), moves.row)] == np.delete(offset, moves.row)).all()
+
+
+def test_what_cannot_fit_is_one_sentence():
+    with pytest.raises(BadInputError, match="do not fit"):
+        plan_moving_least([0, 512], [512, 512], target_height=1024, needed_hole=1)
+    with pytest.raises(BadInputError, match="row 0 and row 1"):
+        plan_moving_least([0, 512], [1024, 512], target_height=4096)

@@ -27,7 +27,7 @@ How a plan is found, from the outside to the inside; every step has a file of it
 
 A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the
 same; room changes that of a cycle so that requests beside it find idle memory; joint_plans are for programs that take
-turns in one arena; methods lists what can be asked for by name.
+turns in one arena; least_moves finds which live blocks to move. methods lists what can be asked for by name.
 
 Importing this package does not import numba; the first plan does.
 """
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stalloc.planner.joint_plans import plan_joint
     from stalloc.planner.kinds_check import validate_kinds
     from stalloc.planner.layout import plan_arrays
+    from stalloc.planner.least_moves import Moves, plan_moving_least
     from stalloc.planner.orders import METHODS
     from stalloc.planner.pieces import decomposition
     from stalloc.planner.plan_record import Plan, load_plans, plans_from_bytes, plans_to_bytes, save_plans
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "Layout",
+    "Moves",
     "Plan",
     "Progress",
     "Verdict",
@@ -61,6 +63,7 @@ __all__ = [
     "plan",
     "plan_arrays",
     "plan_joint",
+    "plan_moving_least",
     "plan_schedule",
     "plans_from_bytes",
     "plans_to_bytes",
@@ -77,6 +80,8 @@ _MODULES = {
     "plan_arrays": ".layout",
     "plan": ".planning",
     "plan_joint": ".joint_plans",
+    "Moves": ".least_moves",
+    "plan_moving_least": ".least_moves",
     "plan_schedule": ".planning",
     "replan": ".replanning",
     "Plan": ".plan_record",

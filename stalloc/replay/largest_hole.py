@@ -3,7 +3,8 @@
 Contract: targets share no byte with each other or with what stays, lie below the capacity and are multiples of the
 alignment; what cannot be done raises before anything is decided. Of all layouts that keep the order of the blocks none
 moves fewer bytes: whatever lies between the hole's nearest neighbours that stay has to move, and the cheapest such
-window is taken.
+window is taken. For few blocks that may all move, layouts in any order compete (stalloc.planner.plan_moving_least),
+which are proven up to 12 blocks.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from numpy.typing import ArrayLike
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 
+#: blocks up to which layouts that change the order are tried as well
+REORDER_BLOCKS = 256
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -22,6 +26,7 @@ class Layout:
     target: Column  #: (n,) bytes
     moved_bytes: int  #: the sum of the sizes of the blocks that move
     hole: tuple[int, int]  #: the largest free range [low, high) afterwards
+    least: bool  #: whether no layout at all moves fewer bytes, not only none that keeps the order
 
 
 def largest_hole(
@@ -42,12 +47,33 @@ def largest_hole(
     if not 0 <= needed_bytes <= free:
         raise BadInputError(f"{needed_bytes} bytes cannot be free in one piece: {free} of {capacity_bytes} are in all.")
     target = blocks.window(needed_bytes)
-    if target is None:
+    kept = blocks.layout(target) if target is not None else None
+    if blocks.movable.all() and len(blocks.low) <= REORDER_BLOCKS and (kept is None or kept.moved_bytes):
+        other = _reordered(blocks, needed_bytes)
+        if other is not None and (kept is None or other.moved_bytes < kept.moved_bytes or other.least):
+            return other
+    if kept is None:
         raise BadInputError(
             f"no range of {needed_bytes} bytes can be freed between the blocks that may not move: the largest has "
             f"{blocks.most_free()} bytes."
         )
-    return blocks.layout(target)
+    return kept
+
+
+def _reordered(blocks: "_Blocks", needed_bytes: int) -> Layout | None:
+    from stalloc.planner.least_moves import plan_moving_least
+
+    try:
+        moves = plan_moving_least(
+            blocks.low,
+            blocks.size,
+            target_height=blocks.capacity,
+            needed_hole=needed_bytes,
+            alignment=blocks.alignment,
+        )
+    except BadInputError:  # rounding to its grain left no room
+        return None
+    return blocks.layout(moves.offset, least=moves.least)
 
 
 class _Blocks:
@@ -69,7 +95,7 @@ class _Blocks:
         if (self.size < 0).any() or (low[1:] < end[:-1]).any() or (low < 0).any() or (end > capacity_bytes).any():
             raise BadInputError(f"live blocks share bytes or leave the arena of {capacity_bytes} bytes: correct them.")
 
-    def layout(self, target: Column) -> Layout:
+    def layout(self, target: Column, *, least: bool = False) -> Layout:
         """The record for some targets."""
         moved = int(self.size[target != self.low].sum())
         order = np.argsort(target, kind="stable")
@@ -77,7 +103,7 @@ class _Blocks:
         starts = np.append(target[order], self.capacity)
         ends = np.append(0, (target + self.size)[order])
         widest = int(np.argmax(starts - ends))
-        return Layout(target, moved, (int(ends[widest]), int(starts[widest])))
+        return Layout(target, moved, (int(ends[widest]), int(starts[widest])), least or moved == 0)
 
     def _edges(self) -> tuple[Column, Column]:
         """Free bytes, with sizes rounded up, from the arena's begin up to each block, and up to what is after the last.
