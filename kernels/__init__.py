@@ -9,15 +9,18 @@ from typing import Any
 _LAZY: dict[str, str] = {
     "batched_copy": "stalloc.kernels.launch",
     "batched_fill": "stalloc.kernels.launch",
+    "batched_copy_fill": "stalloc.kernels.launch",
     "batched_mismatches": "stalloc.kernels.launch",
     "Config": "stalloc.kernels.configs",
     "Tables": "stalloc.kernels.driver_tables",
     "config_for": "stalloc.kernels.configs",
     "host_copy": "stalloc.kernels.reference",
     "host_fill": "stalloc.kernels.reference",
+    "host_copy_fill": "stalloc.kernels.reference",
     "host_mismatches": "stalloc.kernels.reference",
     "torch_copy": "stalloc.kernels.reference",
     "torch_fill": "stalloc.kernels.reference",
+    "torch_copy_fill": "stalloc.kernels.reference",
     "torch_mismatches": "stalloc.kernels.reference",
 }
 

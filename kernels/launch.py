@@ -18,7 +18,7 @@ from .configs import Config, config_for
 from .driver_tables import Tables
 from .worklist import check_table, work_table
 
-MODES = {"copy": 0, "fill": 1, "check": 2}
+MODES = {"copy": 0, "fill": 1, "copy-fill": 2, "check": 3}
 _INTERPRETED = Config(tile_bytes=1 << 18, byte_tile=1 << 16, group_rows=16)  # few large steps: each costs Python
 _INTERPRETED_PROGRAMS = 2
 
@@ -55,6 +55,25 @@ def batched_fill(
     if check:
         check_disjoint(None, address, count)
     _launch("fill", None, address, count, pattern_bytes(value), config, tables)
+
+
+def batched_copy_fill(
+    source: ArrayLike,
+    target: ArrayLike,
+    size: ArrayLike,
+    value: int | bytes = 0,
+    *,
+    config: Config | None = None,
+    check: bool = True,
+) -> None:
+    """Copy n blocks and leave the pattern in their sources, which must not share bytes with each other either.
+
+    (n,) absolute addresses and bytes; each byte is read once and both writes follow. Raises as `batched_copy`.
+    """
+    a, b, count = columns(source, target, size)
+    if check:
+        check_disjoint(None, np.concatenate([a, b]), np.concatenate([count, count]))
+    _launch("copy-fill", a, b, count, pattern_bytes(value), config)
 
 
 def batched_mismatches(
@@ -182,7 +201,7 @@ def _launch(
     place = _Place(tables)
     shape = config or place.config
     if source is not None:
-        place.tell(source, size, writes=False)
+        place.tell(source, size, writes=mode == "copy-fill")
     place.tell(target, size, writes=True)
     place.run(mode, *work_table(source, target, size, pattern, config=shape, num_programs=place.programs(shape)), shape)
     place.release_tables()

@@ -27,6 +27,12 @@ def host_fill(target: ArrayLike, size: ArrayLike, value: int | bytes = 0) -> Non
         _host(address, count)[:] = _repeated(pattern, count)
 
 
+def host_copy_fill(source: ArrayLike, target: ArrayLike, size: ArrayLike, value: int | bytes = 0) -> None:
+    """Copy n blocks of host memory, then fill their sources. Sources and targets must not overlap."""
+    host_copy(source, target, size)
+    host_fill(source, size, value)
+
+
 def host_mismatches(address: ArrayLike, size: ArrayLike, value: int | bytes = 0) -> Column:
     """How many bytes of each of n blocks of host memory differ from the pattern: (n,)."""
     pattern = pattern_bytes(value)
@@ -45,6 +51,14 @@ def torch_fill(target: ArrayLike, size: ArrayLike, value: int | bytes = 0, devic
     """Fill n blocks of a torch device's memory, (n,) addresses and bytes, with a byte or a pattern."""
     for address, count in zip(*(column.tolist() for column in columns(target, size)), strict=True):
         _tensor(address, count, device).copy_(_torch_pattern(value, count, device))
+
+
+def torch_copy_fill(
+    source: ArrayLike, target: ArrayLike, size: ArrayLike, value: int | bytes = 0, device: Any = "cuda"
+) -> None:
+    """Copy n blocks of a torch device's memory, then fill their sources."""
+    torch_copy(source, target, size, device)
+    torch_fill(source, size, value, device)
 
 
 def torch_mismatches(address: ArrayLike, size: ArrayLike, value: int | bytes = 0, device: Any = "cuda") -> Column:

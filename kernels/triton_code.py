@@ -1,4 +1,4 @@
-"""The device code: one kernel for copy, fill and check, which goes by a table of absolute addresses.
+"""The device code: one kernel for copy, fill, copy-and-fill and check, which goes by a table of absolute addresses.
 
 Contract: what each row says (see worklist.py) is done exactly once; rows are done in any order. Where source and
 target lie on the 16-byte grid, loads and stores are 128 bits wide: a row's byte count there is a multiple of 16, which
@@ -10,7 +10,7 @@ All addresses are 64-bit integers, also the table's: no tensor is needed to laun
 import triton
 import triton.language as tl
 
-#: MODE: 0 copy, 1 fill, 2 count the bytes that differ (launch.MODES)
+#: MODE: 0 copy, 1 fill, 2 copy and fill the source, 3 count the bytes that differ (launch.MODES)
 
 
 @triton.jit
@@ -20,11 +20,13 @@ def _lanes(source, target, count, pattern, lane, MODE: tl.constexpr):
     at = count - count  # 0 of the same type
     while at < count:
         inside = at + lane < count
-        if MODE == 0:
+        if MODE == 0 or MODE == 2:
             tl.store(target + at + lane, tl.load(source + at + lane, mask=inside), mask=inside)
         if MODE == 1:
             tl.store(target + at + lane, pattern, mask=inside)
         if MODE == 2:
+            tl.store(source + at + lane, pattern, mask=inside)
+        if MODE == 3:
             different += _different_bytes(tl.load(target + at + lane, mask=inside, other=0), pattern, inside)
         at += lane.shape[0]
     return different
@@ -57,7 +59,7 @@ def _long16(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl
     p = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
     q = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
     different = _lanes(p, q, (count >> 4) * 4, pattern, lane, MODE)
-    if MODE == 2:
+    if MODE == 3:
         _add_count(source, different)
 
 
@@ -68,7 +70,7 @@ def _long4(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.
     pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + turn * 4 + (lane & 3))
     p, q = source.to(tl.pointer_type(tl.int32)), target.to(tl.pointer_type(tl.int32))
     different = _lanes(p, q, count >> 2, pattern, lane, MODE)
-    if MODE == 2:
+    if MODE == 3:
         _add_count(source, different)
 
 
@@ -79,7 +81,7 @@ def _long1(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.
     pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + turn * 16 + (lane & 15))
     p, q = source.to(tl.pointer_type(tl.uint8)), target.to(tl.pointer_type(tl.uint8))
     different = _lanes(p, q, count, pattern, lane, MODE)
-    if MODE == 2:
+    if MODE == 3:
         _add_count(source, different)
 
 
@@ -118,11 +120,13 @@ def _group1(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.conste
 @triton.jit
 def _small(p, q, counter, inside, there, pattern, MODE: tl.constexpr):
     """What the rows of a group have in common."""
-    if MODE == 0:
+    if MODE == 0 or MODE == 2:
         tl.store(q, tl.load(p, mask=inside), mask=inside)
     if MODE == 1:
         tl.store(q, pattern, mask=inside)
     if MODE == 2:
+        tl.store(p, pattern, mask=inside)
+    if MODE == 3:
         different = _different_bytes(tl.load(q, mask=inside, other=0), pattern, inside)
         total = tl.sum(different.to(tl.int64), 1)
         tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), total, mask=there & (total != 0))

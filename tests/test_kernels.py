@@ -52,7 +52,7 @@ for case in range(cases):
     source, target = low[0::2], low[1::2]
     pattern = rng.integers(0, 256, int(rng.choice([1, 2, 4, 8, 16]))).astype(np.uint8).tobytes()
     spots = (target + rng.integers(0, np.maximum(size, 1)))[size > 0][::2]
-    name = ["copy", "fill", "mismatches"][case % 3]
+    name = ["copy", "fill", "copy_fill", "mismatches"][case % 4]
     results = []
     for place, kind in ((memory, "batched"), (expected, "host")):
         function = getattr(kernels, kind + "_" + name)
@@ -61,6 +61,8 @@ for case in range(cases):
             function(a, b, size)
         elif name == "fill":
             function(b, size, pattern)
+        elif name == "copy_fill":
+            function(a, b, size, pattern)
         else:
             kernels.host_fill(b, size, pattern)
             place[spots] ^= 255
@@ -125,6 +127,7 @@ def test_kernels_compile_without_a_gpu_and_move_128_bits_at_a_time(capability: i
     assert vector["copy"]["ld"] >= per_tile
     assert vector["copy"]["st"] >= per_tile
     assert vector["fill"]["st"] >= per_tile
+    assert vector["copy-fill"]["st"] >= 2 * per_tile
     assert vector["check"]["ld"] >= per_tile
 
 
@@ -189,6 +192,7 @@ def test_tables_that_programs_could_not_do_in_any_order_are_refused() -> None:
         (kernels.batched_copy, ([0, 4096], [4100, 9000], [100, 100])),  # a target and a source
         (kernels.batched_copy, ([0], [50], [100])),  # a block and itself
         (kernels.batched_fill, ([0, 10, 5], [1, 1, 50])),
+        (kernels.batched_copy_fill, ([0, 50], [4096, 8192], [100, 100])),  # two sources
         (kernels.batched_copy, ([0, 1], [2], [1])),
         (kernels.batched_copy, ([0], [64], [-1])),
         (kernels.batched_fill, ([0.5], [1])),
@@ -229,8 +233,9 @@ def test_empty_tables_need_neither_triton_nor_a_gpu(run_checks: Any) -> None:
     program = """
 import json, sys
 from stalloc import kernels
-kernels.batched_copy([], [], [])
-kernels.batched_copy([1], [2], [0])
+for name in ("copy", "copy_fill"):
+    getattr(kernels, "batched_" + name)([], [], [])
+    getattr(kernels, "batched_" + name)([1], [2], [0])
 kernels.batched_fill([], [])
 print(json.dumps([kernels.batched_mismatches([], []).tolist(), kernels.batched_mismatches([5], [0]).tolist(),
                   "torch" in sys.modules, "triton" in sys.modules]))
@@ -256,6 +261,7 @@ for memory, kind, options in ((memories[0], "host", {}), (memories[1], "torch", 
     at = memory.ctypes.data
     getattr(kernels, kind + "_copy")(source + at, target + at, size, **options)
     getattr(kernels, kind + "_fill")(target[:1] + at + 7, size[:1] - 9, b"abcd", **options)
+    getattr(kernels, kind + "_copy_fill")(source + at, target + at + 5000, size, 3, **options)
     counts.append(getattr(kernels, kind + "_mismatches")(target + at, size, b"abcd", **options).tolist())
 print(json.dumps([bool((memories[0] == memories[1]).all()), counts]))
 """
@@ -275,6 +281,7 @@ block = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
 half = block.data_ptr() + (1 << 19)
 kernels.batched_copy([block.data_ptr()], [half], [1 << 19])
 kernels.batched_fill([half], [1000], 7)
+kernels.batched_copy_fill([block.data_ptr()], [half], [999])
 print(json.dumps(len(kernels.batched_mismatches([half, half], [10, 20]))))
 """
     assert run_checks(program) == 2
