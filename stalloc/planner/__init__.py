@@ -27,7 +27,8 @@ How a plan is found, from the outside to the inside; every step has a file of it
 
 A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the
 same; room changes that of a cycle so that requests beside it find idle memory; joint_plans are for programs that take
-turns in one arena; least_moves finds which live blocks to move. methods lists what can be asked for by name.
+turns in one arena; least_moves finds which live blocks to move. groups holds packings of others to compare with;
+methods lists what can be asked for by name.
 
 Importing this package does not import numba; the first plan does.
 """

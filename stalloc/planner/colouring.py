@@ -26,8 +26,8 @@ import numpy as np
 from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
 from stalloc.planner.fused_rows import Fused, in_blocks, in_rows, single
+from stalloc.planner.groups import phase_edges
 from stalloc.planner.packings import Packing, Ranked, Tries, Try, effort_of, packed, swept
-from stalloc.planner.phase_edges import phase_edges
 from stalloc.planner.placement import sweep
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR

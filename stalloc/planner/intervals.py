@@ -10,7 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner.budget import Budget
-from stalloc.planner.methods import place_by_name
+from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
 from stalloc.planner.packings import Packing, compressed
 from stalloc.planner.pieces import Piece, parts_of, pieces_of, place_stacks
@@ -46,7 +46,7 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
     """Every lifespan is one interval."""
     start, end, num_epochs = epochs(start, end)
     bound = int(load_curve(start, end, size, num_epochs).max())
-    if budget.method in SINGLE:
+    if budget.method in (*SINGLE, *GROUPS):
         named = place_by_name(budget.method, start, end, size)
         return Layout(named.offset, named.peak_bytes, bound, named.method)
     offset = np.zeros(len(size), np.int64)

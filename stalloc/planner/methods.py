@@ -7,6 +7,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.planner.groups import by_phase, by_size
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.orders import METHODS, SINGLE, ranks
 from stalloc.planner.packings import Packing, compressed
@@ -14,6 +15,9 @@ from stalloc.planner.placement import sweep
 from stalloc.planner.portfolio import HOLES_LIMIT
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
+
+#: HomoPhase and HomoSize groups of the STAlloc paper
+GROUPS = {"homophase": by_phase, "homosize": by_size}
 
 
 def check_method(method: str) -> None:
@@ -23,9 +27,18 @@ def check_method(method: str) -> None:
 
 
 def place_by_name(method: str, start: Column, end: Column, size: Column) -> Packing:
-    """The packing of a single order; lifespans [start, end) in epochs."""
-    offset = _in_order(compressed(start, end, size), SINGLE[method])
+    """The packing of a single order or grouping; lifespans [start, end) in epochs."""
+    problem = compressed(start, end, size)
+    if method in GROUPS:
+        offset = GROUPS[method](problem.start, problem.end, size, _first_fit)
+    else:
+        offset = _in_order(problem, SINGLE[method])
     return Packing(offset, int((offset + size).max(initial=0)), method)
+
+
+def _first_fit(start: Column, end: Column, size: Column) -> Column:
+    """The largest first, each in the lowest hole."""
+    return _in_order(compressed(start, end, size), "ZW")
 
 
 def _in_order(problem: Problem, order: str) -> Column:

@@ -13,8 +13,8 @@ GUIDED = ("EW", "SW", "WA", "AW", "ZW", "ZE")
 PLAIN = ("Z", "A", "W")
 #: orders that can be asked for by name
 SINGLE = {"size": "ZW", "area": "A", "lifetime": "WZ", "birth": "SW", "death": "EW"}
-#: every method by name
-METHODS = ("auto", "greedy", "search", "colouring", "annealing", *SINGLE)
+#: every method by name; the last two are the groups of groups.py
+METHODS = ("auto", "greedy", "search", "colouring", "annealing", *SINGLE, "homophase", "homosize")
 
 
 def ranks(problem: Problem, order: str, noise: float = 0.0, seed: int = 0, span: Column | None = None) -> Column:
