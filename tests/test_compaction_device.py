@@ -116,7 +116,7 @@ assert whole()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
-def test_where_there_is_no_room_for_a_copy_blocks_wait_in_host_memory(run_checks: Any, seed: int) -> None:
+def test_where_there_is_no_room_for_a_copy_blocks_slide_inside_their_segments(run_checks: Any, seed: int) -> None:
     intact, again, result, live, held, counts = run_checks(
         _FULL_DEVICE
         + """
@@ -130,16 +130,38 @@ gc.collect()
 torch.cuda.empty_cache()
 counts = [STATE.record.total.allocated_bytes,
           STATE.record.statistics.reserved_bytes, STATE.record.statistics.num_unknown_frees]
-moved = [result.num_moved, result.through_host_bytes, result.reserved_before_bytes]
+moved = [result.num_moved, result.slid_bytes, result.through_host_bytes, result.reserved_before_bytes]
 print(json.dumps([intact, again, [num_tensors, *moved], live, held, counts]))
 """,
         str(seed),
     )
     assert intact
     assert again
-    num_tensors, num_moved, through_host, before = result
+    num_tensors, num_moved, slid, through_host, before = result
     assert 0 < num_moved <= num_tensors
-    assert through_host > 0
+    assert slid > 0
+    assert through_host == 0
     assert held < before
     assert held <= 1.1 * live + 20 * MIB
     assert counts == [0, 0, 0]
+
+
+def test_blocks_whose_segment_somebody_else_is_served_from_meanwhile_go_through_host_memory(run_checks: Any) -> None:
+    intact, result = run_checks(
+        _FULL_DEVICE
+        + """
+intruders = []
+def copy(source, target, size):
+    if not intruders:  # in a hole of a segment that is to be packed
+        intruders.append(torch.empty(1200 * 1024, dtype=torch.uint8, device="cuda"))
+    kernels.host_copy(source, target, size)
+result = stalloc.compact(tensors, copy=copy)
+intruders[0].copy_(torch.zeros(len(intruders[0]), dtype=torch.uint8))
+print(json.dumps([whole(), [result.slid_bytes, result.through_host_bytes]]))
+""",
+        "0",
+    )
+    assert intact
+    slid, through_host = result
+    assert slid == 0
+    assert through_host > 0

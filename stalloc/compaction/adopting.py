@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stalloc.compaction.emptying import Relocation, move, move_in_rounds, segments_to_empty
+from stalloc.compaction.execution import Copy
 from stalloc.compaction.heap_view import HeapView, heap_view
-from stalloc.compaction.relocation import Copy, move_together, release
+from stalloc.compaction.relocation import move_together, release
 from stalloc.compaction.torch_storages import Candidate, candidates, tensors_of
 from stalloc.errors import BadInputError
 
@@ -60,7 +61,8 @@ def compact(
 
     Stops as soon as the device can give `needed_bytes` in one piece; None: all that pays. Only segments whose every
     live block is among `objects` (modules, optimizers, tensors, containers) and may move are emptied. Where the device
-    has no room for a copy of even one of them, its blocks wait in host memory while it goes back.
+    has no room for a copy of even one of them, blocks are packed inside the segments first; no other thread may
+    allocate on the device meanwhile.
 
     Raises BadInputError, and moves nothing, if `needed_bytes` cannot be reached.
     """
@@ -69,7 +71,7 @@ def compact(
     if needed_bytes is not None and not any(device.type == "cuda" for device in groups):
         raise BadInputError(f"{needed_bytes} bytes cannot be freed: none of the objects has memory on a GPU.")
     for device, group in groups.items():
-        _compact(device, group, needed_bytes, result, copy)
+        _compact(device, group, needed_bytes, result, copy, slides=True)
     return result
 
 
@@ -82,9 +84,9 @@ def compact_device(
     result: Relocation,
     copy: Copy | None,
 ) -> None:
-    """`compact` on one device only; adds to `result`."""
+    """`compact` on one device only, while other threads may allocate there; adds to `result`."""
     group = _by_device(objects, exclude, gradients, result).get(device, [])
-    _compact(device, group, needed_bytes, result, copy)
+    _compact(device, group, needed_bytes, result, copy, slides=False)
 
 
 def _compact(
@@ -93,6 +95,8 @@ def _compact(
     needed_bytes: int | None,
     result: Relocation,
     copy: Copy | None,
+    *,
+    slides: bool,
 ) -> None:
     release(device)
     view = heap_view(device)
@@ -101,7 +105,7 @@ def _compact(
     _count_reserved(view, result, before=True)
     chosen = segments_to_empty(view, group, needed_bytes, result)
     with view.controller.full_device.moving():
-        move_in_rounds(view, chosen, None, result, copy)
+        move_in_rounds(view, chosen, None, result, copy, slides=slides)
     _count_reserved(view, result, before=False)
 
 
@@ -187,4 +191,4 @@ def _adopt_by_segment(
     for member in sorted(group, key=lambda member: member.address):
         segments.setdefault(view.segment_of(member.address), []).append(member)
     with view.controller.full_device.moving():
-        move_in_rounds(view, list(segments.values()), cap_bytes, result, copy)
+        move_in_rounds(view, list(segments.values()), cap_bytes, result, copy, slides=False)

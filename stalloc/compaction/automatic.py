@@ -13,7 +13,7 @@ from typing import Any
 
 from stalloc.compaction.adopting import compact_device
 from stalloc.compaction.emptying import Relocation
-from stalloc.compaction.relocation import Copy
+from stalloc.compaction.execution import Copy
 from stalloc.errors import BadInputError, SetupError, StallocError
 
 

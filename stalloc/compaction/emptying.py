@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from stalloc.compaction.execution import Copy
 from stalloc.compaction.heap_view import HeapView
-from stalloc.compaction.relocation import Copy, move_together, packed, release
+from stalloc.compaction.relocation import move_together, new_buffer, packed, release
+from stalloc.compaction.sliding import plan_slide, slide, whole_segments
 from stalloc.compaction.torch_storages import Candidate
 from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
@@ -18,6 +20,7 @@ from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, whole_pages
 
 _OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
 _MAX_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
+_MAX_BOUNCE_BYTES = 32 << 20
 _ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding
 
 
@@ -29,6 +32,7 @@ class Relocation:
     moved_bytes: int = 0
     num_launches: int = 0  #: batched copies, one for each new buffer
     through_host_bytes: int = 0  #: of moved_bytes, those that waited in host memory for lack of room
+    slid_bytes: int = 0  #: of moved_bytes, those that were packed inside their segments first, for lack of room
     reserved_before_bytes: int = 0  #: by stalloc's heaps on the devices concerned
     reserved_after_bytes: int = 0
     kept: Counter[str] = field(default_factory=Counter)  #: storages that stayed, by reason
@@ -77,10 +81,13 @@ def move_in_rounds(
     cap_bytes: int | None,
     result: Relocation,
     copy: Copy | None,
+    *,
+    slides: bool,
 ) -> None:
     """Move the contents of segments, as many at a time as there is room for beside them.
 
-    Where there is room for none, they wait in host memory while their segments go back.
+    Where there is room for none, those of several are packed into some of the segments, if `slides`; else they go
+    through host memory.
     """
     waiting = list(segments)
     # the buffers must not be put into the holes of what is to be emptied, nor into what the plan's arena lends
@@ -97,6 +104,12 @@ def move_in_rounds(
                 break
             taken = more
             waiting.pop(0)
+        if slides and not taken:
+            slid = _pack(view, waiting, room, ranges, result, copy)
+            if slid is not None:
+                waiting, ranges = slid
+                continue
+            slides = False  # nor will what is left of it
         through_host = not taken
         while through_host and waiting and _buffer_bytes(taken or waiting[0]) <= _OWN_SEGMENT:
             taken += waiting.pop(0)
@@ -107,6 +120,47 @@ def move_in_rounds(
         # what is empty now has gone back to the device, which may give the same addresses again
         gone = sorted(member.address for member in taken)
         ranges = [span for span in ranges if bisect_left(gone, span[0]) == bisect_left(gone, span[1])]
+
+
+def _pack(
+    view: HeapView,
+    waiting: list[list[Candidate]],
+    room: int,
+    ranges: list[tuple[int, int]],
+    result: Relocation,
+    copy: Copy | None,
+) -> tuple[list[list[Candidate]], list[tuple[int, int]]] | None:
+    """Pack what waits into some of its segments: what waits then, and where; None, and nothing done, if that is none.
+
+    There is room for a copy then. `ranges` are those that no buffer may begin in.
+    """
+    import torch
+
+    device = waiting[0][0].storage.device
+    segments = whole_segments(view, waiting, torch.cuda.current_stream(device).cuda_stream)
+    found, bounce = plan_slide(segments, max(0, min(room, _MAX_BOUNCE_BYTES))), None
+    if found is not None and found.schedule.bounce_bytes:
+        try:
+            bounce = new_buffer(found.schedule.bounce_bytes, device, _inside(ranges))
+        except torch.OutOfMemoryError:
+            found = plan_slide(segments, 0)
+    if found is None:
+        return None
+    contents = slide(view, found, bounce, copy)
+    moved = sum(_live_bytes(members) for members in found.contents)
+    if contents:
+        result.slid_bytes += moved
+        result.num_launches += found.schedule.num_waves
+    else:
+        result.num_moved += sum(len(members) for members in found.contents)
+        result.moved_bytes += moved
+        result.through_host_bytes += moved
+    del bounce
+    release(device)
+    gone = {segment.base for segment in found.segments[len(contents) :]}
+    done = {segment.base for segment in found.segments}
+    rest = [group for group in waiting if int(view.segment_base[view.segment_of(group[0].address)]) not in done]
+    return [*contents, *rest], [span for span in ranges if span[0] not in gone]
 
 
 def _inside(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.compaction.execution import Copy
 from stalloc.compaction.torch_storages import Candidate, empty_storage, exchange, remember_arena, slice_storage
-
-Copy = Callable[[Column, Column, Column], None]
-"""Copies blocks that share no bytes: (k,) absolute source addresses, target addresses and bytes, in any order."""
 
 
 def packed(sizes: Sequence[int], alignment: int) -> tuple[Column, int]:
@@ -86,21 +84,40 @@ def point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
 
 def _through_host(group: Sequence[Candidate], offset: Column, total: int, unwanted: Callable[[int], bool]) -> Any:
     """The same with the bytes in host memory meanwhile: all old memory is let go of before the new one is asked for."""
+    device = group[0].storage.device
+    wait_for(device)
+    host = read_to_host([member.storage for member in group], offset, total)
+    free_memory(group)
+    release(device)
+    return write_from_host(group, host, offset, unwanted)
+
+
+def read_to_host(storages: Sequence[Any], offset: Column, total: int) -> Any:
+    """The bytes of storages of one device in host memory, at these offsets of a uint8 tensor."""
+    import torch
+
+    host = torch.empty(total, dtype=torch.uint8)
+    for storage, at in zip(storages, offset.tolist(), strict=True):
+        host[at : at + storage.nbytes()].copy_(_bytes(storage))
+    wait_for(storages[0].device)
+    return host
+
+
+def free_memory(group: Sequence[Candidate]) -> None:
+    """Let go of the memory of storages; nothing may read them until they have other memory."""
+    for member in group:
+        exchange(member.storage, empty_storage(member.size_bytes, member.storage.device))
+
+
+def write_from_host(group: Sequence[Candidate], host: Any, offset: Column, unwanted: Callable[[int], bool]) -> Any:
+    """Give storages without memory a new buffer with bytes that wait in host memory."""
     import torch
 
     device = group[0].storage.device
-    wait_for(device)
-    host = torch.empty(total, dtype=torch.uint8)
-    for member, at in zip(group, offset.tolist(), strict=True):
-        host[at : at + member.size_bytes].copy_(_bytes(member.storage))
-    wait_for(device)
-    for member in group:
-        exchange(member.storage, empty_storage(member.size_bytes, device))
-    release(device)
     try:
-        arena = new_buffer(total, device, unwanted)
+        arena = new_buffer(len(host), device, unwanted)
     except torch.OutOfMemoryError:
-        arena = torch.empty(total, dtype=torch.uint8, device=device)  # anywhere is better than nowhere
+        arena = torch.empty(len(host), dtype=torch.uint8, device=device)  # anywhere is better than nowhere
     arena.copy_(host)
     wait_for(device)
     point_into(group, arena, offset)

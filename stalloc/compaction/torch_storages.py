@@ -85,9 +85,14 @@ def exchange(a: Any, b: Any) -> None:
 
 def empty_storage(size_bytes: int, device: Any) -> Any:
     """A storage of some size on a device that has no memory yet; no tensor may be read until it has."""
+    return borrowed_storage(0, size_bytes, device)
+
+
+def borrowed_storage(address: int, size_bytes: int, device: Any) -> Any:
+    """A storage on memory that it does not own, and that has to stay as long as it is read."""
     import torch
 
-    return torch._C._construct_storage_from_data_pointer(0, device, size_bytes)
+    return torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
 
 
 def slice_storage(arena: Any, offset_bytes: int, size_bytes: int) -> Any:

@@ -4,7 +4,7 @@ Upheld:
 - the arena grows from its begin in granules of 2 MiB, as an expandable segment does, up to the device's bytes; a
   request takes the lowest free range that holds it, in units of 512 bytes, whatever its stream;
 - where no range holds a request although enough bytes are free, the layout that moves the fewest bytes frees one
-  (largest_hole.py). A block that the program gave up while other streams use it stays where it is;
+  (stalloc.compaction.largest_hole). A block that the program gave up while other streams use it stays where it is;
 - with `move:0` nothing is moved, and such a request fails. What does not fit even so fails either way;
 - memory behind the last block goes back when the cache is emptied; the device is called for the first and the last.
 
@@ -12,14 +12,14 @@ It is the one model that moves live blocks. It takes a move as free and possible
 grants: what it shows is how far moving at best could go.
 """
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.compaction.capped_arena import Arena
+from stalloc.compaction.layouts import largest_hole
 from stalloc.errors import BadInputError
-from stalloc.replay.largest_hole import largest_hole
 from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.rounding import GRANULE
@@ -48,7 +48,7 @@ class Compacting:
         check_capacity(capacity_bytes)
         self._moves = (settings or CompactingSettings()).move
         self._limit = capacity_bytes // GRANULE * GRANULE if capacity_bytes else _NO_LIMIT
-        self._arena = _Arena(self._limit)
+        self._arena = Arena(self._limit)
         self._requested: dict[int, int] = {}  # live or waiting request -> bytes
         self._stream: dict[int, int] = {}
         self._waiting: set[int] = set()
@@ -166,51 +166,3 @@ class Compacting:
             segment_address=np.full(int(self._mapped > 0), _BASE, np.int64),
             segment_size=np.full(int(self._mapped > 0), self._mapped, np.int64),
         )
-
-
-class _Arena:
-    """Live blocks by request, and the free ranges between them, ascending."""
-
-    def __init__(self, capacity: int) -> None:
-        self.offset: dict[int, int] = {}
-        self.size: dict[int, int] = {}
-        self._capacity = capacity
-        self._low, self._high = [0], [capacity]
-
-    def place(self, row: int, need: int) -> bool:
-        """The lowest free range that is large enough; False if there is none."""
-        for i, (low, high) in enumerate(zip(self._low, self._high, strict=True)):
-            if high - low >= need:
-                self.offset[row], self.size[row] = low, need
-                if high - low == need:
-                    del self._low[i], self._high[i]
-                else:
-                    self._low[i] = low + need
-                return True
-        return False
-
-    def free(self, row: int) -> None:
-        """Free a request's block; one that never had any is left alone."""
-        if row not in self.offset:
-            return
-        low, size = self.offset.pop(row), self.size.pop(row)
-        high = low + size
-        i = bisect_left(self._low, low)
-        if i < len(self._low) and self._low[i] == high:
-            high = self._high.pop(i)
-            del self._low[i]
-        j = bisect_right(self._high, low) - 1
-        if j >= 0 and self._high[j] == low:
-            self._high[j] = high
-        else:
-            self._low.insert(j + 1, low)
-            self._high.insert(j + 1, high)
-
-    def move(self, target: dict[int, int]) -> None:
-        """Put live blocks where they are to be."""
-        self.offset = target
-        blocks = sorted((low, low + self.size[row]) for row, low in target.items())
-        lows = [0, *(high for _, high in blocks)]
-        highs = [*(low for low, _ in blocks), self._capacity]
-        gaps = [(low, high) for low, high in zip(lows, highs, strict=True) if low < high]
-        self._low, self._high = [low for low, _ in gaps], [high for _, high in gaps]

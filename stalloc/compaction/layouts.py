@@ -1,10 +1,12 @@
-"""Where live blocks are to go so that one range is free, with the fewest bytes moved.
+"""Where live blocks are to go: slide together, go to planned offsets, or clear one range with the fewest bytes moved.
 
 Contract: targets share no byte with each other or with what stays, lie below the capacity and are multiples of the
-alignment; what cannot be done raises before anything is decided. Of all layouts that keep the order of the blocks none
-moves fewer bytes: whatever lies between the hole's nearest neighbours that stay has to move, and the cheapest such
-window is taken. For few blocks that may all move, layouts in any order compete (stalloc.planner.plan_moving_least),
-which are proven up to 12 blocks.
+alignment; what cannot be done raises before anything is decided.
+
+What is proven: `slide` moves the fewest bytes of all layouts that keep the blocks' order and leave no gap below the
+last one (or above the first). `largest_hole` moves the fewest bytes of all layouts that keep the order: whatever lies
+between the hole's nearest neighbours that stay has to move, and the cheapest such window is taken. For few blocks that
+may all move, layouts in any order compete (stalloc.planner.plan_moving_least), which are proven up to 12 blocks.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stalloc.columns import Column
+from stalloc.compaction.schedule import column
 from stalloc.errors import BadInputError
 
 #: blocks up to which layouts that change the order are tried as well
@@ -29,20 +32,58 @@ class Layout:
     least: bool  #: whether no layout at all moves fewer bytes, not only none that keeps the order
 
 
+def slide(
+    offset: ArrayLike,
+    size: ArrayLike,
+    *,
+    capacity_bytes: int,
+    movable: ArrayLike | None = None,
+    alignment: int = 512,
+    towards: str | None = None,
+) -> Layout:
+    """Slide n live blocks together, (n,) offsets and sizes in bytes of an arena of `capacity_bytes`.
+
+    `towards`: "low", "high", or None for whichever moves less. Blocks that may not move (`movable`, (n,) booleans)
+    stay, and others slide up to them. Raises BadInputError for blocks that share bytes or leave the arena.
+    """
+    blocks = _Blocks(offset, size, movable, capacity_bytes, alignment)
+    if towards not in (None, "low", "high"):
+        raise BadInputError(f"blocks slide towards 'low' or 'high', not {towards!r}.")
+    ways = [blocks.layout(blocks.slid(way)) for way in ("low", "high") if towards in (None, way)]
+    return min(ways, key=lambda layout: layout.moved_bytes)
+
+
+def to_plan(offset: ArrayLike, size: ArrayLike, planned: ArrayLike, *, capacity_bytes: int) -> Layout:
+    """Send n live blocks to planned offsets, (n,) each.
+
+    Raises BadInputError if those share bytes or leave the arena.
+    """
+    blocks = _Blocks(offset, size, None, capacity_bytes, 1)
+    target = column(planned, "planned")
+    if len(target) != len(blocks.low):
+        raise BadInputError(f"{len(target)} planned offsets for {len(blocks.low)} blocks do not belong together.")
+    _Blocks(target, size, None, capacity_bytes, 1)
+    return blocks.layout(target)
+
+
 def largest_hole(
     offset: ArrayLike,
     size: ArrayLike,
     *,
     capacity_bytes: int,
-    needed_bytes: int,
+    needed_bytes: int | None = None,
     movable: ArrayLike | None = None,
     alignment: int = 512,
 ) -> Layout:
-    """Free one contiguous range of `needed_bytes` by moving as few bytes as possible.
+    """Free one contiguous range of `needed_bytes` (None: as many as there are) by moving as few bytes as possible.
 
     (n,) offsets and sizes in bytes. Raises BadInputError if the range cannot be freed, whatever moves.
     """
     blocks = _Blocks(offset, size, movable, capacity_bytes, alignment)
+    if needed_bytes is None:
+        if blocks.movable.all():
+            return slide(offset, size, capacity_bytes=capacity_bytes, alignment=alignment)
+        needed_bytes = blocks.most_free()
     free = capacity_bytes - int(blocks.size.sum())
     if not 0 <= needed_bytes <= free:
         raise BadInputError(f"{needed_bytes} bytes cannot be free in one piece: {free} of {capacity_bytes} are in all.")
@@ -82,7 +123,7 @@ class _Blocks:
     def __init__(
         self, offset: ArrayLike, size: ArrayLike, movable: ArrayLike | None, capacity_bytes: int, alignment: int
     ) -> None:
-        self.low, self.size = np.asarray(offset, np.int64), np.asarray(size, np.int64)
+        self.low, self.size = column(offset, "offset"), column(size, "size")
         may = np.ones(len(self.low), bool) if movable is None else np.asarray(movable, bool)
         if not len(self.low) == len(self.size) == len(may):
             raise BadInputError("offsets, sizes and what may move do not belong together.")
@@ -104,6 +145,23 @@ class _Blocks:
         ends = np.append(0, (target + self.size)[order])
         widest = int(np.argmax(starts - ends))
         return Layout(target, moved, (int(ends[widest]), int(starts[widest])), least or moved == 0)
+
+    def slid(self, towards: str) -> Column:
+        """Targets of all blocks slid together; one that is not aligned never moves the wrong way."""
+        target, grain = self.low.copy(), self.alignment
+        if towards == "low":
+            at = 0
+            for i in self.order.tolist():
+                if self.movable[i]:
+                    target[i] = min(-(-at // grain) * grain, self.low[i])
+                at = int(target[i] + self.size[i])
+        else:
+            at = self.capacity
+            for i in self.order[::-1].tolist():
+                if self.movable[i]:
+                    target[i] = max((at - self.size[i]) // grain * grain, self.low[i])
+                at = int(target[i])
+        return target
 
     def _edges(self) -> tuple[Column, Column]:
         """Free bytes, with sizes rounded up, from the arena's begin up to each block, and up to what is after the last.

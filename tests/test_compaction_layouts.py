@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from stalloc.compaction import largest_hole, order_moves, slide, to_plan
 from stalloc.errors import BadInputError
-from stalloc.replay.largest_hole import largest_hole
 
 
 def _blocks(rng: np.random.Generator, count: int, slack: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -69,13 +69,52 @@ def test_a_range_is_freed_with_the_fewest_bytes_that_keep_the_order(seed: int) -
     assert reordered
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_sliding_leaves_no_gap_but_before_what_stays(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        low, size, capacity = _blocks(rng, 30, int(rng.integers(0, 60)))
+        layout = slide(low, size, capacity_bytes=capacity, alignment=1)
+        _check(layout.target, size, capacity)
+        assert layout.hole[1] - layout.hole[0] == capacity - size.sum()
+        assert (np.argsort(layout.target) == np.argsort(low)).all()
+        both = [
+            slide(low, size, capacity_bytes=capacity, alignment=1, towards=way).moved_bytes for way in ("low", "high")
+        ]
+        assert layout.moved_bytes == min(both)
+        movable = rng.random(30) < 0.8
+        partly = slide(low, size, capacity_bytes=capacity, movable=movable, alignment=1, towards="low")
+        assert (partly.target[~movable] == low[~movable]).all()
+        assert (partly.target <= low).all()
+        _check(partly.target, size, capacity)
+        # any slide can be done without a bounce buffer
+        assert order_moves(low, partly.target, size).bounce_bytes == 0
+
+
 def test_whole_blocks_of_512_bytes_stay_aligned() -> None:
+    layout = slide([512, 4096, 8192], [100, 1000, 512], capacity_bytes=16384)
+    assert layout.target.tolist() == [0, 512, 1536]
+    assert layout.hole == (2048, 16384)
     hole = largest_hole([512, 4096, 8192], [100, 1000, 512], capacity_bytes=16384, needed_bytes=8192)
     assert (hole.target % 512 == 0).all()
     assert hole.moved_bytes == 512
 
 
+def test_a_plan_is_followed_to_the_byte() -> None:
+    layout = to_plan([0, 10], [10, 5], [5, 0], capacity_bytes=20)
+    assert layout.target.tolist() == [5, 0]
+    assert (layout.moved_bytes, layout.hole) == (15, (15, 20))
+    with pytest.raises(BadInputError, match="share bytes or leave"):
+        to_plan([0, 10], [10, 5], [5, 14], capacity_bytes=20)
+    with pytest.raises(BadInputError, match="share bytes or leave"):
+        to_plan([0, 10], [10, 5], [0, 16], capacity_bytes=20)
+    with pytest.raises(BadInputError, match="do not belong together"):
+        to_plan([0, 10], [10, 5], [0], capacity_bytes=20)
+
+
 def test_exact_fits_no_blocks_and_more_than_is_free() -> None:
+    assert slide([], [], capacity_bytes=100).hole == (0, 100)
     assert largest_hole([], [], capacity_bytes=100, needed_bytes=100, alignment=1).moved_bytes == 0
     full = largest_hole([0, 5], [5, 5], capacity_bytes=10, needed_bytes=0, alignment=1)
     assert full.moved_bytes == 0
@@ -84,4 +123,20 @@ def test_exact_fits_no_blocks_and_more_than_is_free() -> None:
     with pytest.raises(BadInputError, match="4 bytes cannot be free in one piece: 3 of 12 are in all"):
         largest_hole([0, 6], [5, 4], capacity_bytes=12, needed_bytes=4, alignment=1)
     with pytest.raises(BadInputError, match="share bytes or leave"):
-        largest_hole([0, 3], [4, 4], capacity_bytes=12, needed_bytes=1)
+        slide([0, 3], [4, 4], capacity_bytes=12)
+
+
+def test_a_capped_arena_full_of_holes_serves_a_large_block_after_compaction() -> None:
+    """Fragmentation alone: half of the bytes are free, no two of them together; then one range of them all is."""
+    rng = np.random.default_rng(5)
+    low, size = np.arange(500) * 4096, np.full(500, 2048)
+    memory = rng.integers(0, 256, 500 * 4096)
+    before = memory.copy()
+    layout = largest_hole(low, size, capacity_bytes=len(memory), needed_bytes=500 * 2048)
+    for source, target, count in order_moves(low, layout.target, size).waves():
+        data = [memory[a : a + n].copy() for a, n in zip(source, count, strict=True)]
+        for b, piece in zip(target, data, strict=True):
+            memory[b : b + len(piece)] = piece
+    memory[slice(*layout.hole)] = -1
+    for a, b in zip(low, layout.target, strict=True):
+        assert (memory[b : b + 2048] == before[a : a + 2048]).all()

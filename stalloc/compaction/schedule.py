@@ -1,0 +1,91 @@
+"""The record of a move plan: waves of copies, each wave safe to execute in any order, one wave after the other.
+
+Contract: within a wave no target shares a byte with another target or with a source of that wave; executed in order,
+the waves leave every block's bytes at its target. Addresses from `BOUNCE` on (see `resolve`) stand for the bounce
+buffer, which is chosen only when the plan is executed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stalloc.columns import Column
+from stalloc.errors import BadInputError
+
+#: byte b of the bounce buffer is written as BOUNCE + b; no device has so many bytes
+BOUNCE = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """k copies in w waves. All addresses are in the space of the blocks: offsets in an arena, or absolute."""
+
+    source: Column  #: (k,) bytes
+    target: Column  #: (k,) bytes
+    size: Column  #: (k,) bytes, more than 0
+    first: Column  #: (w + 1,) wave i is the copies [first[i], first[i + 1])
+    moved_bytes: int  #: sum of the sizes of the blocks that change their place
+    copied_bytes: int  #: what the copies read: more than moved_bytes where bytes go through the bounce buffer
+    bounce_bytes: int  #: how large the bounce buffer has to be; 0: none is needed
+
+    @property
+    def num_waves(self) -> int:
+        """Launches that it takes."""
+        return len(self.first) - 1
+
+    def waves(self) -> Iterator[tuple[Column, Column, Column]]:
+        """Source, target and size of each wave."""
+        for low, high in zip(self.first[:-1].tolist(), self.first[1:].tolist(), strict=True):
+            yield self.source[low:high], self.target[low:high], self.size[low:high]
+
+    def resolve(self, *, base: int = 0, bounce: int = 0) -> "Schedule":
+        """The same plan in absolute addresses: `base` is added to offsets, the bounce buffer begins at `bounce`.
+
+        Raises BadInputError if a bounce buffer is needed and none is given (its address is 0).
+        """
+        if self.bounce_bytes and not bounce:
+            raise BadInputError(f"this move plan needs a bounce buffer of {self.bounce_bytes} bytes: give its address.")
+        places = [np.where(x >= BOUNCE, x - BOUNCE + bounce, x + base) for x in (self.source, self.target)]
+        return Schedule(
+            places[0], places[1], self.size, self.first, self.moved_bytes, self.copied_bytes, self.bounce_bytes
+        )
+
+
+class Copies:
+    """Copies as they are found, each with the wave that it belongs to."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[Column, Column, Column, Column]] = []
+        self._single: list[tuple[int, int, int, int]] = []
+
+    def add(self, wave: int, source: int, target: int, size: int) -> None:
+        """One copy."""
+        self._single.append((wave, source, target, size))
+
+    def add_columns(self, wave: Column, source: Column, target: Column, size: Column) -> None:
+        """Several copies, (k,) each."""
+        self._columns.append((wave, source, target, size))
+
+    def schedule(self, moved_bytes: int) -> Schedule:
+        """The finished record, its waves in order and without empty ones."""
+        single = np.array(self._single, np.int64).reshape(-1, 4)
+        parts = [*self._columns, tuple(single.T)]
+        wave, source, target, size = (np.concatenate([part[i] for part in parts]) for i in range(4))
+        order = np.lexsort((target, wave))
+        wave, source, target, size = wave[order], source[order], target[order], size[order]
+        first = np.append(np.flatnonzero(np.diff(wave, prepend=-1)), len(wave)) if len(wave) else np.zeros(1, np.int64)
+        ends = [(x + size)[x >= BOUNCE] for x in (source, target)]
+        top = int(np.concatenate(ends).max(initial=BOUNCE))
+        return Schedule(source, target, size, first, moved_bytes, int(size.sum()), top - BOUNCE)
+
+
+def column(values: ArrayLike, name: str) -> Column:
+    """A column (n,) of integers. Raises BadInputError for anything else."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadInputError(f"{name} has to be one column of integers.")
+    return array.astype(np.int64)
