@@ -65,8 +65,9 @@ class Replayed:
 
 _NAMES = tuple(POLICIES)
 _, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
+_BY_AGE = (_EQ - 1, _EQ, _LOCAL, _DTE)  #: policies by which what was used this very moment has no score
 _NOTHING, _NEIGHBOURS, _CLASSES, _SOURCES = (int(one) for one in Around)
-_CONSTANT, _CALL, _HOLD, _LET_GO = (int(one) for one in Step)
+_CONSTANT, _CALL, _HOLD, _LET_GO, _KEEP = (int(one) for one in Step)
 _COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)
 
 _dtr, _local, _lru, _size = inner()(dtr), inner()(local_cost), inner()(least_recently_used), inner()(largest_first)
@@ -92,7 +93,8 @@ def replay(
     budget = int(budget_bytes) if budget_bytes is not None else 1 << 62
     tables, counts = make_tables(program, classes=chosen.around == Around.CLASSES, seed=seed)
     base = int(program.op_ticks.sum())
-    counts["budget"], counts["limit"] = budget, int(LONGEST * base)
+    counts["budget"], counts["limit"] = budget, int((LONGEST - 1) * base)
+    counts["constants_stay"] = program.constants_stay and budget_bytes is not None
     counts["policy"], counts["around"] = _NAMES.index(policy), int(chosen.around)
     counts["has_places"], counts["by_window"] = has_places, has_places and chosen.by_window
     made_bytes = int(program.size[~program.is_constant].sum())
@@ -105,14 +107,14 @@ def replay(
         policy=policy,
         budget_bytes=budget,
         ending=ending,
-        overhead=int(told["clock"]) / base if ending == Ending.COMPLETE and base else None,
+        overhead=1 + int(told["again"]) / base if ending == Ending.COMPLETE and base else None,
         peak_bytes=int(told["peak"]),
         evictions=int(told["evictions"]),
         evicted_bytes=int(told["evicted_bytes"]),
         recomputed_calls=int(told["recomputed"]),
         recomputed_bytes=int(told["recomputed_bytes"]),
         extra_evictions=int(told["extra_evictions"]),
-        added_seconds=None if seconds is None else (int(told["clock"]) - base) / seconds,
+        added_seconds=None if seconds is None else int(told["again"]) / seconds,
     )
 
 
@@ -136,8 +138,8 @@ def _score(policy, one):
 
 
 @inner()
-def _walk(t, c, storage, begin, edges, edge_op, since):
-    """The cost of evicted storages that lead on from one through evicted ones; not those that were seen `since`."""
+def _walk(t, c, storage, begin, edges, edge_op):
+    """The cost of evicted storages that lead on from one through evicted ones, by calls that were made."""
     c.stamp += 1
     t.rows[0].stack = storage
     t.storages[storage].seen = c.stamp
@@ -147,12 +149,11 @@ def _walk(t, c, storage, begin, edges, edge_op, since):
         one = t.rows[stack].stack
         for row in range(begin[one], begin[one + 1]):
             other = edges[row]
-            if edge_op[row] > c.current or t.storages[other].resident or t.storages[other].is_constant:
+            if edge_op[row] >= c.current or t.storages[other].resident or t.storages[other].is_constant:
                 continue
             if t.storages[other].seen == c.stamp:
                 continue
-            if t.storages[other].seen < since:
-                total += t.storages[other].cost
+            total += t.storages[other].cost
             t.storages[other].seen = c.stamp
             t.rows[stack].stack = other
             stack += 1
@@ -189,10 +190,9 @@ def _around(t, c, storage):
         c.stamp += 1
         total = _classes_beside(t, c, storage, t.source_begin, t.sources, t.source_op)
         return total + _classes_beside(t, c, storage, t.user_begin, t.users, t.user_op)
-    first = c.stamp + 1
-    total = _walk(t, c, storage, t.source_begin, t.sources, t.source_op, first)
+    total = _walk(t, c, storage, t.source_begin, t.sources, t.source_op)
     if c.around == _NEIGHBOURS:
-        total += _walk(t, c, storage, t.user_begin, t.users, t.user_op, first)
+        total += _walk(t, c, storage, t.user_begin, t.users, t.user_op)
     return total
 
 
@@ -205,7 +205,9 @@ def _draw(c):
 
 @inner()
 def _score_of(t, c, storage):
-    age = max(c.clock - t.storages[storage].used, 1)
+    age = c.clock - t.storages[storage].used
+    if (t.storages[storage].size == 0 and c.policy != _LRU) or (age == 0 and c.policy in _BY_AGE):
+        return np.inf
     beside = 0
     if c.policy == _DTE and c.has_places:
         beside = free_beside(t, c, storage)
@@ -219,7 +221,7 @@ def _score_of(t, c, storage):
             float(t.storages[storage].cost),
             float(around),
             float(t.storages[storage].size),
-            float(age),
+            float(age + 1 if c.policy == _LRU else max(age, 1)),
             float(beside),
             draw,
         ),
@@ -268,6 +270,17 @@ def _unlock(t, c, storage):
 
 
 @inner()
+def _begin_class(t, c, storage, cost):
+    """A storage that is not there is a class of its own."""
+    node = c.num_classes
+    if c.around != _CLASSES or node == len(t.classes):
+        return False
+    c.num_classes += 1
+    t.classes[node].parent, t.classes[node].cost, t.storages[storage].class_of = node, cost, node
+    return True
+
+
+@inner()
 def _join_classes(t, c, storage, begin, edges, edge_op):
     for row in range(begin[storage], begin[storage + 1]):
         other = edges[row]
@@ -287,15 +300,7 @@ def _free(t, c, storage):
     t.storages[storage].version += 1  # its tensors are gone
     if c.has_places:
         forget_place(t, c, storage)
-    if c.around == _CLASSES and c.num_classes < len(t.classes):
-        node = c.num_classes
-        c.num_classes += 1
-        t.classes[node].parent, t.classes[node].cost, t.storages[storage].class_of = (
-            node,
-            t.storages[storage].cost,
-            node,
-        )
-        t.storages[storage].class_share = t.storages[storage].cost
+    if _begin_class(t, c, storage, t.storages[storage].cost):
         _join_classes(t, c, storage, t.source_begin, t.sources, t.source_op)
         _join_classes(t, c, storage, t.user_begin, t.users, t.user_op)
 
@@ -310,14 +315,15 @@ def _evict(t, c, storage, is_extra):
 
 @inner()
 def _choose(t, c):
-    """The evictable storage of the lowest score; the last of equals. -1 if there is none."""
+    """The evictable storage of the lowest score: the last of equals, or the first that costs nothing. -1: none."""
     best, lowest = -1, 0.0
     one = c.first
     while one >= 0:
-        if t.storages[one].size > 0:
-            score = _score_of(t, c, one)
-            if best < 0 or score <= lowest:
-                best, lowest = one, score
+        score = _score_of(t, c, one)
+        if best < 0 or score <= lowest:
+            best, lowest = one, score
+        if score == 0:
+            break
         one = t.storages[one].behind
     return best
 
@@ -380,7 +386,7 @@ def _allocate(t, c, storage, density):
     c.allocated += t.storages[storage].size
     c.peak = max(c.peak, c.allocated)
     if c.around == _CLASSES and t.storages[storage].class_of >= 0:
-        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].class_share
+        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].cost
         t.storages[storage].class_of = -1
     return True
 
@@ -394,22 +400,23 @@ def _is_made(t, tensor):
 
 
 @inner()
-def _make_outputs(t, c, op, is_first, density):
-    """A call whose arguments are there and locked; False after a failure."""
-    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
-        t.storages[t.tensors[t.arguments[row].tensor].storage].used = c.clock
+def _make_outputs(t, c, op, wanted, is_first, density):
+    """A call whose arguments are there and locked, for one of its results; False after a failure."""
     low, high = t.operations[op].out_begin, t.operations[op + 1].out_begin
-    needed = t.operations[op].work_bytes
+    passing = needed = t.operations[op].work_bytes
+    by_bytes = not c.has_places or passing > 0
     for row in range(low, high):
-        storage = t.tensors[t.outs[row]].storage
-        if not t.tensors[t.outs[row]].is_view and not t.storages[storage].resident:
-            needed += t.storages[storage].size
-    if (not c.has_places or t.operations[op].work_bytes > 0) and not _make_room(t, c, needed):
+        if not t.tensors[t.outs[row]].is_view:
+            needed += t.storages[t.tensors[t.outs[row]].storage].size
+            by_bytes = by_bytes or t.storages[t.tensors[t.outs[row]].storage].resident
+    if by_bytes and not _make_room(t, c, needed):
         return False
     for row in range(low, high):
         tensor = t.outs[row]
         storage = t.tensors[tensor].storage
-        if not t.tensors[tensor].is_view and not t.storages[storage].resident:
+        if not t.tensors[tensor].is_view and t.storages[storage].resident:
+            passing += t.storages[storage].size  # made once more, and freed again at once
+        elif not t.tensors[tensor].is_view:
             t.storages[storage].locks += 1
             if not _allocate(t, c, storage, density):
                 return False
@@ -417,44 +424,58 @@ def _make_outputs(t, c, op, is_first, density):
             if not is_first:
                 c.recomputed_bytes += t.storages[storage].size
         t.tensors[tensor].made_in = t.storages[storage].version
-    c.peak = max(c.peak, c.allocated + t.operations[op].work_bytes)
+    c.peak = max(c.peak, c.allocated + passing)
     c.clock += t.operations[op].ticks
-    c.recomputed += not is_first
-    if c.clock > c.limit:
-        c.ending = _TOO_LONG
-        return False
+    if is_first:
+        for row in range(low, high):
+            t.storages[t.tensors[t.outs[row]].storage].used = c.clock
+    else:
+        c.recomputed += 1
+        c.again += t.operations[op].ticks
+        if c.again > c.limit:
+            c.ending = _TOO_LONG
+            return False
     for row in range(low, high):
-        t.storages[t.tensors[t.outs[row]].storage].used = c.clock
+        if t.outs[row] != wanted:
+            _unlock_fresh(t, c, t.tensors[t.outs[row]].storage)
+    if wanted >= 0:
+        _unlock_fresh(t, c, t.tensors[wanted].storage)
     for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
         _unlock(t, c, t.tensors[t.arguments[row].tensor].storage)
         t.arguments[row].is_locked = False
-    for row in range(low, high):
-        storage = t.tensors[t.outs[row]].storage
-        if t.storages[storage].fresh:
-            t.storages[storage].fresh = False
-            _unlock(t, c, storage)
     return True
 
 
 @inner()
-def _lock_those_there(t, c, op):
-    """Before arguments of a repeated call are made again: the others must not be evicted for them."""
+def _unlock_fresh(t, c, storage):
+    if t.storages[storage].fresh:
+        t.storages[storage].fresh = False
+        _unlock(t, c, storage)
+
+
+@inner()
+def _begin_frame(t, c, depth, op, wanted):
+    """A call waits for its arguments: those that are there are locked before any is made again."""
+    t.operations[depth].frame_op, t.operations[depth].frame_row = op, t.operations[op].arg_begin
+    t.operations[depth].frame_wanted = wanted
     for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
-        if _is_made(t, t.arguments[row].tensor):
-            _lock(t, c, t.tensors[t.arguments[row].tensor].storage)
+        tensor = t.arguments[row].tensor
+        t.storages[t.tensors[tensor].storage].used = c.clock
+        if _is_made(t, tensor):
+            _lock(t, c, t.tensors[tensor].storage)
             t.arguments[row].is_locked = True
 
 
 @inner()
-def _perform(t, c, op, is_first, density):
-    """A call, after all that has to be made again for it; False after a failure."""
+def _perform(t, c, op, wanted, is_first, density):
+    """A call for one of its results, after all that has to be made again for it; False after a failure."""
     depth = 1
-    t.operations[0].frame_op, t.operations[0].frame_row = op, t.operations[op].arg_begin
+    _begin_frame(t, c, 0, op, wanted)
     while depth > 0:
         one, row = t.operations[depth - 1].frame_op, t.operations[depth - 1].frame_row
         if row == t.operations[one + 1].arg_begin:
             depth -= 1
-            if not _make_outputs(t, c, one, is_first and depth == 0, density):
+            if not _make_outputs(t, c, one, t.operations[depth].frame_wanted, is_first and depth == 0, density):
                 return False
             continue
         t.operations[depth - 1].frame_row = row + 1
@@ -464,34 +485,23 @@ def _perform(t, c, op, is_first, density):
         _lock(t, c, t.tensors[tensor].storage)
         t.arguments[row].is_locked = True
         if not _is_made(t, tensor):
-            maker = t.tensors[tensor].op
-            t.operations[depth].frame_op, t.operations[depth].frame_row = maker, t.operations[maker].arg_begin
+            _begin_frame(t, c, depth, t.tensors[tensor].op, tensor)
             depth += 1
-            _lock_those_there(t, c, maker)
     return True
 
 
 @inner()
 def _begin_call(t, c, op):
-    """What the operation adds to the cost of the storages that it puts something into."""
+    """What the operation adds to the cost of the storages that it puts something into, once for each."""
     c.current = op
+    c.stamp += 1
     for row in range(t.operations[op].out_begin, t.operations[op + 1].out_begin):
-        t.storages[t.tensors[t.outs[row]].storage].cost += t.operations[op].ticks
-
-
-@inner()
-def _end(t, c, density):
-    """What the program still holds has to be there at once."""
-    for tensor in range(len(t.tensors)):
-        if t.tensors[tensor].held > 0:
-            _lock(t, c, t.tensors[tensor].storage)
-    for tensor in range(len(t.tensors)):
-        if (
-            t.tensors[tensor].held > 0
-            and not _is_made(t, tensor)
-            and not _perform(t, c, t.tensors[tensor].op, False, density)
-        ):
-            return
+        storage = t.tensors[t.outs[row]].storage
+        if t.storages[storage].seen != c.stamp:
+            t.storages[storage].seen = c.stamp
+            t.storages[storage].cost += t.operations[op].ticks
+            if not t.tensors[t.outs[row]].is_view:
+                _begin_class(t, c, storage, 0)
 
 
 @njit(nogil=True)
@@ -501,20 +511,23 @@ def _run(t, c, step_kind, step_of, density):
         kind, of = step_kind[row], step_of[row]
         if kind == _CALL:
             _begin_call(t, c, of)
-            if not _perform(t, c, of, True, density):
+            low, high = t.operations[of].out_begin, t.operations[of + 1].out_begin
+            if not _perform(t, c, of, t.outs[low] if low < high else -1, True, density):
                 return
         elif kind == _HOLD:
-            t.tensors[of].held += 1
             t.storages[t.tensors[of].storage].names += 1
         elif kind == _LET_GO:
             storage = t.tensors[of].storage
-            t.tensors[of].held -= 1
             t.storages[storage].names -= 1
-            if t.storages[storage].names == 0 and t.storages[storage].resident and t.storages[storage].locks == 0:
-                _free(t, c, storage)
+            if t.storages[storage].names == 0 and t.storages[storage].resident:
+                if not t.storages[storage].is_constant or not c.constants_stay:
+                    _free(t, c, storage)
         elif kind == _CONSTANT:
             if not c.has_places and not _make_room(t, c, t.storages[of].size):
                 return
             if not _allocate(t, c, of, density):
                 return
-    _end(t, c, density)
+        elif kind == _KEEP:
+            if not _is_made(t, of) and not _perform(t, c, t.tensors[of].op, of, False, density):
+                return
+            _lock(t, c, t.tensors[of].storage)

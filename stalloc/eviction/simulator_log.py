@@ -22,6 +22,7 @@ def read_simulator_log(path: Path, data: bytes, *, in_place: bool = False) -> In
     follow_log(path, data, reader.follow)
     if reader.waiting:
         raise BadInputError(f"{path}: the log ends within a call: {WRITE_AGAIN}.")
+    reader.keep_what_is_left()
     writer = reader.writer
     if max(sum(writer.sizes), sum(op[0] * len(op[3]) + op[0] for op in writer.ops)) > _MOST_IN_ALL:
         raise BadInputError(f"{path}: sizes or times are larger than any program's: {WRITE_AGAIN}.")
@@ -36,6 +37,7 @@ class _Reader:
         self.waiting: list[str] = []  #: results of the last call that were not described yet
         self._in_place = in_place
         self._tensor: dict[str, int] = {}
+        self._named: dict[str, int] = {}  #: every name that was ever given, in that order, and its last tensor
         self._constant = ""
         self._told_bytes: dict[str, int] = {}
         self._call: tuple[int, list[int], list[str]] = (0, [], [])
@@ -69,9 +71,20 @@ class _Reader:
                 self.writer.let_go(self._tensor.pop(str(entry["DST"])))
             self._name(str(entry["DST"]), other)
         elif kind == "RELEASE":
-            self.writer.let_go(self._tensor.pop(str(entry["NAME"])))
-        elif kind != "ANNOTATE":
+            if str(entry["NAME"]) in self._tensor:  # else it is of what was before the start
+                self.writer.let_go(self._tensor.pop(str(entry["NAME"])))
+        elif kind == "ANNOTATE":
+            if entry["ANNOTATION"] == "START" and self._named:
+                self.__init__(self._in_place)
+        else:
             raise ValueError(f"unknown instruction {str(kind)[:30]!r}")
+
+    def keep_what_is_left(self) -> None:
+        """At the end, what the program still has a name for has to be there, by the order of names."""
+        held = set(self._tensor.values())
+        for tensor in dict.fromkeys(self._named.values()):
+            if tensor in held:
+                self.writer.keep(tensor)
 
     def _describe(self, kind: str, entry: dict[str, Any]) -> None:
         name = str(entry["NAME"])
@@ -102,8 +115,8 @@ class _Reader:
     def _change(self, entry: dict[str, Any]) -> None:
         names = [str(name) for name in entry["ARGS"]]
         args = [self._tensor[name] for name in names]
-        changed = sorted({int(number) for number in entry["MUTATE"]})
-        if changed and not 0 <= changed[0] <= changed[-1] < len(names):
+        changed = list(dict.fromkeys(int(number) for number in entry["MUTATE"]))
+        if not all(0 <= number < len(names) for number in changed):
             raise ValueError("it changes what is no argument of it")
         made = [(0, args[one]) if self._in_place else (self.writer.size_of(args[one]), -1) for one in changed]
         for number, tensor in zip(changed, self.writer.call(_ticks(entry), args, made), strict=True):
@@ -113,7 +126,7 @@ class _Reader:
     def _name(self, name: str, tensor: int) -> None:
         if name in self._tensor:
             raise ValueError(f"tensor {name[:30]} is there already")
-        self._tensor[name] = tensor
+        self._tensor[name] = self._named[name] = tensor
 
 
 def _ticks(entry: dict[str, Any]) -> int:
