@@ -139,7 +139,7 @@ def _score(policy, one):
 
 @inner()
 def _walk(t, c, storage, begin, edges, edge_op):
-    """The cost of evicted storages that lead on from one through evicted ones, by calls that were made."""
+    """The cost of evicted storages that lead on from one through evicted ones."""
     c.stamp += 1
     t.rows[0].stack = storage
     t.storages[storage].seen = c.stamp
@@ -149,7 +149,7 @@ def _walk(t, c, storage, begin, edges, edge_op):
         one = t.rows[stack].stack
         for row in range(begin[one], begin[one + 1]):
             other = edges[row]
-            if edge_op[row] >= c.current or t.storages[other].resident or t.storages[other].is_constant:
+            if edge_op[row] > c.current or t.storages[other].resident or t.storages[other].is_constant:
                 continue
             if t.storages[other].seen == c.stamp:
                 continue
@@ -478,15 +478,15 @@ def _perform(t, c, op, wanted, is_first, density):
             if not _make_outputs(t, c, one, t.operations[depth].frame_wanted, is_first and depth == 0, density):
                 return False
             continue
-        t.operations[depth - 1].frame_row = row + 1
-        if t.arguments[row].is_locked:
-            continue
         tensor = t.arguments[row].tensor
-        _lock(t, c, t.tensors[tensor].storage)
-        t.arguments[row].is_locked = True
         if not _is_made(t, tensor):
             _begin_frame(t, c, depth, t.tensors[tensor].op, tensor)
             depth += 1
+            continue
+        if not t.arguments[row].is_locked:
+            _lock(t, c, t.tensors[tensor].storage)
+            t.arguments[row].is_locked = True
+        t.operations[depth - 1].frame_row = row + 1
     return True
 
 
