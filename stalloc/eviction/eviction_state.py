@@ -39,7 +39,8 @@ _TENSOR = (
     ("made_in", np.int64),  # the version of its storage that it was made in
 )  # fmt: skip
 _OPERATION = (
-    ("ticks", np.int64), ("work_bytes", np.int64), ("arg_begin", np.int64), ("out_begin", np.int64),
+    ("ticks", np.int64), ("work_bytes", np.int64), ("is_costly", bool),
+    ("arg_begin", np.int64), ("out_begin", np.int64),
     # calls that wait for their arguments, by depth
     ("frame_op", np.int64), ("frame_row", np.int64), ("frame_wanted", np.int64),
 )  # fmt: skip

@@ -18,13 +18,12 @@ import numpy as np
 from stalloc.compiled import inner, njit
 from stalloc.eviction.eviction_state import make_tables
 from stalloc.eviction.instructions import Instructions, Step
-from stalloc.eviction.places import choose_window, forget_place, free_beside, has_hole, put_in_place
+from stalloc.eviction.places import choose_window, costly_operations, forget_place, free_beside, has_hole, put_in_place
 from stalloc.eviction.scores import (
     POLICIES,
     Around,
     Candidate,
     dtr,
-    is_costly,
     largest_first,
     least_recently_used,
     local_cost,
@@ -72,7 +71,7 @@ _COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)
 
 _dtr, _local, _lru, _size = inner()(dtr), inner()(local_cost), inner()(least_recently_used), inner()(largest_first)
 _msps, _random, _dte = inner()(memory_saved_per_second), inner()(random_choice), inner()(tensor_evicting)
-_coop, _is_costly = inner()(window_cost), inner()(is_costly)
+_coop = inner()(window_cost)
 
 
 def peak_of(program: Instructions) -> int:
@@ -97,9 +96,9 @@ def replay(
     counts["constants_stay"] = program.constants_stay and budget_bytes is not None
     counts["policy"], counts["around"] = _NAMES.index(policy), int(chosen.around)
     counts["has_places"], counts["by_window"] = has_places, has_places and chosen.by_window
-    made_bytes = int(program.size[~program.is_constant].sum())
-    density = float(program.op_ticks[program.tensor_op[program.tensor_op >= 0]].sum()) / max(made_bytes, 1)
-    _run(tables, counts[0], program.step_kind, program.step_of, density)
+    if counts["by_window"][0]:
+        tables.operations["is_costly"][:-1] = costly_operations(program)
+    _run(tables, counts[0], program.step_kind, program.step_of)
     told = counts[0]
     ending = Ending(int(told["ending"]))
     seconds = program.ticks_per_second
@@ -371,16 +370,11 @@ def _make_room(t, c, needed):
 
 
 @inner()
-def _allocate(t, c, storage, density):
+def _allocate(t, c, storage, from_top):
     """A storage is there from now on; False after a failure. Without places the room was made before."""
     if c.has_places and t.storages[storage].size > 0:
         if not _make_hole(t, c, t.storages[storage].size):
             return False
-        from_top = (
-            c.by_window
-            and not t.storages[storage].is_constant
-            and _is_costly(t.storages[storage].cost, t.storages[storage].size, density)
-        )
         put_in_place(t, c, storage, from_top)
     t.storages[storage].resident = True
     c.allocated += t.storages[storage].size
@@ -400,7 +394,7 @@ def _is_made(t, tensor):
 
 
 @inner()
-def _make_outputs(t, c, op, wanted, is_first, density):
+def _make_outputs(t, c, op, wanted, is_first):
     """A call whose arguments are there and locked, for one of its results; False after a failure."""
     low, high = t.operations[op].out_begin, t.operations[op + 1].out_begin
     passing = needed = t.operations[op].work_bytes
@@ -418,7 +412,7 @@ def _make_outputs(t, c, op, wanted, is_first, density):
             passing += t.storages[storage].size  # made once more, and freed again at once
         elif not t.tensors[tensor].is_view:
             t.storages[storage].locks += 1
-            if not _allocate(t, c, storage, density):
+            if not _allocate(t, c, storage, t.operations[op].is_costly):
                 return False
             t.storages[storage].fresh = True
             if not is_first:
@@ -467,7 +461,7 @@ def _begin_frame(t, c, depth, op, wanted):
 
 
 @inner()
-def _perform(t, c, op, wanted, is_first, density):
+def _perform(t, c, op, wanted, is_first):
     """A call for one of its results, after all that has to be made again for it; False after a failure."""
     depth = 1
     _begin_frame(t, c, 0, op, wanted)
@@ -475,7 +469,7 @@ def _perform(t, c, op, wanted, is_first, density):
         one, row = t.operations[depth - 1].frame_op, t.operations[depth - 1].frame_row
         if row == t.operations[one + 1].arg_begin:
             depth -= 1
-            if not _make_outputs(t, c, one, t.operations[depth].frame_wanted, is_first and depth == 0, density):
+            if not _make_outputs(t, c, one, t.operations[depth].frame_wanted, is_first and depth == 0):
                 return False
             continue
         tensor = t.arguments[row].tensor
@@ -505,14 +499,14 @@ def _begin_call(t, c, op):
 
 
 @njit(nogil=True)
-def _run(t, c, step_kind, step_of, density):
+def _run(t, c, step_kind, step_of):
     """Follow all steps; what came of it is in the counts."""
     for row in range(len(step_kind)):
         kind, of = step_kind[row], step_of[row]
         if kind == _CALL:
             _begin_call(t, c, of)
             low, high = t.operations[of].out_begin, t.operations[of + 1].out_begin
-            if not _perform(t, c, of, t.outs[low] if low < high else -1, True, density):
+            if not _perform(t, c, of, t.outs[low] if low < high else -1, True):
                 return
         elif kind == _HOLD:
             t.storages[t.tensors[of].storage].names += 1
@@ -525,9 +519,9 @@ def _run(t, c, step_kind, step_of, density):
         elif kind == _CONSTANT:
             if not c.has_places and not _make_room(t, c, t.storages[of].size):
                 return
-            if not _allocate(t, c, of, density):
+            if not _allocate(t, c, of, False):
                 return
         elif kind == _KEEP:
-            if not _is_made(t, of) and not _perform(t, c, t.tensors[of].op, of, False, density):
+            if not _is_made(t, of) and not _perform(t, c, t.tensors[of].op, of, False):
                 return
             _lock(t, c, t.tensors[of].storage)
