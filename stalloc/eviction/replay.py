@@ -2,12 +2,14 @@
 
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
-locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
-is made again first, and so on down. A call that is repeated first locks those of its arguments that are there. The
-clock counts the ticks of calls, first ones and repeated ones alike; a storage was used when a call that reads it
-begins, and when one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made
-again later, it stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program
-still holds at the end has to be there. A run that takes twice its time is given up.
+locked, and it can be made again. A call locks those of what it reads that are there; the others, which were evicted,
+are made again, one after the other, and so on down, and locked then. A call makes all its results again, for a moment
+also those that are there, so that it needs room for all. The clock counts the ticks of calls, first ones and repeated
+ones alike; a storage was used when a call that reads it was asked for, before anything was made again for that, and
+when the call that first makes it ends. What nobody holds any more is freed; if it has to be made again later, it stays
+until it is chosen. Of equal candidates the one that became evictable last goes, but the first that costs nothing. What
+the program still holds at the end has to be there, and is made and kept in the order of its names. A run that repeats
+calls for as long as the program takes is given up.
 """
 
 import enum
@@ -513,9 +515,9 @@ def _run(t, c, step_kind, step_of):
         elif kind == _LET_GO:
             storage = t.tensors[of].storage
             t.storages[storage].names -= 1
-            if t.storages[storage].names == 0 and t.storages[storage].resident:
-                if not t.storages[storage].is_constant or not c.constants_stay:
-                    _free(t, c, storage)
+            stays = t.storages[storage].is_constant and c.constants_stay
+            if t.storages[storage].names == 0 and t.storages[storage].resident and not stays:
+                _free(t, c, storage)
         elif kind == _CONSTANT:
             if not c.has_places and not _make_room(t, c, t.storages[of].size):
                 return

@@ -1,6 +1,8 @@
 """Logs of the DTR simulator as instructions; stalloc.trace.sources.dtr_log reads the same file for lifespans alone.
 
-Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix on the simulator's log. A call that
+Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix on the simulator's log. It begins where
+`ANNOTATE` says `START`, and names that were given before may be released in it. A constant stays, since something that
+was made from it may have to be made again. A call that
 changes a tensor makes a new storage of the same size there (copy on write), or, `in_place`, a view of the old one, as
 Coop has it.
 """
@@ -24,6 +26,8 @@ def read_simulator_log(path: Path, data: bytes, *, in_place: bool = False) -> In
         raise BadInputError(f"{path}: the log ends within a call: {WRITE_AGAIN}.")
     reader.keep_what_is_left()
     writer = reader.writer
+    if not writer.ops:
+        raise BadInputError(f"{path}: the log holds no calls, so nothing can be replayed: {WRITE_AGAIN}.")
     if max(sum(writer.sizes), sum(op[0] * len(op[3]) + op[0] for op in writer.ops)) > _MOST_IN_ALL:
         raise BadInputError(f"{path}: sizes or times are larger than any program's: {WRITE_AGAIN}.")
     return writer.done()
@@ -33,9 +37,12 @@ class _Reader:
     """Follows a log. A call is written when the sizes and views of all its results are known, which come after it."""
 
     def __init__(self, in_place: bool) -> None:
+        self._in_place = in_place
+        self._start()
+
+    def _start(self) -> None:
         self.writer = InstructionWriter()
         self.waiting: list[str] = []  #: results of the last call that were not described yet
-        self._in_place = in_place
         self._tensor: dict[str, int] = {}
         self._named: dict[str, int] = {}  #: every name that was ever given, in that order, and its last tensor
         self._constant = ""
@@ -75,7 +82,7 @@ class _Reader:
                 self.writer.let_go(self._tensor.pop(str(entry["NAME"])))
         elif kind == "ANNOTATE":
             if entry["ANNOTATION"] == "START" and self._named:
-                self.__init__(self._in_place)
+                self._start()
         else:
             raise ValueError(f"unknown instruction {str(kind)[:30]!r}")
 
