@@ -19,10 +19,10 @@ from stalloc.core.constants import (
 from stalloc.core.counters import count_parted, count_resized
 from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.iteration_log import goes_as_planned
 from stalloc.core.leases import revoke_all
 from stalloc.core.pages import free_pages, has_rows, unmap_part
 from stalloc.core.records import block_at, entry_at, interval_at, segment_at, word_at
-from stalloc.core.step_log import goes_as_planned
 
 _MOST_LOOKS = 4096  # at pages, for those that lack memory: the lock is held meanwhile
 

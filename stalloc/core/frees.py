@@ -14,7 +14,7 @@ from stalloc.core.constants import (
     BLOCK_LIVE,
     BLOCK_SHARED,
     MAX_STREAMS,
-    MODE_REPLAY,
+    MODE_PLANNED,
     STATE_BITS,
     STATE_MASK,
     STREAM_BITS,
@@ -115,7 +115,7 @@ def _release_block(state, address, block):
     """Free a block of the heap."""
     size, requested = rounded_bytes(state, block), block_at(state, block).requested_bytes
     stream = pool_at(state, pool_of(state, block)).stream
-    if block_at(state, block).born >= 0 and state.hot.mode == MODE_REPLAY:
+    if block_at(state, block).born >= 0 and state.hot.mode == MODE_PLANNED:
         note_death(state, block)
     heap_free(state, block)
     count_free(state, size, requested)

@@ -182,12 +182,14 @@ class Planned:
             retries=state.record.statistics.num_retries,
             more={
                 "planned_hits": state.record.follow.hits,
-                "unplanned": state.record.steps.misses,
-                "conflicts": state.record.steps.conflicts,
+                "unplanned": state.record.iterations.misses,
+                "conflicts": state.record.iterations.conflicts,
                 "arena_bytes": state.record.plan.arena_bytes,
                 "plan_bytes": self._plan_bytes,
                 "plans": self._controller.status.num_plans,
-                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.steps.step_count else 0,
+                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes
+                if state.record.iterations.iteration_count
+                else 0,
             },
         )
 

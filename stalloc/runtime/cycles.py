@@ -28,7 +28,7 @@ _MANY = 1 << 30
 
 
 class CycleWatch:
-    """Of the steps of one device."""
+    """Watches the marked steps of one device for an order that repeats."""
 
     def __init__(self, recorded: RecordedSteps) -> None:
         self._recorded = recorded

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Refusals:
-    """Of one device's record."""
+    """The requests in one device's record that were refused."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state

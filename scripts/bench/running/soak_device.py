@@ -302,7 +302,7 @@ class Soak:
         totals = self.counts.sum(axis=0)
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
-        if state.record.hot.mode == constants.MODE_REPLAY and state.record.plan.arena_bytes:
+        if state.record.hot.mode == constants.MODE_PLANNED and state.record.plan.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
             leases = (
                 state.arena.schedule.cells["lease"][: state.record.plan.num_intervals]
@@ -316,7 +316,7 @@ class Soak:
             )
             if taken != int((leases == constants.UNMAPPED).sum()):
                 problems.append("cells are taken though nothing lives")
-        if state.record.hot.mode == constants.MODE_REPLAY:
+        if state.record.hot.mode == constants.MODE_PLANNED:
             counted = "num_leases", "leased_bytes", "arena_live"
             problems += [
                 f"{name} is {attrgetter(name)(state.record)} though nothing lives"
