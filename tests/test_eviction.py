@@ -82,6 +82,22 @@ def test_the_window_is_the_cheapest_of_all():
     assert found > 100
 
 
+def test_dte_joins_free_neighbours_where_dtr_does_not():
+    """Free memory lies beside the smaller of two storages, which is the dearer one for each of its bytes."""
+    program = InstructionWriter()
+    weight = program.constant(2)
+    (free,) = program.call(1, [weight], [(10, -1)])
+    (beside,) = program.call(6, [weight], [(10, -1)])
+    (apart,) = program.call(11, [weight], [(20, -1)])
+    program.call(10, [beside, apart], [])
+    program.let_go(free)
+    program.let_go(*program.call(1, [weight], [(18, -1)]))
+    for one in (beside, apart):
+        program.keep(one)
+    dtr, dte = (replay(program.done(), name, 42, places=True) for name in ("dtr", "dte"))
+    assert (dtr.evicted_bytes, dte.evicted_bytes) == (20, 10)
+
+
 RESNET, TRANSFORMER = "dtr_resnet32.log.gz", "dtr_transformer.log.gz"
 OVER = None  # more than twice the time
 #: what the simulator of Kirisame et al. gives for these logs: the time over that without a budget
