@@ -242,6 +242,7 @@ def test_evict_prints_a_table_and_writes_its_figures(tmp_path, capsys):
     assert {row["overhead"] for row in found["rows"]} == {1.0}
     assert [row["budget_bytes"] for row in found["rows"]][:: len(POLICIES)] == [72, 1024]
     assert all(POLICIES[row["policy"]].title in shown for row in found["rows"])
+    assert "of MegTaiChi, DTE alone" in shown
 
 
 @pytest.mark.parametrize("budget", ["0.01", "1", "71"])

@@ -34,6 +34,10 @@ from stalloc.errors import BadInputError
 from stalloc.eviction.scores import POLICIES
 from stalloc.figures import human_bytes, human_seconds
 
+_MEGTAICHI = (
+    "of MegTaiChi, DTE alone: a recording of one device shows no partition over devices (DTP); places for what repeats "
+    "(TMA) are what stalloc plan gives"
+)
 _SHOWN = ("dtr", "dtr-eq", "dtr-local", "dte", "coop")
 
 
@@ -138,6 +142,8 @@ def _print(told: dict[str, Any]) -> None:
     if any(one["ending"] == "out of memory" for one in told["rows"]):
         told_why = "out of memory: what has to be there at once does not fit, whatever is evicted"
         print_prose(console, told_why, indent="  ")
+    if any(one["policy"] == "dte" for one in told["rows"]):
+        print_prose(console, _MEGTAICHI, indent="  ")
 
 
 def _ending(ending: str) -> str:
