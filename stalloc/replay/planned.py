@@ -50,7 +50,7 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
         if kind[i] == _ALLOC:
             place = call3(allocate, device, size[row], stream[row])
             if place == 0 and size[row] > 0:
-                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], state.reserved_bytes)
+                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], state.statistics.reserved_bytes)
                 return i
             address[row] = place
             if place != 0:
@@ -64,7 +64,7 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
             if kind[i] == _FREE_COMPLETED:
                 held[row] = 0
                 call3(release, device, address[row], 0)
-        reserved[i] = state.reserved_bytes
+        reserved[i] = state.statistics.reserved_bytes
         words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], reserved[i])
         allocated[i] = words[_ALLOCATED]
     return len(kind)

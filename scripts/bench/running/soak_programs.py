@@ -341,11 +341,11 @@ def _left_over(device: Device) -> str:
     counters = (
         "total.allocated_bytes",
         "total.requested_bytes",
-        "reserved_bytes",
+        "statistics.reserved_bytes",
         "total.num_live",
-        "live_count",
-        "num_unknown_frees",
-        "arena_live",
+        "lookup.live_count",
+        "statistics.num_unknown_frees",
+        "plan.arena_live",
     )
     left = [f"{name} is {attrgetter(name)(state.record)}" for name in counters if attrgetter(name)(state.record)]
     if device.pieces:
