@@ -155,6 +155,9 @@ def test_with_addresses_nothing_that_is_free_is_out_of_coops_reach(program_of, n
         made = replay(program.in_place, "coop", int(share * peak))
         assert made.ending == Ending.COMPLETE
         assert made.peak_bytes <= made.budget_bytes
+        dtr = replay(program.copied, "dtr", int(share * peak), places=True)
+        # the cheapest window is not always the smallest (docs/eviction.md)
+        assert made.evicted_bytes <= (1.0013 if name == TRANSFORMER else 1.061) * dtr.evicted_bytes
 
 
 CHAIN = InstructionWriter()
@@ -210,11 +213,23 @@ def test_a_change_is_a_copy_or_in_place():
     assert peak_of(read_simulator_log(Path("a.log"), log, in_place=True)) == 64 + 8
 
 
+def test_a_log_begins_at_its_start_and_its_constants_stay():
+    start = {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}
+    before = ({"INSTRUCTION": "CONSTANT", "NAME": "v"}, {"INSTRUCTION": "MEMORY", "NAME": "v", "MEMORY": "900"})
+    released = ({"INSTRUCTION": "RELEASE", "NAME": name} for name in ("v", "w"))
+    more = [CALL | {"ARGS": ["y"], "RESULT": ["z"]}, *({**one, "NAME": "z"} for one in OF_Y)]
+    program = read_simulator_log(Path("a.log"), _log(*before, start, *CONSTANT, CALL, *OF_Y, *released, *more))
+    assert peak_of(program) == 72, "what the program lets go of is no part of its own peak"
+    assert replay(program, "dtr", 80).ending == Ending.COMPLETE
+    assert replay(program, "dtr", 72).ending == Ending.OUT_OF_MEMORY, "what was let go of may be read again"
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
         ((CALL,), "line 1 is no instruction that fits"),
-        ((*CONSTANT, CALL), "ends within a call"),
+        ((*CONSTANT, CALL), "ends before it says how large 'y' is"),
+        ((*CONSTANT, CALL, *OF_Y, {"INSTRUCTION": "CONSTANT", "NAME": "v"}), "ends before it says how large 'v' is"),
         ((*CONSTANT, CALL, *OF_Y, CALL, *OF_Y), "y is there already"),
         ((*CONSTANT, CALL | {"TIME": "-1"}), "a call that takes -1"),
         ((*CONSTANT, CALL | {"INSTRUCTION": "MUTATE", "MUTATE": [3]}), "changes what is no argument"),

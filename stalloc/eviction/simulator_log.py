@@ -2,9 +2,8 @@
 
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix on the simulator's log. It begins where
 `ANNOTATE` says `START`, and names that were given before may be released in it. A constant stays, since something that
-was made from it may have to be made again. A call that
-changes a tensor makes a new storage of the same size there (copy on write), or, `in_place`, a view of the old one, as
-Coop has it.
+was made from it may have to be made again. A call that changes a tensor makes a new storage of the same size there
+(copy on write), or, `in_place`, a view of the old one, as Coop has it.
 """
 
 from pathlib import Path
@@ -22,8 +21,10 @@ def read_simulator_log(path: Path, data: bytes, *, in_place: bool = False) -> In
     """The instructions of a log. Raises BadInputError naming the line that fits none before it."""
     reader = _Reader(in_place)
     follow_log(path, data, reader.follow)
-    if reader.waiting:
-        raise BadInputError(f"{path}: the log ends within a call: {WRITE_AGAIN}.")
+    if reader.not_described:
+        raise BadInputError(
+            f"{path}: the log ends before it says how large {reader.not_described[0][:30]!r} is: {WRITE_AGAIN}."
+        )
     reader.keep_what_is_left()
     writer = reader.writer
     if not writer.ops:
@@ -42,7 +43,7 @@ class _Reader:
 
     def _start(self) -> None:
         self.writer = InstructionWriter()
-        self.waiting: list[str] = []  #: results of the last call that were not described yet
+        self._waiting: list[str] = []  #: results of the last call that were not described yet
         self._tensor: dict[str, int] = {}
         self._named: dict[str, int] = {}  #: every name that was ever given, in that order, and its last tensor
         self._constant = ""
@@ -50,19 +51,24 @@ class _Reader:
         self._call: tuple[int, list[int], list[str]] = (0, [], [])
         self._views: dict[str, int] = {}
 
+    @property
+    def not_described(self) -> list[str]:
+        """Names of what was made last, and whose size is still to be told."""
+        return self._waiting or ([self._constant] if self._constant else [])
+
     def follow(self, entry: dict[str, Any]) -> None:
         kind = entry["INSTRUCTION"]
         if kind in ("MEMORY", "ALIAS"):
             self._describe(kind, entry)
             return
-        if self.waiting or self._constant:
-            raise ValueError(f"nothing says how large {(self.waiting or [self._constant])[0][:30]!r} is")
+        if self.not_described:
+            raise ValueError(f"nothing says how large {self.not_described[0][:30]!r} is")
         if kind == "CONSTANT":
             self._constant = str(entry["NAME"])
         elif kind == "CALL":
             results = [str(name) for name in entry["RESULT"]]
             self._call = (_ticks(entry), [self._tensor[str(name)] for name in entry["ARGS"]], results)
-            self.waiting, self._views = list(results), {}
+            self._waiting, self._views = list(results), {}
             self._told_bytes = {}
             if not results:
                 self._write_call()
@@ -105,12 +111,12 @@ class _Reader:
             else:
                 self._told_bytes[name] = num_bytes
             return
-        self.waiting.remove(name)
+        self._waiting.remove(name)
         argument = int(entry["ALIAS"])
         self._views[name] = -1 if argument < 0 else self._call[1][argument]
         if argument < 0 and name not in self._told_bytes:
             raise ValueError(f"nothing says how large {name[:30]!r} is")
-        if not self.waiting:
+        if not self._waiting:
             self._write_call()
 
     def _write_call(self) -> None:
