@@ -285,7 +285,7 @@ def test_a_log_that_was_cut_within_a_call_is_refused_in_a_sentence(tmp_path, cap
         (("--budget", "110%"), "--budget: 110% is no share of the peak"),
         (("--budget", "0.5,"), "'' is not an amount of memory"),
         (("--budget", "0.5", "--policy", "best"), "there is no policy 'best'"),
-        (("--budget", "0.5"), "knows no operations|no whole step with operations"),
+        (("--budget", "0.5"), "no whole step with operations"),
     ],
 )
 def test_evict_says_what_it_cannot_use(words, said, capsys):
