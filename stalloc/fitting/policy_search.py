@@ -15,6 +15,7 @@ from stalloc.fitting.presets import all_but_attention, core_of_attention, whole
 from stalloc.fitting.proposals import Base, Known, Proposals
 from stalloc.fitting.recompute_search import by_checkmate, cheapest
 from stalloc.fitting.step_search import step_in_backward
+from stalloc.fitting.systems import SYSTEMS
 from stalloc.integer_program import find_solver
 from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, num_blocks_of
 
@@ -26,6 +27,10 @@ _RECOMPUTED: dict[str, Technique] = {
     "selective": partial(core_of_attention, is_named=True),
 }
 _OTHERS = ("step-in-backward", "compile-budget")
+_IS = {
+    "executes": "executes", "in part": "executes in part", "emulates": "is emulated", "replays": "is replayed",
+    "reports": "is reported",
+}  # fmt: skip
 
 
 def check_policy(policy: str | None) -> None:
@@ -40,6 +45,9 @@ def check_policy(policy: str | None) -> None:
     elif tier_search.is_of_tiers(policy):
         tier_search.processor_share(policy or "")
     elif policy is not None and policy not in _RECOMPUTED and policy not in _OTHERS:
+        for system in SYSTEMS:
+            if system.name == policy:
+                raise BadInputError(f"{policy} is not tried by a fit: it {_IS[system.status]} with `{system.where}`.")
         raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
 
 
