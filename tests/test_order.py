@@ -34,6 +34,19 @@ MISSING = {
     "prefetched_without_record_stream": "call record_stream for the default stream",
     "updated_in_place_on_another_stream": "no event or wait orders stream",
     "blocks_copied_by_a_kernel": "record the event that it waits for after",
+    "copied_rows_read_too_early": "the host has not waited for that",
+    "saved_too_early": "the host has not waited for that",
+    "registered_buffer_read_too_early": "the host has not waited for that",
+    "values_of_a_sparse_matrix": "record the event that it waits for after",
+    "sent_before_it_is_computed": "no event or wait orders stream",
+    "kernel_of_triton": "no event or wait orders the default stream after stream",
+    **dict.fromkeys(
+        [
+            *("product_by_cupy", "solution_by_cupy", "transform_by_cupy", "random_numbers_by_cupy", "total_by_cupy"),
+            *("sorted_by_cupy", "kernel_of_a_template", "kernel_in_python"),
+        ],
+        "no event or wait orders the default stream after stream",
+    ),
 }
 RACING = (
     "import torch\nside = torch.cuda.Stream()\nones = torch.ones(1 << 20, device='cuda')\n"

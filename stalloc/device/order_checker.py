@@ -21,6 +21,7 @@ from stalloc.notices import say
 
 VARIABLE = "STALLOC_VIRTUAL_ORDER"
 LOG = "STALLOC_VIRTUAL_ORDER_LOG"  # for processes whose output somebody else takes
+READS, WRITES, IS_NEW = 0, 1, 2  # how memory is accessed, as virtual_order.h has it
 _STRICT = 3
 _AT_A_TIME = 64
 _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
@@ -123,7 +124,8 @@ class OrderChecker:
         )
         self.touch_strided.restype = None
         self.touch_by_host = self._library.stalloc_virtual_order_touch_by_host
-        self.touch_by_host.argtypes, self.touch_by_host.restype = (address, size, ctypes.c_int), None
+        self.touch_by_host.argtypes = address, size, ctypes.c_int, address, address, ctypes.c_int
+        self.touch_by_host.restype = None
         self._ask: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_uint32)(self.places.here)
         self._library.stalloc_virtual_set_order(_STRICT)
         self._library.stalloc_virtual_order_ask(self._ask)

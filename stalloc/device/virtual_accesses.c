@@ -193,9 +193,14 @@ static void access_range(Access *access, uintptr_t address, size_t size_bytes) {
     }
 }
 
-static bool is_known(const void *address, Finding *finding) {
+// Memory that work can access on its own: the driver's, and the program's own that is registered.
+static bool is_reached(const void *address) {
     Block block;
-    if (memory_find(address, &block)) return true;
+    return memory_find(address, &block) || pinned_is_registered(address);
+}
+
+static bool is_known(const void *address, Finding *finding) {
+    if (is_reached(address)) return true;
     if (memory_is_address(address)) finding->kind = FOUND_FREED;
     return false; // memory of the host that a GPU reads through a buffer of the driver's
 }
@@ -245,6 +250,11 @@ static uintptr_t run_at(const Runs *runs, size_t k) {
     return address;
 }
 
+static void access_runs(Access *access, const Runs *runs) {
+    size_t num = num_runs(runs);
+    for (size_t k = 0; k < num && k < MOST_RUNS; k++) access_range(access, run_at(runs, k), runs->run_bytes);
+}
+
 static void access_on(void *stream, Finding *finding, const Runs *runs, int how, uint32_t captured) {
     if (order_is_destroyed(stream)) finding->kind = FOUND_DESTROYED;
     pthread_mutex_lock(&order_lock);
@@ -253,8 +263,7 @@ static void access_on(void *stream, Finding *finding, const Runs *runs, int how,
     if (how != IS_NEW) epoch.tick = order_advance(row);
     Access access = {order_clock(row), epoch, how, captured, 0, finding};
     finding->device = order_device(row);
-    size_t num = finding->kind == FOUND_FREED ? 0 : num_runs(runs);
-    for (size_t k = 0; k < num && k < MOST_RUNS; k++) access_range(&access, run_at(runs, k), runs->run_bytes);
+    if (finding->kind != FOUND_FREED) access_runs(&access, runs);
     pthread_mutex_unlock(&order_lock);
     if (finding->kind) order_found(finding);
 }
@@ -295,22 +304,20 @@ void order_replayed_access(void *stream, uintptr_t address, size_t size_bytes, i
 }
 
 // What the host does comes before all that it gives to streams later, so it need not be kept.
-void order_host_access(const void *address, size_t size_bytes, int how) {
-    Block block;
-    if (order_level < ORDER_STRICT || !size_bytes || !memory_find(address, &block)) return;
-    Finding finding = {.address = (uintptr_t)address, .size_bytes = size_bytes};
+void order_host_access_strided(const Strided *array, int how) {
+    if (order_level < ORDER_STRICT || !is_reached(array->address)) return;
+    Runs runs = runs_of(array);
+    Finding finding = {.address = runs.address, .size_bytes = runs.run_bytes * num_runs(&runs)};
     pthread_mutex_lock(&order_lock);
     Access access = {&host_clock, {0}, how, 0, 0, &finding};
-    access_range(&access, (uintptr_t)address, size_bytes);
+    access_runs(&access, &runs);
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);
 }
 
 // A copy by the driver: with host memory that is not pinned on one side it is over when the call returns.
 static bool ends_with_call(const void *to, const void *from) {
-    Block one, other;
-    bool to_pageable = !memory_find(to, &one), from_pageable = !memory_find(from, &other);
-    return to_pageable && !from_pageable;
+    return !is_reached(to) && is_reached(from);
 }
 
 void order_copy_rows(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,

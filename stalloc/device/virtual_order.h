@@ -65,7 +65,7 @@ typedef struct {
 void order_access_strided(void *stream, const Strided *array, int how); // one access of all its items
 uint32_t order_num_accesses(void);
 void order_replayed_access(void *stream, uintptr_t address, size_t size_bytes, int how, uint32_t captured);
-void order_host_access(const void *address, size_t size_bytes, int how);
+void order_host_access_strided(const Strided *array, int how);
 void order_copy(void *stream, void *to, const void *from, size_t size_bytes, bool host_waits);
 void order_copy_rows(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                      size_t height, bool host_waits);

@@ -60,11 +60,17 @@ Error cudaStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
     stream_wait(stream, event);
     return SUCCESS;
 }
+// A function of the host that a stream calls, and whoever that tells of it, come after what the stream did before.
+static void comes_before_host(Handle stream) {
+    if (order_level == ORDER_STRICT && !capture_id(stream)) order_host_waits_for_stream(stream);
+}
 Error cudaStreamAddCallback(Handle stream, void (*callback)(Handle, Error, void *), void *data, unsigned flags) {
+    comes_before_host(stream);
     callback(stream, SUCCESS, data);
     return SUCCESS;
 }
 Error cudaLaunchHostFunc(Handle stream, void (*function)(void *), void *data) {
+    comes_before_host(stream);
     function(data);
     return SUCCESS;
 }

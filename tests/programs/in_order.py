@@ -13,6 +13,7 @@ import cupy  # noqa: E402
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from triton_kernels import add  # noqa: E402
 
 import stalloc  # noqa: E402
 from stalloc.device import virtual  # noqa: E402
@@ -122,6 +123,27 @@ def streams_of_cupy() -> None:
     cupy.concatenate([total[:50], array[50:]]).sum(axis=1).get()
 
 
+def functions_of_the_host() -> None:
+    pinned, seen = torch.empty(1000, pin_memory=True), []
+    pinned.copy_(ones(1000), non_blocking=True)
+    cupy.cuda.Stream.from_external(main).launch_host_func(lambda _: seen.append(pinned.sum()), None)
+    assert len(seen) == 1
+
+
+def two_readers() -> None:
+    one, other, total = ones(1 << 12), ones(1 << 12), ones(1 << 12)
+    reading = cupy.cuda.Stream(non_blocking=True)
+    array, diagonal = cupy.asarray(one).reshape(64, 64), cupy.cuda.Stream(non_blocking=True)
+    torch.cuda.synchronize()
+    add[(1,)](one, other, total, 1 << 12, BLOCK=1 << 12)
+    with reading:
+        product = array @ array
+    with diagonal:
+        cupy.einsum("ii->i", array).sum()
+    one + other + 1
+    del product
+
+
 def tensors_without_memory() -> None:
     with FakeTensorMode(), warnings.catch_warnings(action="error"):  # as DTensor asks for shapes
         made = torch.empty(8, 4, device="cuda")
@@ -132,7 +154,7 @@ def tensors_without_memory() -> None:
 
 for program in (
     *(reads_by_the_host, what_the_host_has_waited_for, side_by_side, trains, two_devices, graphs, streams_of_cupy),
-    tensors_without_memory,
+    *(functions_of_the_host, two_readers, tensors_without_memory),
 ):
     torch.cuda.synchronize()
     program()
