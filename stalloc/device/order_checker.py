@@ -41,7 +41,7 @@ class _Finding(ctypes.Structure):
         ("num_seen", ctypes.c_uint64),
         *((name, ctypes.c_size_t) for name in ("address", "size_bytes", "stream", "other_stream")),
         *((name, ctypes.c_int) for name in ("device", "other_device")),
-        ("call", ctypes.c_char * 40),
+        ("call", ctypes.c_char * 64),
     )
 
 

@@ -268,9 +268,13 @@ static void access_on(void *stream, Finding *finding, const Runs *runs, int how,
     if (finding->kind) order_found(finding);
 }
 
-static void capture_access(uint64_t capture, const Runs *runs, int how) {
-    for (size_t k = 0; k < num_runs(runs) && k < MOST_RUNS; k++)
-        order_captured_access(capture, run_at(runs, k), runs->run_bytes, how);
+static void capture_access(uint64_t capture, const Finding *finding, const Runs *runs, int how) {
+    for (size_t k = 0; k < num_runs(runs) && k < MOST_RUNS; k++) {
+        Finding of_run = *finding;
+        of_run.address = run_at(runs, k);
+        of_run.size_bytes = runs->run_bytes;
+        order_captured_access(capture, &of_run, how);
+    }
 }
 
 // An operation that is given nothing of the device writes to what it has asked an allocator for, such as a batch that is
@@ -287,7 +291,7 @@ void order_access_strided(void *stream, const Strided *array, int how) {
     if (!runs.run_bytes || (!is_known((void *)runs.address, &finding) && !finding.kind)) return;
     uint64_t capture = capture_id(stream);
     finding.place = how == IS_NEW ? 0 : order_place();
-    if (capture && !finding.kind) capture_access(capture, &runs, how);
+    if (capture && !finding.kind) capture_access(capture, &finding, &runs, how);
     else access_on(stream, &finding, &runs, how, 0);
 }
 

@@ -52,6 +52,8 @@ void order_work(void *stream, int64_t ns);
 void order_timed_copy(void *stream, const void *to, const void *from, size_t size_bytes);
 void order_timed_collective(void *stream, size_t moved_bytes);
 
+typedef struct Finding Finding;
+
 // virtual_accesses.c: memory, by physical page, and who used it last.
 enum { READS = 0, WRITES = 1, IS_NEW = 2 }; // IS_NEW: an allocator has just given it to the program
 void order_access(void *stream, const void *address, size_t size_bytes, int how);
@@ -84,9 +86,11 @@ bool order_forbids_on(const char *call, uint64_t capture); // and for a stream o
 bool order_forbids_on_device(const char *call);            // and while any stream of the device is captured
 bool order_forbids_wait(void *stream, uint64_t capture);   // of a stream for an event of a capture, 0: of none
 int order_exchange_mode(int mode);                         // of this thread; what it was
-void order_capture_began(uint64_t capture, int mode);
+void order_capture_began(uint64_t capture, void *stream, int mode);
 bool order_capture_ended(uint64_t capture, void *graph); // false: it was spoilt, and there is no graph
-void order_captured_access(uint64_t capture, uintptr_t address, size_t size_bytes, int how);
+void order_capture_record(uint64_t capture, void *stream, Clock **event); // its ticks are those of the capture
+void order_capture_wait(uint64_t capture, void *stream, const Clock *event);
+void order_captured_access(uint64_t capture, Finding *finding, int how); // with its place, and what is accessed
 void order_captured_work(uint64_t capture, int64_t ns);
 void order_graph_copied(void *graph, void *copy);        // an executable graph is made of one
 void order_graph_gone(void *graph);
@@ -114,7 +118,7 @@ enum {
     FOUND_CAPTURE,      // a call that a capture forbids
     FOUND_GRAPH_MEMORY, // a graph accesses memory that was given to somebody else since its capture
 };
-typedef struct {
+struct Finding {
     int kind;
     int writes, other_writes;
     int has_waited; // this stream, for the other one, before the access in question
@@ -124,8 +128,8 @@ typedef struct {
     size_t size_bytes;
     void *stream, *other_stream;
     int device, other_device;
-    char call[40];
-} Finding;
+    char call[64];
+};
 void order_found(Finding *finding); // its place is looked up where it has none; not under order_lock
 uint32_t order_place(void);         // where the program is, for work that is given to a stream
 void order_set_call(Finding *finding, const char *call);

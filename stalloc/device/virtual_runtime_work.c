@@ -108,7 +108,7 @@ Error cudaEventElapsedTime_v2(float *ms, Handle start, Handle end) { return cuda
 Error cudaStreamBeginCapture(Handle stream, int mode) {
     if (order_level == ORDER_STRICT && order_is_legacy(stream)) return failed(STREAM_CAPTURE_UNSUPPORTED);
     Error error = capture_begin(stream);
-    if (error == SUCCESS) order_capture_began(capture_id(stream), mode);
+    if (error == SUCCESS) order_capture_began(capture_id(stream), stream, mode);
     return failed(error);
 }
 Error cudaStreamEndCapture(Handle stream, Handle *graph) {

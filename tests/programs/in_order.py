@@ -107,6 +107,13 @@ def graphs() -> None:
     graphed = torch.cuda.make_graphed_callables(layer, (sample,))
     for _ in range(3):
         graphed(torch.randn(4, 32, device="cuda", requires_grad=True)).sum().backward()
+    again = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(again):
+        sample.detach().add_(1)
+    again.replay()
+    with torch.cuda.stream(side):
+        again.replay()  # a graph runs once at a time
+    main.wait_stream(side)
 
 
 def streams_of_cupy() -> None:

@@ -286,6 +286,23 @@ def kernel_of_triton(wait: bool) -> None:
     torch.cuda.synchronize()
 
 
+@program
+def branch_of_a_graph_not_joined_in_time(wait: bool) -> None:
+    """While a graph is captured, a stream uses what another one computes, which it waits for only later."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    weight, other = torch.ones(NUM, device="cuda"), torch.ones(NUM, device="cuda")
+    with torch.cuda.graph(graph):
+        side.wait_stream(main_stream())
+        with torch.cuda.stream(side):
+            weight.mul_(2)  # there
+        if wait:
+            main_stream().wait_stream(side)
+        other.add_(weight)  # here
+        main_stream().wait_stream(side)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
 def of_cupy(name: str, call: Callable[[Any], Any]) -> None:
     """A program that uses what CuPy computes on a side stream."""
 
