@@ -210,4 +210,5 @@ _OTHERS = {
     12: "{here} calls {call} while a graph is captured, which its capture forbids: the capture fails on a GPU",
     13: "{here} launches a graph that {verb} {what}, which was freed after its capture and given to another tensor: "
     "keep the tensors that a graph uses as long as it is launched",
+    14: "{here} {verb} {what} on {stream}, which is mapped, but no device was given access to it (cuMemSetAccess)",
 }

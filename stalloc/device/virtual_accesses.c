@@ -33,6 +33,7 @@ typedef struct {
 enum { LEVEL_BITS = 13 };
 static Page **slots[1 << LEVEL_BITS]; // under order_lock, as all below
 static Page reserved;                 // stands for addresses that were reserved and have no page
+static bool *closed[1 << LEVEL_BITS]; // whether a slot is mapped and no device may access it; NULL: none of the table
 
 // Pages by the driver's handle of the memory that they are.
 typedef struct Memory {
@@ -50,6 +51,20 @@ static Page **slot_of(uintptr_t address, bool make) {
     if (table >= 1 << LEVEL_BITS) return NULL;
     if (!slots[table] && make) slots[table] = calloc((size_t)1 << LEVEL_BITS, sizeof(Page *));
     return slots[table] ? &slots[table][slot & ((1 << LEVEL_BITS) - 1)] : NULL;
+}
+
+static bool is_closed(uintptr_t address) {
+    size_t slot = address / SLOT_BYTES, table = slot >> LEVEL_BITS;
+    return table < 1 << LEVEL_BITS && closed[table] && closed[table][slot & ((1 << LEVEL_BITS) - 1)];
+}
+
+static void set_closed(uintptr_t address, size_t size_bytes, bool value) {
+    for (size_t slot = address / SLOT_BYTES; slot < (address + size_bytes + SLOT_BYTES - 1) / SLOT_BYTES; slot++) {
+        size_t table = slot >> LEVEL_BITS;
+        if (table >= 1 << LEVEL_BITS) return;
+        if (!closed[table] && value) closed[table] = calloc((size_t)1 << LEVEL_BITS, sizeof(bool));
+        if (closed[table]) closed[table][slot & ((1 << LEVEL_BITS) - 1)] = value;
+    }
 }
 
 static Memory *memory_of(void *handle) {
@@ -188,7 +203,8 @@ static void access_range(Access *access, uintptr_t address, size_t size_bytes) {
         uintptr_t slot = at / SLOT_BYTES * SLOT_BYTES, stop = end < slot + SLOT_BYTES ? end : slot + SLOT_BYTES;
         Page *page = page_of(at);
         if (page) access_page(access, page, (uint32_t)(at - slot), (uint32_t)(stop - slot));
-        else if (!access->finding->kind && access->how != IS_NEW) access->finding->kind = FOUND_NO_PAGE;
+        if (!access->finding->kind && access->how != IS_NEW)
+            access->finding->kind = !page ? FOUND_NO_PAGE : is_closed(at) ? FOUND_CLOSED : 0;
         at = stop;
     }
 }
@@ -384,6 +400,7 @@ void order_addresses_freed(uintptr_t address, size_t size_bytes) {
         if (*slot != &reserved) finding.kind = FOUND_STILL_MAPPED;
         *slot = NULL;
     }
+    set_closed(address, size_bytes, false);
     pthread_mutex_unlock(&order_lock);
     order_set_call(&finding, "cuMemAddressFree");
     if (finding.kind) order_found(&finding);
@@ -453,6 +470,7 @@ void order_mapped(uintptr_t address, size_t size_bytes, size_t offset, void *han
         if (*slot != &reserved) finding.kind = *slot ? FOUND_MAPPED_OVER : FOUND_NOT_RESERVED;
         if (offset / SLOT_BYTES + i < memory->num_pages) *slot = &memory->pages[offset / SLOT_BYTES + i];
     }
+    set_closed(address, size_bytes, true);
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);
 }
@@ -473,4 +491,11 @@ void order_unmapped(uintptr_t address, size_t size_bytes) {
     }
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);
+}
+
+void order_opened(uintptr_t address, size_t size_bytes, bool is_open) {
+    if (order_level < ORDER_STRICT) return;
+    pthread_mutex_lock(&order_lock);
+    set_closed(address, size_bytes, !is_open);
+    pthread_mutex_unlock(&order_lock);
 }

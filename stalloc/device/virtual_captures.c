@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { GLOBAL, OF_THREAD, RELAXED };
-enum { MOST_CAPTURES = 64, NUM_BUCKETS = 1024, MOST_COMPARED = 64 };
+enum { MOST_CAPTURES = 64, NUM_BUCKETS = 1024, MOST_COMPARED = 64, MOST_EVENTS = 64 };
 
 enum { MOST_BRANCHES = 64 }; // streams of one capture; those beyond share the last, and are taken to be one stream
 typedef struct {
@@ -30,6 +30,11 @@ typedef struct {
     size_t num, capacity;
     Touch *touches;
     int64_t ns; // that its work takes, one after the other
+    int num_events;
+    struct {
+        void *event;
+        bool is_wait; // each launch waits for it; else records it
+    } events[MOST_EVENTS];
 } Accesses;
 typedef struct Graph { // or an executable one
     void *handle;
@@ -246,6 +251,20 @@ void order_captured_access(uint64_t capture, Finding *finding, int how) {
     if (finding->kind) order_found(finding);
 }
 
+bool order_captured_event(uint64_t capture, void *event, bool is_wait) {
+    if (order_level < ORDER_TIMED) return false;
+    pthread_mutex_lock(&order_lock);
+    int i = index_of(capture);
+    Accesses *to = i < 0 ? NULL : captures[i].accesses;
+    bool is_kept = to && to->num_events < MOST_EVENTS;
+    if (is_kept) {
+        to->events[to->num_events].event = event;
+        to->events[to->num_events++].is_wait = is_wait;
+    }
+    pthread_mutex_unlock(&order_lock);
+    return is_kept;
+}
+
 void order_captured_work(uint64_t capture, int64_t ns) {
     pthread_mutex_lock(&order_lock);
     int i = index_of(capture);
@@ -283,12 +302,16 @@ void order_graph_launched(void *handle, void *stream) {
     if (accesses) accesses->num_users++;
     pthread_mutex_unlock(&order_lock);
     if (graph) order_wait(stream, graph->launched);
+    for (int i = 0; accesses && i < accesses->num_events; i++)
+        if (accesses->events[i].is_wait) stream_wait(stream, accesses->events[i].event);
     if (accesses) order_work(stream, accesses->ns);
     for (size_t i = 0; accesses && i < accesses->num; i++) {
         Touch *touch = &accesses->touches[i];
         order_replayed_access(stream, touch->address, touch->size_bytes, touch->how, accesses->captured);
     }
     if (graph) order_record(&graph->launched, stream);
+    for (int i = 0; accesses && i < accesses->num_events; i++)
+        if (!accesses->events[i].is_wait) event_record(accesses->events[i].event, stream);
     pthread_mutex_lock(&order_lock);
     let_go(accesses);
     pthread_mutex_unlock(&order_lock);

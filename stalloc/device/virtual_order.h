@@ -79,6 +79,7 @@ void order_pages_made(void *handle, size_t size_bytes);
 void order_pages_released(void *handle); // and mapped nowhere any more
 void order_mapped(uintptr_t address, size_t size_bytes, size_t offset, void *handle);
 void order_unmapped(uintptr_t address, size_t size_bytes);
+void order_opened(uintptr_t address, size_t size_bytes, bool is_open); // what is mapped, to a device
 
 // virtual_captures.c: what a capture forbids, and what its graph accesses when it is launched.
 bool order_forbids(const char *call);                 // to this thread, now; the captures are spoilt
@@ -92,6 +93,7 @@ void order_capture_record(uint64_t capture, void *stream, Clock **event); // its
 void order_capture_wait(uint64_t capture, void *stream, const Clock *event);
 void order_captured_access(uint64_t capture, Finding *finding, int how); // with its place, and what is accessed
 void order_captured_work(uint64_t capture, int64_t ns);
+bool order_captured_event(uint64_t capture, void *event, bool is_wait); // that each launch records, or waits for
 void order_graph_copied(void *graph, void *copy);        // an executable graph is made of one
 void order_graph_gone(void *graph);
 void order_graph_launched(void *graph, void *stream);
@@ -117,6 +119,7 @@ enum {
     FOUND_DESTROYED,    // use of a stream that was destroyed
     FOUND_CAPTURE,      // a call that a capture forbids
     FOUND_GRAPH_MEMORY, // a graph accesses memory that was given to somebody else since its capture
+    FOUND_CLOSED,       // an access of mapped memory that no device may access
 };
 struct Finding {
     int kind;

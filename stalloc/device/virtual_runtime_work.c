@@ -55,7 +55,9 @@ Error cudaStreamGetDevice(Handle stream, int *device) {
     *device = current_device;
     return SUCCESS;
 }
+enum { EXTERNAL = 1 }; // of an event in a capture: each launch of the graph records it, or waits for it
 Error cudaStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+    if (flags == EXTERNAL && order_captured_event(capture_id(stream), event, true)) return SUCCESS;
     if (order_forbids_wait(stream, event_capture(event))) return failed(STREAM_CAPTURE_ISOLATION);
     stream_wait(stream, event);
     return SUCCESS;
@@ -89,7 +91,10 @@ Error cudaEventRecord(Handle event, Handle stream) {
     RUNTIME_MAY_FAIL(cudaEventRecord);
     return failed(event_record(event, stream));
 }
-Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) { return cudaEventRecord(event, stream); }
+Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) {
+    if (flags == EXTERNAL && order_captured_event(capture_id(stream), event, false)) return SUCCESS;
+    return cudaEventRecord(event, stream);
+}
 Error cudaEventQuery(Handle event) {
     RUNTIME_MAY_FAIL(cudaEventQuery);
     if (order_forbids_on("cudaEventQuery", event_capture(event))) return failed(STREAM_CAPTURE_UNSUPPORTED);
