@@ -7,6 +7,7 @@ cannot tell, all are taken to be written.
 
 import functools
 import inspect
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ def watch_kernels(checker: "OrderChecker", accesses: "Accesses") -> None:
         names = kernel.signature.parameters
         given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
         tensors = {name: tensor for name, one in given.items() if (tensor := _tensor(one)) is not None}
+        if not tensors:
+            return compiled
         if id(compiled) not in written_by:
             written_by[id(compiled)] = _written(kernel, given, tensors)
         for how in (READS, WRITES):
@@ -56,4 +59,10 @@ def _written(kernel: Any, given: dict[str, Any], tensors: dict[str, Any]) -> set
         return set(tensors)
     takes_descriptors = len(inspect.signature(identify_mutated_tensors).parameters) > 2
     defaults = {name: one.default for name, one in kernel.signature.parameters.items() if name not in given}
-    return set(identify_mutated_tensors(kernel, given | defaults, *([{}] if takes_descriptors else [])))
+    log = logging.getLogger(identify_mutated_tensors.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # where it cannot tell it warns, with a traceback
+    try:
+        return set(identify_mutated_tensors(kernel, given | defaults, *([{}] if takes_descriptors else [])))
+    finally:
+        log.setLevel(level)
