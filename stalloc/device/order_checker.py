@@ -22,6 +22,7 @@ from stalloc.notices import say
 VARIABLE = "STALLOC_VIRTUAL_ORDER"
 LOG = "STALLOC_VIRTUAL_ORDER_LOG"  # for processes whose output somebody else takes
 READS, WRITES, IS_NEW = 0, 1, 2  # how memory is accessed, as virtual_order.h has it
+_FREES = 4
 _STRICT = 3
 _AT_A_TIME = 64
 _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
@@ -174,7 +175,8 @@ def _sentence(one: _Finding, places: Places) -> str:
     here, there = places.text(one.place), places.text(one.other_place)
     stream, other = _stream(one.stream, one.device), _stream(one.other_stream, one.other_device)
     what = f"{human_bytes(one.size_bytes)} at {one.address:#x}"
-    verb, pending = "writes" if one.writes else "reads", "write" if one.other_writes else "read"
+    verb = "frees" if one.writes & _FREES else "writes" if one.writes else "reads"
+    pending = "write" if one.other_writes else "read"
     if one.kind in (_RACE, _HANDED_ON):
         start = f"{here} {verb} {what} on {stream} while {there} may still {pending} it on {other}: "
         if one.kind == _HANDED_ON:

@@ -155,7 +155,7 @@ static void compare(Access *access, const Piece *piece, const Epoch *before, boo
     Finding *finding = access->finding;
     bool is_host = access->clock == &host_clock;
     finding->kind = is_host ? FOUND_HOST : before->number < piece->given ? FOUND_HANDED_ON : FOUND_RACE;
-    finding->writes = access->how & WRITES;
+    finding->writes = access->how & (WRITES | FREES);
     finding->other_writes = wrote;
     finding->has_waited = !is_host && order_has_waited(access->epoch.row, before->row);
     finding->other_place = before->place;
@@ -377,7 +377,7 @@ void order_memory_gone(const void *address, size_t size_bytes) {
 void order_freed_on(void *stream, const void *address) {
     Block block;
     if (order_level < ORDER_STRICT || !memory_find(address, &block)) return;
-    order_access(stream, memory_start(&block), block.size_bytes, WRITES);
+    order_access(stream, memory_start(&block), block.size_bytes, WRITES | FREES);
 }
 
 void order_addresses_reserved(uintptr_t address, size_t size_bytes) {

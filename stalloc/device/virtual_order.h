@@ -55,7 +55,7 @@ void order_timed_collective(void *stream, size_t moved_bytes);
 typedef struct Finding Finding;
 
 // virtual_accesses.c: memory, by physical page, and who used it last.
-enum { READS = 0, WRITES = 1, IS_NEW = 2 }; // IS_NEW: an allocator has just given it to the program
+enum { READS = 0, WRITES = 1, IS_NEW = 2, FREES = 4 }; // IS_NEW: an allocator has just given it to the program
 void order_access(void *stream, const void *address, size_t size_bytes, int how);
 enum { MOST_DIMENSIONS = 64 };
 typedef struct {
@@ -123,7 +123,7 @@ enum {
 };
 struct Finding {
     int kind;
-    int writes, other_writes;
+    int writes, other_writes; // FREES: it is given back in the order of a stream
     int has_waited; // this stream, for the other one, before the access in question
     uint32_t place, other_place;
     uint64_t num_seen;
