@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from stalloc.device.order_checker import READS, WRITES
+from stalloc.device.watched_arrays import watch_arrays
 from stalloc.imports import after_import
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _FUNCTIONS = (
 )
 _MODULES = ("cupy.linalg", "cupy.fft", "cupyx.lapack", "cupyx.cusparse", "cupyx.scipy.fft", "cupyx.scipy.linalg")
 _IN_PLACE = ("sort", "partition", "shuffle", "coosort", "cscsort", "csrsort")
+_PINNED = ("empty_pinned", "empty_like_pinned", "zeros_pinned", "zeros_like_pinned")
 _PARTS_OF_SPARSE = ("data", "indices", "indptr", "row", "col")
 
 
@@ -46,6 +48,18 @@ def watch_libraries(checker: "OrderChecker") -> None:
         for name, method in vars(generator).copy().items():
             if callable(method) and not name.startswith("_"):
                 setattr(generator, name, watched(method))
+    after_import("cupyx", functools.partial(_watch_pinned, watch_arrays(checker)))
+
+
+def _watch_pinned(arrays: Callable[[Any], Any]) -> None:
+    """Have NumPy's arrays of pinned memory, which CuPy gives, be watched ones."""
+    cupyx = sys.modules["cupyx"]
+
+    def pinned(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(function)(lambda *args, **kwargs: arrays(function(*args, **kwargs)))
+
+    for name in _PINNED:
+        setattr(cupyx, name, pinned(getattr(cupyx, name)))
 
 
 def _watch_all(name: str, watched: Callable[..., Any]) -> None:

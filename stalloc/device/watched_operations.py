@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.device.every_thread import enter_in_every_thread
 from stalloc.device.order_checker import IS_NEW, READS, WRITES
+from stalloc.device.watched_arrays import watch_arrays
 
 if TYPE_CHECKING:
     from stalloc.device.order_checker import OrderChecker
@@ -66,6 +67,7 @@ class Accesses:
 
     def __init__(self, torch: Any, checker: "OrderChecker") -> None:
         self._checker, self._current_stream = checker, torch._C._cuda_getCurrentRawStream
+        self.arrays = watch_arrays(checker)  #: makes a watched array of one of NumPy's
 
     def on_device(self, tensors: Iterable[tuple[Any, int]]) -> None:
         """By the current stream of each tensor's device."""
@@ -208,5 +210,13 @@ def _watch_host_reads(torch: Any, accesses: Accesses) -> None:
 
         return read
 
-    for name in ("numpy", "tolist", "__array__", "__reduce_ex__"):  # the last to be saved
+    for name in ("tolist", "__array__", "__reduce_ex__"):  # the last to be saved
         setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
+    numpy = reading(torch.Tensor.numpy)
+
+    @functools.wraps(numpy)
+    def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        array = numpy(tensor, *args, **kwargs)
+        return accesses.arrays(array) if tensor.is_pinned() else array
+
+    torch.Tensor.numpy = watched

@@ -1,6 +1,7 @@
 """What programs do that is in order though it looks as if it were not; what the checker found, as JSON."""
 
 import json
+import pickle
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from stalloc import device
 device.activate("virtual", device.VirtualGPU(num_devices=2))
 
 import cupy  # noqa: E402
+import numpy  # noqa: E402
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -32,6 +34,13 @@ def reads_by_the_host() -> None:
     pinned.copy_(numbers, non_blocking=True)
     main.record_event().synchronize()
     assert pinned.tolist() == list(range(10))
+    array = pinned.numpy()
+    array += 1
+    assert array[array > 9].tolist() == pinned[-1:].tolist() == [10]
+    assert type(array.copy()) is type(pickle.loads(pickle.dumps(array))) is numpy.ndarray
+    half = torch.zeros(20, dtype=torch.long, pin_memory=True)
+    half[:10].copy_(numbers, non_blocking=True)
+    half[10:].numpy()[:] = 1  # the other part
     later = (numbers + 1).to("cpu", non_blocking=True)
     torch.cuda.synchronize()
     later.numpy().sum()

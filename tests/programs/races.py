@@ -223,6 +223,44 @@ def saved_too_early(wait: bool) -> None:
 
 
 @program
+def view_of_numpy_read_too_early(wait: bool) -> None:
+    """NumPy reads a pinned buffer by a view that it has had since before the copy."""
+    buffer = torch.empty(NUM, pin_memory=True)
+    view = buffer.numpy().reshape(1024, -1)
+    buffer.copy_(torch.ones(NUM, device="cuda"), non_blocking=True)  # there
+    if wait:
+        torch.cuda.synchronize()
+    view[:, 1].sum()  # here
+    torch.cuda.synchronize()
+
+
+@program
+def buffer_filled_again_by_numpy(wait: bool) -> None:
+    """NumPy writes the next batch to a pinned buffer while the last one is still being copied from it."""
+    buffer, there = torch.zeros(NUM, pin_memory=True), torch.empty(NUM, device="cuda")
+    there.copy_(buffer, non_blocking=True)  # there
+    if wait:
+        torch.cuda.synchronize()
+    buffer.numpy()[: NUM // 2] = 1  # here
+    torch.cuda.synchronize()
+
+
+@program
+def array_of_cupy_read_too_early(wait: bool) -> None:
+    """CuPy copies to a pinned array of NumPy's, which is read at once."""
+    import cupy
+    import cupyx
+
+    side, source, array = cupy.cuda.Stream(non_blocking=True), cupy.ones(NUM), cupyx.empty_pinned(NUM)
+    cupy.cuda.Device().synchronize()
+    source.get(stream=side, out=array, blocking=False)  # there
+    if wait:
+        side.synchronize()
+    array += 1  # here
+    torch.cuda.synchronize()
+
+
+@program
 def registered_buffer_read_too_early(wait: bool) -> None:
     """Memory of the program's own, which it has registered, is read before a copy to it has arrived."""
     weight, own = torch.ones(NUM, device="cuda"), torch.empty(NUM)
