@@ -47,7 +47,7 @@ def watch_kernels(checker: "OrderChecker", accesses: "Accesses") -> None:
 def _tensor(argument: Any) -> Any:
     """The tensor of the device that an argument is, or that it describes (a TensorDescriptor, a reinterpreted one)."""
     for one in (argument, getattr(argument, "base", None)):
-        if getattr(one, "is_cuda", False) and one.numel():
+        if one is not None and getattr(one, "is_cuda", False) and one.numel():
             return one
     return None
 
