@@ -140,5 +140,5 @@ def _print(told: dict[str, Any]) -> None:
 
 
 def _ending(ending: str) -> str:
-    """What stands in place of an overhead."""
+    """The words shown in place of an overhead."""
     return "over 2" if ending == "too long" else ending

@@ -81,7 +81,7 @@ def status_at(state, slot, block):
 
 @inner(forceinline=True)
 def set_status(state, slot, block, status):
-    """Write it."""
+    """Write the status of a slot or, without one, of a block."""
     if slot >= 0:
         slot_at(state, slot).state = status
     else:

@@ -267,5 +267,5 @@ def malloc_entry(device, requested, handle):
 
 @cfunc("void(int64, int64)")
 def free_entry(device, address):
-    """The same for a free."""
+    """What C code calls to free a block: `address` has it."""
     free(device, address)

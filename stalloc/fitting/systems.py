@@ -1,4 +1,4 @@
-"""Published systems that let a program need less memory, and what of each stalloc does today: `systems.csv`.
+"""Published systems that let a program need less memory, and which part of each stalloc implements: `systems.csv`.
 
 Contract: a status says what is done, not what is meant to be. "executes": runs for real; "in part": so does the part of
 it that is named, and what the system is about is not there as a whole; "emulates": runs, with a stand-in for hardware;
