@@ -35,7 +35,7 @@ def test_what_the_driver_says_is_kept_call_by_call(tmp_path):
     assert code == 0, printed
     assert list(found["parts"]) == ASKED
     timed = [note for note in found["parts"]["pages"]["notes"] if "median_us" in note]
-    assert [note["size"].partition(" MiB")[0] for note in timed] == ["2", "16", "64"] * 4
+    assert [note["size"].partition(" MiB")[0] for note in timed] == [*["2", "16", "64"] * 4, "8192 times 2"]
     assert {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"} <= set(timed[0]["median_us"])
 
 
@@ -110,6 +110,11 @@ def test_each_fault_is_named_first_and_the_other_parts_run(tmp_path, fault):
 #: what fails late: the part that meets it, and how its sentence begins
 BLOCKS = "memory of device 0 comes in blocks from here on, without a plan: "
 LATE = {
+    "cuMemMap:999@200": ("pages", "cuMemMap says 999 (CUDA_ERROR_UNKNOWN): 8192 times 2 MiB"),
+    "cuMemCreate:2@8000": ("pages", "cuMemCreate says 2 (CUDA_ERROR_OUT_OF_MEMORY): 8192 times 2 MiB"),
+    "cuMemUnmap:999@5000+": ("pages", "cuMemUnmap says 999 (CUDA_ERROR_UNKNOWN): 8192 times 2 MiB"),
+    "cudaHostAlloc:2@200": ("runtime", "cudaHostAlloc says 2 (cudaErrorMemoryAllocation"),
+    "cuLaunchKernel:719@200": ("runtime", "cuLaunchKernel says 719 (CUDA_ERROR_LAUNCH_FAILED"),
     "cuMemMap:999@60": ("patterns", f"{BLOCKS}cuMemMap says 999"),
     "cuMemUnmap:1@2": ("patterns", f"{BLOCKS}cuMemUnmap says 1"),
     "cuMemSetAccess:999@60": ("adopt_and_compact", f"{BLOCKS}cuMemSetAccess says 999"),

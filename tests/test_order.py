@@ -34,6 +34,23 @@ MISSING = {
     "prefetched_without_record_stream": "call record_stream for the default stream",
     "updated_in_place_on_another_stream": "no event or wait orders stream",
     "blocks_copied_by_a_kernel": "record the event that it waits for after",
+    "copied_rows_read_too_early": "the host has not waited for that",
+    "saved_too_early": "the host has not waited for that",
+    "view_of_numpy_read_too_early": "the host has not waited for that",
+    "buffer_filled_again_by_numpy": "the host has not waited for that",
+    "array_of_cupy_read_too_early": "the host has not waited for that",
+    "registered_buffer_read_too_early": "the host has not waited for that",
+    "values_of_a_sparse_matrix": "record the event that it waits for after",
+    "sent_before_it_is_computed": "no event or wait orders stream",
+    "branch_of_a_graph_not_joined_in_time": "no event or wait orders stream",
+    "kernel_of_triton": "no event or wait orders the default stream after stream",
+    **dict.fromkeys(
+        [
+            *("product_by_cupy", "solution_by_cupy", "transform_by_cupy", "random_numbers_by_cupy", "total_by_cupy"),
+            *("sorted_by_cupy", "kernel_of_a_template", "kernel_in_python"),
+        ],
+        "no event or wait orders the default stream after stream",
+    ),
 }
 RACING = (
     "import torch\nside = torch.cuda.Stream()\nones = torch.ones(1 << 20, device='cuda')\n"
@@ -73,6 +90,21 @@ def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None
     here, there = (f"races.py:{result[which]}" for which in ("here", "there"))
     assert re.search(rf"{here}\b.*while .*{there}\b", text), text
     assert MISSING[name] in text
+
+
+@pytest.mark.slow
+def test_a_capture_that_ends_before_a_stream_has_joined_fails_as_on_a_gpu(tmp_path: Path) -> None:
+    program = tmp_path / "unjoined.py"
+    program.write_text(
+        "import torch\nside, ones = torch.cuda.Stream(), torch.ones(1 << 20, device='cuda')\n"
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()):\n    side.wait_stream(torch.cuda.current_stream())\n"
+        "    with torch.cuda.stream(side):\n        ones.add_(1)\n"
+    )
+    words = "run", "--device", "virtual", "--check-order", program.name
+    done = run_stalloc(*words, folder=tmp_path, variables={**os.environ, "STALLOC_CACHE": "off"})
+    assert done.returncode == 1
+    assert "calls cudaStreamEndCapture, with a stream that was not joined, while a graph is captured" in done.stderr
+    assert "operation failed due to a previous error during capture" in done.stderr
 
 
 @variants("allocator", ["stalloc", "native"])

@@ -1,4 +1,4 @@
-"""Twelve faults of an allocator, each planted in stalloc, are found by the checker of the order of work."""
+"""Fifteen faults of an allocator, each planted in stalloc, are found by the checker of the order of work."""
 
 import json
 import os
@@ -17,6 +17,9 @@ FAULTS = {
     "unmaps_too_much": ("pages", "of which a part is not mapped"),
     "maps_over_a_mapping": ("pages", "where something is mapped already"),
     "frees_addresses_that_have_memory": ("pages", "of which a part is still mapped"),
+    "maps_without_access": ("pages", "but no device was given access to it (cuMemSetAccess)"),
+    "sleeps_without_waiting": ("asleep", "cuMemUnmap takes"),
+    "moves_without_waiting": ("moved", "may still write it on stream"),
     "gives_a_page_out_twice": ("streams", "while"),
     "hands_over_without_waiting": ("streams", "the memory was freed and given to another tensor in between"),
     "takes_every_event_for_done": ("streams", "the memory was freed and given to another tensor in between"),

@@ -18,6 +18,7 @@ ATTRIBUTES = {
     MODE: 20, "memory by pages": BY_PAGES, "exported as file descriptors": 103,
     "RDMA with it": 110, "memory pools": 115, "capability major": 75, "capability minor": 76,
 }  # fmt: skip
+MANY_PAGES, MANY_CALLS = 8192, 256  # what fails late; the first are a quarter of what a step of a 7B model maps
 KERNEL = 'extern "C" __global__ void seven(int *numbers) { numbers[threadIdx.x] = 7; }'
 
 
@@ -55,9 +56,10 @@ class Driver:
         self._library.cuGetErrorName(status, ctypes.byref(text))
         return f"{status} ({text.value.decode() if text.value else 'a status without a name'})"
 
-    def call(self, function: str, *arguments: Any, about: str = "") -> bool:
+    def call(self, function: str, *arguments: Any, about: str = "", is_one_of_many: bool = False) -> bool:
         """Call a function; whether it succeeded. It is noted that it begins, in case it does not end."""
-        note(begins=f"{function} {about}".strip())
+        if not is_one_of_many:
+            note(begins=f"{function} {about}".strip())
         started = time.perf_counter_ns()
         status = getattr(self._library, function)(*arguments)
         self.times_us.setdefault(function, []).append((time.perf_counter_ns() - started) / 1e3)
@@ -153,6 +155,7 @@ def pages() -> None:
         for way, what in ways.items():
             for mib in (2, 16, 64):
                 _one_size(own, mib * MIB, f"{mib} MiB {way}", **what)
+        _many(own, min(MANY_PAGES, free.value // (8 * MIB)))
     own.check()
 
 
@@ -181,6 +184,36 @@ def _one_size(own: Driver, size: int, about: str, rdma: int = 0, export: int = 0
                 own.call("cuMemUnmap", address, length, about=about)
             own.call("cuMemRelease", handle, about=about)
         own.call("cuMemAddressFree", address, length, about=about)
+    note(size=about, median_us={name: round(statistics.median(times), 1) for name, times in own.times_us.items()})
+
+
+def _many(own: Driver, count: int) -> None:
+    """Many pages of 2 MiB at a time, each mapped on its own, as a program has them."""
+    own.times_us.clear()
+    about = f"{count} times 2 MiB"
+    note(begins=about)
+    address, handles, none = ctypes.c_uint64(), (ctypes.c_uint64 * count)(), ctypes.c_uint64(0)
+    whole, page = ctypes.c_size_t(2 * MIB * count), ctypes.c_size_t(2 * MIB)
+    properties, access = Properties(type=1, location=Location(1, 0)), Access(Location(1, 0), 3)
+
+    def call(function: str, *arguments: Any) -> bool:
+        return own.call(function, *arguments, about=about, is_one_of_many=True)
+
+    if count and call("cuMemAddressReserve", ctypes.byref(address), whole, none, none, none):
+        for index in range(count):
+            at, made = ctypes.c_uint64(address.value + 2 * MIB * index), ctypes.byref(handles, 8 * index)
+            if not call("cuMemCreate", made, page, ctypes.byref(properties), none):
+                break
+            if not call("cuMemMap", at, page, none, ctypes.c_uint64(handles[index]), none):
+                call("cuMemRelease", ctypes.c_uint64(handles[index]))
+                handles[index] = 0
+                break
+            call("cuMemSetAccess", at, page, ctypes.byref(access), ctypes.c_size_t(1))
+        for index, handle in enumerate(handles):
+            if handle:
+                call("cuMemUnmap", ctypes.c_uint64(address.value + 2 * MIB * index), page)
+                call("cuMemRelease", ctypes.c_uint64(handle))
+        call("cuMemAddressFree", address, whole)
     note(size=about, median_us={name: round(statistics.median(times), 1) for name, times in own.times_us.items()})
 
 
@@ -217,12 +250,18 @@ def runtime() -> None:
     note(cupy=cupy.__version__)
     found: dict[str, Any] = {}
 
+    def done(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (calls.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            check(False, f"{name} says {error.status} ({error})")
+
     def says(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         with step(name):
-            try:
-                return function(*arguments)
-            except (calls.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-                check(False, f"{name} says {error.status} ({error})")
+            return done(name, function, *arguments)
+
+    def of_many(name: str, *arguments: Any) -> Any:
+        return done(f"cuda{name[0].upper()}{name[1:]}", getattr(calls, name), *arguments)
 
     def take(name: str, *arguments: Any) -> Any:
         return says(f"cuda{name[0].upper()}{name[1:]}", getattr(calls, name), *arguments)
@@ -252,6 +291,20 @@ def runtime() -> None:
     take("deviceSynchronize")
     total = says("a sum by CuPy", lambda: int(array.sum()))
     check(total == 35 or not IS_REAL, f"a kernel that writes five times 7 leaves numbers whose sum is {total}")
+    with step(f"{MANY_CALLS} times each call"):
+        for _ in range(MANY_CALLS):
+            stream, event = of_many("streamCreateWithFlags", 1), of_many("eventCreate")
+            address, copied = of_many("malloc", MIB), of_many("hostAlloc", MIB, 0)
+            of_many("memcpyAsync", copied, address, MIB, 2, stream)
+            of_many("eventRecord", event, stream)
+            done("cuLaunchKernel", kernel, (1,), (5,), (array,))
+            of_many("eventSynchronize", event)
+            of_many("streamSynchronize", stream)
+            of_many("deviceSynchronize")
+            of_many("free", address)
+            of_many("freeHost", copied)
+            of_many("eventDestroy", event)
+            of_many("streamDestroy", stream)
     take("freeHost", host)
 
 

@@ -21,6 +21,8 @@ from stalloc.notices import say
 
 VARIABLE = "STALLOC_VIRTUAL_ORDER"
 LOG = "STALLOC_VIRTUAL_ORDER_LOG"  # for processes whose output somebody else takes
+READS, WRITES, IS_NEW = 0, 1, 2  # how memory is accessed, as virtual_order.h has it
+_FREES = 4
 _STRICT = 3
 _AT_A_TIME = 64
 _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
@@ -40,7 +42,7 @@ class _Finding(ctypes.Structure):
         ("num_seen", ctypes.c_uint64),
         *((name, ctypes.c_size_t) for name in ("address", "size_bytes", "stream", "other_stream")),
         *((name, ctypes.c_int) for name in ("device", "other_device")),
-        ("call", ctypes.c_char * 40),
+        ("call", ctypes.c_char * 64),
     )
 
 
@@ -126,7 +128,8 @@ class OrderChecker:
         )
         self.touch_strided.restype = None
         self.touch_by_host = self._library.stalloc_virtual_order_touch_by_host
-        self.touch_by_host.argtypes, self.touch_by_host.restype = (address, size, ctypes.c_int), None
+        self.touch_by_host.argtypes = address, size, ctypes.c_int, address, address, ctypes.c_int
+        self.touch_by_host.restype = None
         self._ask: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_uint32)(self.places.here)
         self._library.stalloc_virtual_set_order(_STRICT)
         self._library.stalloc_virtual_order_ask(self._ask)
@@ -175,7 +178,8 @@ def _sentence(one: _Finding, places: Places) -> str:
     here, there = places.text(one.place), places.text(one.other_place)
     stream, other = _stream(one.stream, one.device), _stream(one.other_stream, one.other_device)
     what = f"{human_bytes(one.size_bytes)} at {one.address:#x}"
-    verb, pending = "writes" if one.writes else "reads", "write" if one.other_writes else "read"
+    verb = "frees" if one.writes & _FREES else "writes" if one.writes else "reads"
+    pending = "write" if one.other_writes else "read"
     if one.kind in (_RACE, _HANDED_ON):
         start = f"{here} {verb} {what} on {stream} while {there} may still {pending} it on {other}: "
         if one.kind == _HANDED_ON:
@@ -211,4 +215,5 @@ _OTHERS = {
     12: "{here} calls {call} while a graph is captured, which its capture forbids: the capture fails on a GPU",
     13: "{here} launches a graph that {verb} {what}, which was freed after its capture and given to another tensor: "
     "keep the tensors that a graph uses as long as it is launched",
+    14: "{here} {verb} {what} on {stream}, which is mapped, but no device was given access to it (cuMemSetAccess)",
 }

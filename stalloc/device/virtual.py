@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,9 @@ from stalloc.device.order_checker import OrderChecker
 from stalloc.device.values import Values
 from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
+from stalloc.device.watched_cupy import watch_libraries
 from stalloc.device.watched_operations import watch_operations
+from stalloc.device.watched_triton import watch_kernels
 from stalloc.errors import BadInputError, SetupError
 from stalloc.imports import after_import, before_import
 
@@ -124,6 +127,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("numba.cuda.cudadrv.driver", _refuse_numba)
     if _process.order_checker is not None:
         after_import("torch", _watch_torch)
+        after_import("cupy", partial(watch_libraries, _process.order_checker))
     _process.library, _process.gpu, _process.cuda_version = library, gpu, surface.cuda_version
     if completion:
         complete(completion)  # type: ignore[arg-type]
@@ -177,7 +181,8 @@ def order_checker() -> OrderChecker | None:
 
 def _watch_torch() -> None:
     if _process.order_checker is not None:
-        watch_operations(sys.modules["torch"], _process.order_checker)
+        accesses = watch_operations(sys.modules["torch"], _process.order_checker)
+        after_import("triton", partial(watch_kernels, _process.order_checker, accesses))
 
 
 def _after_cupy_import() -> None:

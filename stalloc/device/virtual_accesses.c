@@ -33,6 +33,7 @@ typedef struct {
 enum { LEVEL_BITS = 13 };
 static Page **slots[1 << LEVEL_BITS]; // under order_lock, as all below
 static Page reserved;                 // stands for addresses that were reserved and have no page
+static bool *closed[1 << LEVEL_BITS]; // whether a slot is mapped and no device may access it; NULL: none of the table
 
 // Pages by the driver's handle of the memory that they are.
 typedef struct Memory {
@@ -50,6 +51,20 @@ static Page **slot_of(uintptr_t address, bool make) {
     if (table >= 1 << LEVEL_BITS) return NULL;
     if (!slots[table] && make) slots[table] = calloc((size_t)1 << LEVEL_BITS, sizeof(Page *));
     return slots[table] ? &slots[table][slot & ((1 << LEVEL_BITS) - 1)] : NULL;
+}
+
+static bool is_closed(uintptr_t address) {
+    size_t slot = address / SLOT_BYTES, table = slot >> LEVEL_BITS;
+    return table < 1 << LEVEL_BITS && closed[table] && closed[table][slot & ((1 << LEVEL_BITS) - 1)];
+}
+
+static void set_closed(uintptr_t address, size_t size_bytes, bool value) {
+    for (size_t slot = address / SLOT_BYTES; slot < (address + size_bytes + SLOT_BYTES - 1) / SLOT_BYTES; slot++) {
+        size_t table = slot >> LEVEL_BITS;
+        if (table >= 1 << LEVEL_BITS) return;
+        if (!closed[table] && value) closed[table] = calloc((size_t)1 << LEVEL_BITS, sizeof(bool));
+        if (closed[table]) closed[table][slot & ((1 << LEVEL_BITS) - 1)] = value;
+    }
 }
 
 static Memory *memory_of(void *handle) {
@@ -140,7 +155,7 @@ static void compare(Access *access, const Piece *piece, const Epoch *before, boo
     Finding *finding = access->finding;
     bool is_host = access->clock == &host_clock;
     finding->kind = is_host ? FOUND_HOST : before->number < piece->given ? FOUND_HANDED_ON : FOUND_RACE;
-    finding->writes = access->how & WRITES;
+    finding->writes = access->how & (WRITES | FREES);
     finding->other_writes = wrote;
     finding->has_waited = !is_host && order_has_waited(access->epoch.row, before->row);
     finding->other_place = before->place;
@@ -188,14 +203,20 @@ static void access_range(Access *access, uintptr_t address, size_t size_bytes) {
         uintptr_t slot = at / SLOT_BYTES * SLOT_BYTES, stop = end < slot + SLOT_BYTES ? end : slot + SLOT_BYTES;
         Page *page = page_of(at);
         if (page) access_page(access, page, (uint32_t)(at - slot), (uint32_t)(stop - slot));
-        else if (!access->finding->kind && access->how != IS_NEW) access->finding->kind = FOUND_NO_PAGE;
+        if (!access->finding->kind && access->how != IS_NEW)
+            access->finding->kind = !page ? FOUND_NO_PAGE : is_closed(at) ? FOUND_CLOSED : 0;
         at = stop;
     }
 }
 
-static bool is_known(const void *address, Finding *finding) {
+// Memory that work can access on its own: the driver's, and the program's own that is registered.
+static bool is_reached(const void *address) {
     Block block;
-    if (memory_find(address, &block)) return true;
+    return memory_find(address, &block) || pinned_is_registered(address);
+}
+
+static bool is_known(const void *address, Finding *finding) {
+    if (is_reached(address)) return true;
     if (memory_is_address(address)) finding->kind = FOUND_FREED;
     return false; // memory of the host that a GPU reads through a buffer of the driver's
 }
@@ -245,6 +266,11 @@ static uintptr_t run_at(const Runs *runs, size_t k) {
     return address;
 }
 
+static void access_runs(Access *access, const Runs *runs) {
+    size_t num = num_runs(runs);
+    for (size_t k = 0; k < num && k < MOST_RUNS; k++) access_range(access, run_at(runs, k), runs->run_bytes);
+}
+
 static void access_on(void *stream, Finding *finding, const Runs *runs, int how, uint32_t captured) {
     if (order_is_destroyed(stream)) finding->kind = FOUND_DESTROYED;
     pthread_mutex_lock(&order_lock);
@@ -253,15 +279,18 @@ static void access_on(void *stream, Finding *finding, const Runs *runs, int how,
     if (how != IS_NEW) epoch.tick = order_advance(row);
     Access access = {order_clock(row), epoch, how, captured, 0, finding};
     finding->device = order_device(row);
-    size_t num = finding->kind == FOUND_FREED ? 0 : num_runs(runs);
-    for (size_t k = 0; k < num && k < MOST_RUNS; k++) access_range(&access, run_at(runs, k), runs->run_bytes);
+    if (finding->kind != FOUND_FREED) access_runs(&access, runs);
     pthread_mutex_unlock(&order_lock);
     if (finding->kind) order_found(finding);
 }
 
-static void capture_access(uint64_t capture, const Runs *runs, int how) {
-    for (size_t k = 0; k < num_runs(runs) && k < MOST_RUNS; k++)
-        order_captured_access(capture, run_at(runs, k), runs->run_bytes, how);
+static void capture_access(uint64_t capture, const Finding *finding, const Runs *runs, int how) {
+    for (size_t k = 0; k < num_runs(runs) && k < MOST_RUNS; k++) {
+        Finding of_run = *finding;
+        of_run.address = run_at(runs, k);
+        of_run.size_bytes = runs->run_bytes;
+        order_captured_access(capture, &of_run, how);
+    }
 }
 
 // An operation that is given nothing of the device writes to what it has asked an allocator for, such as a batch that is
@@ -283,7 +312,7 @@ void order_access_strided(void *stream, const Strided *array, int how) {
     if (!runs.run_bytes || (!is_known((void *)runs.address, &finding) && !finding.kind)) return;
     uint64_t capture = capture_id(stream);
     finding.place = how == IS_NEW ? 0 : order_place();
-    if (capture && !finding.kind) capture_access(capture, &runs, how);
+    if (capture && !finding.kind) capture_access(capture, &finding, &runs, how);
     else access_on(stream, &finding, &runs, how, 0);
 }
 
@@ -300,22 +329,20 @@ void order_replayed_access(void *stream, uintptr_t address, size_t size_bytes, i
 }
 
 // What the host does comes before all that it gives to streams later, so it need not be kept.
-void order_host_access(const void *address, size_t size_bytes, int how) {
-    Block block;
-    if (order_level < ORDER_STRICT || !size_bytes || !memory_find(address, &block)) return;
-    Finding finding = {.address = (uintptr_t)address, .size_bytes = size_bytes};
+void order_host_access_strided(const Strided *array, int how) {
+    if (order_level < ORDER_STRICT || !is_reached(array->address)) return;
+    Runs runs = runs_of(array);
+    Finding finding = {.address = runs.address, .size_bytes = runs.run_bytes * num_runs(&runs)};
     pthread_mutex_lock(&order_lock);
     Access access = {&host_clock, {0}, how, 0, 0, &finding};
-    access_range(&access, (uintptr_t)address, size_bytes);
+    access_runs(&access, &runs);
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);
 }
 
 // A copy by the driver: with host memory that is not pinned on one side it is over when the call returns.
 static bool ends_with_call(const void *to, const void *from) {
-    Block one, other;
-    bool to_pageable = !memory_find(to, &one), from_pageable = !memory_find(from, &other);
-    return to_pageable && !from_pageable;
+    return !is_reached(to) && is_reached(from);
 }
 
 void order_copy_rows(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
@@ -355,7 +382,7 @@ void order_memory_gone(const void *address, size_t size_bytes) {
 void order_freed_on(void *stream, const void *address) {
     Block block;
     if (order_level < ORDER_STRICT || !memory_find(address, &block)) return;
-    order_access(stream, memory_start(&block), block.size_bytes, WRITES);
+    order_access(stream, memory_start(&block), block.size_bytes, WRITES | FREES);
 }
 
 void order_addresses_reserved(uintptr_t address, size_t size_bytes) {
@@ -378,6 +405,7 @@ void order_addresses_freed(uintptr_t address, size_t size_bytes) {
         if (*slot != &reserved) finding.kind = FOUND_STILL_MAPPED;
         *slot = NULL;
     }
+    set_closed(address, size_bytes, false);
     pthread_mutex_unlock(&order_lock);
     order_set_call(&finding, "cuMemAddressFree");
     if (finding.kind) order_found(&finding);
@@ -447,6 +475,7 @@ void order_mapped(uintptr_t address, size_t size_bytes, size_t offset, void *han
         if (*slot != &reserved) finding.kind = *slot ? FOUND_MAPPED_OVER : FOUND_NOT_RESERVED;
         if (offset / SLOT_BYTES + i < memory->num_pages) *slot = &memory->pages[offset / SLOT_BYTES + i];
     }
+    set_closed(address, size_bytes, true);
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);
 }
@@ -467,4 +496,11 @@ void order_unmapped(uintptr_t address, size_t size_bytes) {
     }
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);
+}
+
+void order_opened(uintptr_t address, size_t size_bytes, bool is_open) {
+    if (order_level < ORDER_STRICT) return;
+    pthread_mutex_lock(&order_lock);
+    set_closed(address, size_bytes, !is_open);
+    pthread_mutex_unlock(&order_lock);
 }

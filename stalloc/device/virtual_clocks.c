@@ -28,6 +28,7 @@ typedef struct {
     int device;
     bool waits_for_legacy, is_gone;
     uint32_t num_queries;
+    uint32_t tick_at_start; // of this stream: the row may have been another's
     Clock clock;
     Clock waited; // what of it follows from events that the stream waited for
 } Row;
@@ -106,6 +107,7 @@ static int take_row(void *handle, int device, bool waits_for_legacy) {
     rows[row]->waits_for_legacy = waits_for_legacy;
     rows[row]->is_gone = false;
     rows[row]->waited = (Clock){0};
+    rows[row]->tick_at_start = rows[row]->clock.ticks[row];
     return row;
 }
 
@@ -127,7 +129,7 @@ int order_row(void *handle) {
 }
 
 const Clock *order_clock(int row) { return &rows[row]->clock; }
-bool order_has_waited(int row, int other) { return rows[row]->waited.ticks[other] > 0; }
+bool order_has_waited(int row, int other) { return rows[row]->waited.ticks[other] > rows[other]->tick_at_start; }
 void *order_handle(int row) { return rows[row]->handle; }
 int order_device(int row) { return rows[row]->device; }
 

@@ -332,9 +332,10 @@ Result cuLaunchKernelEx(void) {
     count(COUNT_LAUNCH);
     return SUCCESS;
 }
-Result cuLaunchCooperativeKernel(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
+Result cuLaunchCooperativeKernel(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                 unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream,
+                                 void **parameters) {
+    return cuLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream, parameters);
 }
 Result cuFuncGetAttribute(int *value, int attribute, Handle function) {
     *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // threads in a block, registers

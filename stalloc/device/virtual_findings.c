@@ -75,6 +75,7 @@ void stalloc_virtual_order_touch_strided(int device, void *stream, const void *a
 void stalloc_virtual_order_touch(int device, void *stream, const void *address, size_t size_bytes, int how) {
     stalloc_virtual_order_touch_strided(device, stream, address, size_bytes, 0, NULL, NULL, how);
 }
-void stalloc_virtual_order_touch_by_host(const void *address, size_t size_bytes, int how) {
-    order_host_access(address, size_bytes, how);
+void stalloc_virtual_order_touch_by_host(const void *address, size_t item_bytes, int num_dimensions,
+                                         const ptrdiff_t *shape, const ptrdiff_t *strides, int how) {
+    order_host_access_strided(&(Strided){address, item_bytes, num_dimensions, shape, strides}, how);
 }

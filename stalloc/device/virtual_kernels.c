@@ -84,9 +84,9 @@ static bool describe_array(const char *type, Array *array) {
         depth += *type == '<';
         depth -= *type++ == '>';
     }
-    int is_contiguous = 0;
-    bool is_known = sscanf(type, ", %d, %d", &array->num_dimensions, &is_contiguous) == 2;
-    array->is_contiguous = is_contiguous;
+    char is_contiguous[2]; // 1 or true, as cupyx.jit writes it
+    bool is_known = sscanf(type, ", %d, %1s", &array->num_dimensions, is_contiguous) == 2;
+    array->is_contiguous = is_known && strchr("1t", *is_contiguous);
     return is_known && array->num_dimensions >= 0 && array->num_dimensions <= MOST_DIMENSIONS;
 }
 
@@ -123,18 +123,31 @@ void kernels_loaded(void *module, const void *image) {
     pthread_mutex_unlock(&kernels_lock);
 }
 
+// Where an image has the parameters of a kernel, from their bracket on.  The name may have namespaces and, of a template,
+// arguments, which the image has not.
+static const char *parameters_of(const char *image, const char *name) {
+    size_t length = strcspn(name, "<");
+    for (size_t i = length; i > 0; i--)
+        if (name[i - 1] == ':') {
+            name += i;
+            length -= i;
+            break;
+        }
+    for (const char *at = image + sizeof start_of_image - 1; *at; at += strcspn(at, "\n") + 1)
+        if (!strncmp(at, name, length) && at[length] == '(') return at + length;
+    return NULL;
+}
+
 void kernel_found(void *function, void *module, const char *name) {
     if (order_level < ORDER_STRICT) return;
     pthread_mutex_lock(&kernels_lock);
     Kernel *loaded = find(module);
-    const char *at = loaded ? loaded->image : "";
-    size_t length = strlen(name);
-    while ((at = strstr(at, name)) && at[length] != '(') at += length;
-    const char *close = at ? matching_bracket(at + length) : NULL;
+    const char *open = loaded ? parameters_of(loaded->image, name) : NULL;
+    const char *close = open ? matching_bracket(open) : NULL;
     if (close) {
         Kernel *kernel = add(function);
         int depth = 0, position = 0;
-        for (const char *end = at + length + 1, *begin = end; end <= close; end++) {
+        for (const char *end = open + 1, *begin = end; end <= close; end++) {
             depth += *end == '<';
             depth -= *end == '>';
             if (end < close && (*end != ',' || depth)) continue;

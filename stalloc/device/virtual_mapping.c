@@ -160,6 +160,7 @@ Result cuMemSetAccess(Address address, size_t size, const Access *list, size_t n
         if (mapping && result == SUCCESS) mapping->users |= users;
     }
     pthread_mutex_unlock(&mapping_lock);
+    if (result == SUCCESS) order_opened(address, size, users != 0);
     return result;
 }
 typedef struct {

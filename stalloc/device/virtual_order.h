@@ -52,8 +52,10 @@ void order_work(void *stream, int64_t ns);
 void order_timed_copy(void *stream, const void *to, const void *from, size_t size_bytes);
 void order_timed_collective(void *stream, size_t moved_bytes);
 
+typedef struct Finding Finding;
+
 // virtual_accesses.c: memory, by physical page, and who used it last.
-enum { READS = 0, WRITES = 1, IS_NEW = 2 }; // IS_NEW: an allocator has just given it to the program
+enum { READS = 0, WRITES = 1, IS_NEW = 2, FREES = 4 }; // IS_NEW: an allocator has just given it to the program
 void order_access(void *stream, const void *address, size_t size_bytes, int how);
 enum { MOST_DIMENSIONS = 64 };
 typedef struct {
@@ -65,7 +67,7 @@ typedef struct {
 void order_access_strided(void *stream, const Strided *array, int how); // one access of all its items
 uint32_t order_num_accesses(void);
 void order_replayed_access(void *stream, uintptr_t address, size_t size_bytes, int how, uint32_t captured);
-void order_host_access(const void *address, size_t size_bytes, int how);
+void order_host_access_strided(const Strided *array, int how);
 void order_copy(void *stream, void *to, const void *from, size_t size_bytes, bool host_waits);
 void order_copy_rows(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                      size_t height, bool host_waits);
@@ -77,6 +79,7 @@ void order_pages_made(void *handle, size_t size_bytes);
 void order_pages_released(void *handle); // and mapped nowhere any more
 void order_mapped(uintptr_t address, size_t size_bytes, size_t offset, void *handle);
 void order_unmapped(uintptr_t address, size_t size_bytes);
+void order_opened(uintptr_t address, size_t size_bytes, bool is_open); // what is mapped, to a device
 
 // virtual_captures.c: what a capture forbids, and what its graph accesses when it is launched.
 bool order_forbids(const char *call);                 // to this thread, now; the captures are spoilt
@@ -84,10 +87,13 @@ bool order_forbids_on(const char *call, uint64_t capture); // and for a stream o
 bool order_forbids_on_device(const char *call);            // and while any stream of the device is captured
 bool order_forbids_wait(void *stream, uint64_t capture);   // of a stream for an event of a capture, 0: of none
 int order_exchange_mode(int mode);                         // of this thread; what it was
-void order_capture_began(uint64_t capture, int mode);
+void order_capture_began(uint64_t capture, void *stream, int mode);
 bool order_capture_ended(uint64_t capture, void *graph); // false: it was spoilt, and there is no graph
-void order_captured_access(uint64_t capture, uintptr_t address, size_t size_bytes, int how);
+void order_capture_record(uint64_t capture, void *stream, Clock **event); // its ticks are those of the capture
+void order_capture_wait(uint64_t capture, void *stream, const Clock *event);
+void order_captured_access(uint64_t capture, Finding *finding, int how); // with its place, and what is accessed
 void order_captured_work(uint64_t capture, int64_t ns);
+bool order_captured_event(uint64_t capture, void *event, bool is_wait); // that each launch records, or waits for
 void order_graph_copied(void *graph, void *copy);        // an executable graph is made of one
 void order_graph_gone(void *graph);
 void order_graph_launched(void *graph, void *stream);
@@ -113,10 +119,11 @@ enum {
     FOUND_DESTROYED,    // use of a stream that was destroyed
     FOUND_CAPTURE,      // a call that a capture forbids
     FOUND_GRAPH_MEMORY, // a graph accesses memory that was given to somebody else since its capture
+    FOUND_CLOSED,       // an access of mapped memory that no device may access
 };
-typedef struct {
+struct Finding {
     int kind;
-    int writes, other_writes;
+    int writes, other_writes; // FREES: it is given back in the order of a stream
     int has_waited; // this stream, for the other one, before the access in question
     uint32_t place, other_place;
     uint64_t num_seen;
@@ -124,8 +131,8 @@ typedef struct {
     size_t size_bytes;
     void *stream, *other_stream;
     int device, other_device;
-    char call[40];
-} Finding;
+    char call[64];
+};
 void order_found(Finding *finding); // its place is looked up where it has none; not under order_lock
 uint32_t order_place(void);         // where the program is, for work that is given to a stream
 void order_set_call(Finding *finding, const char *call);

@@ -55,16 +55,24 @@ Error cudaStreamGetDevice(Handle stream, int *device) {
     *device = current_device;
     return SUCCESS;
 }
+enum { EXTERNAL = 1 }; // of an event in a capture: each launch of the graph records it, or waits for it
 Error cudaStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+    if (flags == EXTERNAL && order_captured_event(capture_id(stream), event, true)) return SUCCESS;
     if (order_forbids_wait(stream, event_capture(event))) return failed(STREAM_CAPTURE_ISOLATION);
     stream_wait(stream, event);
     return SUCCESS;
 }
+// A function of the host that a stream calls, and whoever that tells of it, come after what the stream did before.
+static void comes_before_host(Handle stream) {
+    if (order_level == ORDER_STRICT && !capture_id(stream)) order_host_waits_for_stream(stream);
+}
 Error cudaStreamAddCallback(Handle stream, void (*callback)(Handle, Error, void *), void *data, unsigned flags) {
+    comes_before_host(stream);
     callback(stream, SUCCESS, data);
     return SUCCESS;
 }
 Error cudaLaunchHostFunc(Handle stream, void (*function)(void *), void *data) {
+    comes_before_host(stream);
     function(data);
     return SUCCESS;
 }
@@ -83,7 +91,10 @@ Error cudaEventRecord(Handle event, Handle stream) {
     RUNTIME_MAY_FAIL(cudaEventRecord);
     return failed(event_record(event, stream));
 }
-Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) { return cudaEventRecord(event, stream); }
+Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) {
+    if (flags == EXTERNAL && order_captured_event(capture_id(stream), event, false)) return SUCCESS;
+    return cudaEventRecord(event, stream);
+}
 Error cudaEventQuery(Handle event) {
     RUNTIME_MAY_FAIL(cudaEventQuery);
     if (order_forbids_on("cudaEventQuery", event_capture(event))) return failed(STREAM_CAPTURE_UNSUPPORTED);
@@ -102,7 +113,7 @@ Error cudaEventElapsedTime_v2(float *ms, Handle start, Handle end) { return cuda
 Error cudaStreamBeginCapture(Handle stream, int mode) {
     if (order_level == ORDER_STRICT && order_is_legacy(stream)) return failed(STREAM_CAPTURE_UNSUPPORTED);
     Error error = capture_begin(stream);
-    if (error == SUCCESS) order_capture_began(capture_id(stream), mode);
+    if (error == SUCCESS) order_capture_began(capture_id(stream), stream, mode);
     return failed(error);
 }
 Error cudaStreamEndCapture(Handle stream, Handle *graph) {

@@ -51,14 +51,14 @@ static int were_recorded, were_several, were_queried;
 int stalloc_virtual_shares_blocks(void) { return were_queried; }
 
 void host_waits_for_event(void *handle) {
-    if (handle) order_host_waits_for_event(((Event *)handle)->clock);
+    if (handle && !((Event *)handle)->capture) order_host_waits_for_event(((Event *)handle)->clock);
 }
 
 int event_query(void *handle) {
     if (!handle) return INVALID_HANDLE;
     Event *event = handle;
     were_queried |= event->stream || were_several;
-    return order_event_is_done(event->clock) ? SUCCESS : NOT_READY;
+    return event->capture || order_event_is_done(event->clock) ? SUCCESS : NOT_READY;
 }
 
 uint64_t event_capture(void *handle) { return handle ? ((Event *)handle)->capture : 0; }
@@ -80,7 +80,8 @@ int event_record(void *handle, void *stream) {
     if (!were_recorded) first_recorded = stream;
     were_recorded = 1;
     were_several |= stream != first_recorded;
-    if (!event->capture) order_record(&event->clock, stream);
+    if (event->capture) order_capture_record(event->capture, stream, &event->clock);
+    else order_record(&event->clock, stream);
     bool is_timed = order_level == ORDER_TIMED && event->clock;
     event->recorded_ms = (is_timed ? 1e-6 * (double)event->clock->ns : now_ms()) + (double)atomic_load(&delay_ms);
     return SUCCESS;
@@ -147,4 +148,5 @@ void stream_wait(void *stream, void *event) {
     uint64_t capture = ((Event *)event)->capture;
     if (!capture && !capture_id(stream)) order_wait(stream, ((Event *)event)->clock);
     if (capture && num_capturing && !capture_id(stream)) capture_join(stream, capture);
+    if (capture) order_capture_wait(capture, stream, ((Event *)event)->clock);
 }

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stalloc.device.every_thread import enter_in_every_thread
+from stalloc.device.order_checker import IS_NEW, READS, WRITES
+from stalloc.device.watched_arrays import watch_arrays
 
 if TYPE_CHECKING:
     from stalloc.device.order_checker import OrderChecker
 
-_READS, _WRITES, _IS_NEW = 0, 1, 2
 _NO_ACCESS = {
     *("record_stream", "set_", "resize_", "detach", "detach_", "lift", "lift_fresh", "alias", "_unsafe_view"),
     *("_reshape_alias", "is_pinned", "is_set_to", "_has_same_storage_numel", "sym_size", "sym_stride", "sym_numel"),
@@ -50,7 +51,7 @@ def _rule_of(operator: Any) -> _Rule | None:
         if "Tensor" in str(one.type):
             arguments.append((position, one.name, one.alias_info is not None and one.alias_info.is_write))
     is_empty = name.startswith(_EMPTY)
-    return _Rule(tuple(arguments) if not is_empty else (), _IS_NEW if is_empty else _IS_NEW | _WRITES)
+    return _Rule(tuple(arguments) if not is_empty else (), IS_NEW if is_empty else IS_NEW | WRITES)
 
 
 def _tensors(value: Any) -> Iterable[Any]:
@@ -61,50 +62,57 @@ def _tensors(value: Any) -> Iterable[Any]:
     return (value,)
 
 
-class _Accesses:
-    """The accesses of one operation in one thread."""
+class Accesses:
+    """Accesses of tensors that have memory, as pairs of the tensor and how it is accessed."""
 
-    def __init__(self, checker: "OrderChecker", current_stream: Callable[[int], int], strided: Any) -> None:
-        self._checker, self._current_stream, self._strided = checker, current_stream, strided
+    def __init__(self, torch: Any, checker: "OrderChecker") -> None:
+        self._checker, self._current_stream = checker, torch._C._cuda_getCurrentRawStream
+        self.arrays = watch_arrays(checker)  #: makes a watched array of one of NumPy's
 
     def on_device(self, tensors: Iterable[tuple[Any, int]]) -> None:
+        """By the current stream of each tensor's device."""
         for tensor, how in tensors:
-            if tensor.layout is self._strided and tensor.numel():
-                if tensor.is_contiguous():
-                    device = tensor.get_device()
-                    self._checker.touch(device, self._current_stream(device), tensor.data_ptr(), tensor.nbytes, how)
-                else:
-                    self._touch_strided(tensor, how)
-
-    def _touch_strided(self, tensor: Any, how: int) -> None:
-        device, address = tensor.get_device(), tensor.data_ptr()
-        stream = self._current_stream(device)
-        item, num = tensor.element_size(), tensor.dim()
-        shape, strides = tensor.shape, [stride * item for stride in tensor.stride()]
-        values = (ctypes.c_ssize_t * (2 * num))(*shape, *strides)
-        begin = ctypes.addressof(values)
-        self._checker.touch_strided(device, stream, address, item, num, begin, begin + num * _WORD_BYTES, how)
+            device = tensor.get_device()
+            _values, extent = _extent(tensor)
+            self._checker.touch_strided(device, self._current_stream(device), tensor.data_ptr(), *extent, how)
 
     def by_host(self, tensors: Iterable[tuple[Any, int]]) -> None:
+        """By the host, at once."""
         for tensor, how in tensors:
-            if tensor.layout is self._strided and tensor.numel() and tensor.is_contiguous():
-                self._checker.touch_by_host(tensor.data_ptr(), tensor.nbytes, how)
+            _values, extent = _extent(tensor)
+            self._checker.touch_by_host(tensor.data_ptr(), *extent, how)
+
+
+def _extent(tensor: Any) -> tuple[Any, tuple[int, int, int, int]]:
+    """Where a tensor's items lie, as `touch_strided` takes it, and what has to live as long."""
+    if tensor.is_contiguous():
+        return None, (tensor.nbytes, 0, 0, 0)
+    item, num = tensor.element_size(), tensor.dim()
+    values = (ctypes.c_ssize_t * (2 * num))(*tensor.shape, *(stride * item for stride in tensor.stride()))
+    begin = ctypes.addressof(values)
+    return values, (item, num, begin, begin + num * _WORD_BYTES)
 
 
 def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, int]]:
     found = []
     for position, name, is_written in rule.arguments:
         value = args[position] if position is not None and position < len(args) else kwargs.get(name)
-        found += [(tensor, _WRITES if is_written else _READS) for tensor in _tensors(value)]
+        found += [(tensor, WRITES if is_written else READS) for tensor in _tensors(value)]
     return found
 
 
 def _split(torch: Any, tensors: Iterable[tuple[Any, int]]) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
     """The tensors that have memory of their own, on a device and on the host, each with how it is used."""
-    on_device, on_host, has_storage = [], [], torch._C._has_storage
+    on_device, on_host, has_storage, strided = [], [], torch._C._has_storage, torch.strided
     own = torch._C._disabled_torch_dispatch_impl  # a tensor's own memory; what a mode made (FakeTensor) may have none
     for tensor, how in tensors:
-        if getattr(type(tensor), "__torch_dispatch__", None) is own and has_storage(tensor):
+        if getattr(type(tensor), "__torch_dispatch__", None) is not own:
+            continue
+        if tensor.layout is not strided:
+            parts = _split(torch, [(part, how) for part in _parts(torch, tensor)])
+            on_device += parts[0]
+            on_host += parts[1]
+        elif has_storage(tensor) and tensor.numel():
             if tensor.is_cuda:
                 on_device.append((tensor, how))
             elif tensor.is_cpu:
@@ -112,12 +120,23 @@ def _split(torch: Any, tensors: Iterable[tuple[Any, int]]) -> tuple[list[tuple[A
     return on_device, on_host
 
 
-def watch_operations(torch: Any, checker: "OrderChecker") -> None:
+def _parts(torch: Any, tensor: Any) -> tuple[Any, ...]:
+    """What a sparse tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def watch_operations(torch: Any, checker: "OrderChecker") -> Accesses:
     """Watch this thread's operations and those of all threads that begin later."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    accesses = _Accesses(checker, torch._C._cuda_getCurrentRawStream, torch.strided)
+    accesses = Accesses(torch, checker)
     places, at = checker.places, checker.at
     untouched = torch._C._disabled_torch_dispatch_impl
     rules: dict[int, _Rule | None] = {}
@@ -143,17 +162,17 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
             try:
                 on_device, on_host = _split(torch, _given(rule, args, kwargs))
                 accesses.on_device(on_device)
-                checker.makes_all_it_writes(not on_device and rule.result & _IS_NEW)
+                checker.makes_all_it_writes(not on_device and rule.result & IS_NEW)
                 result = func(*args, **kwargs)
                 known = {tensor.data_ptr() for tensor, _ in on_device + on_host}
                 made, made_on_host = (
                     [(one, how) for one, how in some if one.data_ptr() not in known]
                     for some in _split(torch, [(one, rule.result) for one in _tensors(result)])
                 )
-                if on_device or rule.result == _IS_NEW or not on_host:  # else the driver copies it there
+                if on_device or rule.result == IS_NEW or not on_host:  # else the driver copies it there
                     accesses.on_device(made)
                 if not on_device and not made:
-                    accesses.by_host(on_host + [(one, how & _WRITES) for one, how in made_on_host if how & _WRITES])
+                    accesses.by_host(on_host + [(one, how & WRITES) for one, how in made_on_host if how & WRITES])
                 return result
             finally:
                 checker.makes_all_it_writes(False)
@@ -162,6 +181,7 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
     enter_in_every_thread(Watch)
     _note_backward(torch, checker)
     _watch_host_reads(torch, accesses)
+    return accesses
 
 
 def _note_backward(torch: Any, checker: "OrderChecker") -> None:
@@ -179,17 +199,24 @@ def _note_backward(torch: Any, checker: "OrderChecker") -> None:
         setattr(torch.autograd, name, noting(getattr(torch.autograd, name)))
 
 
-def _watch_host_reads(torch: Any, accesses: _Accesses) -> None:
+def _watch_host_reads(torch: Any, accesses: Accesses) -> None:
     """What the host reads of a tensor without an operation of PyTorch."""
 
     def reading(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.device.type == "cpu":
-                accesses.by_host([(tensor, _READS)])
+            accesses.by_host(_split(torch, [(tensor, READS)])[1])
             return function(tensor, *args, **kwargs)
 
         return read
 
-    for name in ("numpy", "tolist", "__array__"):
+    for name in ("tolist", "__array__", "__reduce_ex__"):  # the last to be saved
         setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
+    numpy = reading(torch.Tensor.numpy)
+
+    @functools.wraps(numpy)
+    def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        array = numpy(tensor, *args, **kwargs)
+        return accesses.arrays(array) if tensor.is_pinned() else array
+
+    torch.Tensor.numpy = watched

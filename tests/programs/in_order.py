@@ -1,6 +1,7 @@
 """What programs do that is in order though it looks as if it were not; what the checker found, as JSON."""
 
 import json
+import pickle
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -10,9 +11,11 @@ from stalloc import device
 device.activate("virtual", device.VirtualGPU(num_devices=2))
 
 import cupy  # noqa: E402
+import numpy  # noqa: E402
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from triton_kernels import add  # noqa: E402
 
 import stalloc  # noqa: E402
 from stalloc.device import virtual  # noqa: E402
@@ -31,6 +34,13 @@ def reads_by_the_host() -> None:
     pinned.copy_(numbers, non_blocking=True)
     main.record_event().synchronize()
     assert pinned.tolist() == list(range(10))
+    array = pinned.numpy()
+    array += 1
+    assert array[array > 9].tolist() == pinned[-1:].tolist() == [10]
+    assert type(array.copy()) is type(pickle.loads(pickle.dumps(array))) is numpy.ndarray
+    half = torch.zeros(20, dtype=torch.long, pin_memory=True)
+    half[:10].copy_(numbers, non_blocking=True)
+    half[10:].numpy()[:] = 1  # the other part
     later = (numbers + 1).to("cpu", non_blocking=True)
     torch.cuda.synchronize()
     later.numpy().sum()
@@ -106,6 +116,13 @@ def graphs() -> None:
     graphed = torch.cuda.make_graphed_callables(layer, (sample,))
     for _ in range(3):
         graphed(torch.randn(4, 32, device="cuda", requires_grad=True)).sum().backward()
+    again = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(again):
+        sample.detach().add_(1)
+    again.replay()
+    with torch.cuda.stream(side):
+        again.replay()  # a graph runs once at a time
+    main.wait_stream(side)
 
 
 def streams_of_cupy() -> None:
@@ -122,6 +139,27 @@ def streams_of_cupy() -> None:
     cupy.concatenate([total[:50], array[50:]]).sum(axis=1).get()
 
 
+def functions_of_the_host() -> None:
+    pinned, seen = torch.empty(1000, pin_memory=True), []
+    pinned.copy_(ones(1000), non_blocking=True)
+    cupy.cuda.Stream.from_external(main).launch_host_func(lambda _: seen.append(pinned.sum()), None)
+    assert len(seen) == 1
+
+
+def two_readers() -> None:
+    one, other, total = ones(1 << 12), ones(1 << 12), ones(1 << 12)
+    reading = cupy.cuda.Stream(non_blocking=True)
+    array, diagonal = cupy.asarray(one).reshape(64, 64), cupy.cuda.Stream(non_blocking=True)
+    torch.cuda.synchronize()
+    add[(1,)](one, other, total, 1 << 12, BLOCK=1 << 12)
+    with reading:
+        product = array @ array
+    with diagonal:
+        cupy.einsum("ii->i", array).sum()
+    one + other + 1
+    del product
+
+
 def tensors_without_memory() -> None:
     with FakeTensorMode(), warnings.catch_warnings(action="error"):  # as DTensor asks for shapes
         made = torch.empty(8, 4, device="cuda")
@@ -132,7 +170,7 @@ def tensors_without_memory() -> None:
 
 for program in (
     *(reads_by_the_host, what_the_host_has_waited_for, side_by_side, trains, two_devices, graphs, streams_of_cupy),
-    tensors_without_memory,
+    *(functions_of_the_host, two_readers, tensors_without_memory),
 ):
     torch.cuda.synchronize()
     program()

@@ -20,6 +20,7 @@ device.activate("virtual", device.VirtualGPU(total_bytes=210 << 20))
 import torch  # noqa: E402
 
 import stalloc  # noqa: E402
+from stalloc.compaction import relocation, sliding  # noqa: E402
 from stalloc.device import mapped_pages, ordering, virtual  # noqa: E402
 from stalloc.runtime import Settings, captures, sources  # noqa: E402
 from stalloc.techniques import transfers  # noqa: E402
@@ -113,6 +114,36 @@ def layers() -> None:
         model(torch.ones(8, 512, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def side_work(tensors: list[Any]) -> torch.cuda.Stream:
+    """A stream that has been given work on tensors, for which nobody waits."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for one in tensors:
+            one.add_(1)
+    return side
+
+
+def asleep() -> None:
+    """The program sleeps while a stream is still at work."""
+    live = [fill(6 * MIB) for _ in range(4)]
+    side = side_work(live)
+    stalloc.sleep()
+    stalloc.wake()
+    torch.cuda.current_stream().wait_stream(side)
+    live[0].add_(1)
+
+
+def moved() -> None:
+    """What lives between holes is moved together while a stream is still at work on it."""
+    live = [fill(3 * MIB) for _ in range(60)][::3]
+    torch.cuda.empty_cache()  # which waits: what it gives back is not given back later
+    side = side_work(live)
+    assert stalloc.compact(live).num_moved
+    torch.cuda.current_stream().wait_stream(side)
+    live[0].add_(1)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------
@@ -211,6 +242,21 @@ def does_not_hear_of_captures() -> None:
 @fault
 def maps_in_a_capture_without_leave() -> None:
     sources.relaxed_capture = contextlib.nullcontext
+
+
+@fault
+def maps_without_access() -> None:
+    mapped_pages.Pages._allow = lambda *_: 0  # type: ignore[method-assign]
+
+
+@fault
+def sleeps_without_waiting() -> None:
+    sources.PoolSource.wait = nothing  # type: ignore[method-assign]
+
+
+@fault
+def moves_without_waiting() -> None:
+    relocation.wait_for = sliding.wait_for = nothing
 
 
 @fault
