@@ -21,6 +21,7 @@ MAX_TUPLE = 16
 MAX_GLOBALS = 16
 _MAX_INTEGER_BYTES = 9  # 64 bits and a sign
 _MAX_NUMBER_CHARACTERS = 40
+_BYTES_A_VALUE = 12  # remembered, or a container: in snapshots there are 14 and more
 _MAX_SKIPPED = 256  # numbers of remembered values that are not used
 
 # Estimates of the bytes that CPython takes.
@@ -114,8 +115,8 @@ def scan(data: bytes, left_out: bytes = b"") -> Scanned:
     state = np.zeros(1, _STATE)
     for name in ("key", "cut_list", "missing_at"):
         state[name] = -1
-    room, key = 1 << 16, np.frombuffer(left_out, np.uint8)
-    stack, memo, is_cut = np.empty(room, np.int64), np.full(room, op.NOTHING, np.int64), np.zeros(room, np.bool_)
+    room, key = 1024 + len(data) // _BYTES_A_VALUE, np.frombuffer(left_out, np.uint8)
+    stack, memo, is_cut = np.zeros(room, np.int64), np.full(room, op.NOTHING, np.int64), np.zeros(room, np.bool_)
     containers, cuts = np.zeros(room, _CONTAINER), np.zeros(room, _CUT)
     content = np.frombuffer(data, np.uint8)
     told = state[0]
