@@ -143,7 +143,7 @@ def _longer(column: Column, rest: int = 0) -> Column:
 
 @njit(**BORROWING)
 def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key, state):
-    """The verdict; a record of what the pickle has done so far is `state[0]`, from which a scan without room goes on."""
+    """The verdict; `state[0]` has what the pickle has done so far, from which it goes on where there was no room."""
     s = state[0]
     position, num_opcodes = s.position, s.num_opcodes
     while position < len(data):
