@@ -154,27 +154,21 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
         verdict, position, number = _read_argument(data, rule.argument, argument)
         if verdict != _FINE:
             return verdict
-        if what == op.MEMOIZE:
-            number = s.num_memoized
+        number = s.num_memoized if what == op.MEMOIZE else number
+        is_full = s.height == len(stack) or s.num_containers == len(containers) or s.num_cuts == len(cuts)
         num_opcodes += 1
-        if (
-            s.height == len(stack)
-            or s.num_containers == len(containers)
-            or s.num_cuts == len(cuts)
-            or (what in (op.PUT, op.MEMOIZE) and len(memo) <= number <= num_opcodes + _MAX_SKIPPED)
-        ):
+        if is_full or (what in (op.PUT, op.MEMOIZE) and len(memo) <= number <= num_opcodes + _MAX_SKIPPED):
             s.position, s.num_opcodes = at, num_opcodes - 1
             return _NO_ROOM
         s.estimate += rule.memory_bytes
         was_key_last, s.is_key_last = s.is_key_last, False
         if what in (op.PUT, op.MEMOIZE):
-            verdict = _memoize(number, num_opcodes, stack, memo, s)
-            value = op.NOTHING
+            verdict, value = _memoize(number, num_opcodes, stack, memo, s), op.NOTHING
             s.is_key_last = was_key_last
             if what == op.PUT:
                 s.missing_at = 0
-            elif at == s.cut_from and s.height and stack[s.height - 1] == s.cut_list:
-                s.cut_from, s.cut_memoized = position, s.num_memoized  # the list itself stays
+            elif at == s.cut_from:
+                _keep_list(position, stack, s)
         elif what == op.GET:
             value = memo[number] if number < len(memo) else op.NOTHING
             verdict = _BAD_MEMO if value == op.NOTHING else _FINE
@@ -183,40 +177,31 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
                 _refer(data, rules, value, at, position, stack, cuts, s)
         elif what == op.STRING:
             value = op.FIRST_STRING - at
-            s.estimate += position - argument
-            if _ends_with(data, key, argument, position):
-                s.key, s.is_key_last = value, True
+            _push_string(data, key, argument, position, value, s)
         elif what in (op.SKIP, op.FRAME, op.MARK):
             value = op.NOTHING
             if what == op.MARK:
                 verdict = _mark(marks, s)
-            elif what == op.FRAME:  # its length would be another one
+            elif what == op.FRAME:
                 verdict = _FINE if 0 <= number <= len(data) - position else _CUT_SHORT
-                _cut(cuts, at, position, s)
-                s.is_key_last = was_key_last
+                _cut(cuts, at, position, s)  # its length would be another one
         elif what == op.LONG:
             verdict = _LONG_NUMBER if number > _MAX_INTEGER_BYTES else _FINE
         elif what == op.LINE_NUMBER:
             verdict = _LONG_NUMBER if position - argument > _MAX_NUMBER_CHARACTERS else _FINE
-        elif what == op.STOP:
-            return _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
-        elif what == op.REFUSE:
-            return _UNUSUAL
-        elif what != op.PUSH:
+        elif what in (op.STOP, op.REFUSE):
+            return _UNUSUAL if what == op.REFUSE else _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
+        elif what >= op.GLOBAL:
             verdict, value = _take(rule, argument, stack, marks, containers, found, s)
+            if was_key_last and what == op.MAKE and rule.takes == 0 and rule.value == op.LIST:
+                _begin_list(value, position, s)
             if what == op.FILL and s.cut_list >= 0 and stack[s.height - 1] == s.cut_list:
                 _leave_out(cuts, is_cut, position, s)
-            elif what == op.MAKE and was_key_last and rule.takes == 0 and rule.value == op.LIST:
-                s.cut_list, s.cut_height, s.cut_from = value, s.height + 1, position
-                s.cut_memoized = s.num_memoized
         if verdict != _FINE:
             return verdict
-        if value == op.NOTHING:
-            continue
-        if s.height == len(stack):
-            return _NO_ROOM
-        stack[s.height] = value
-        s.height += 1
+        if value != op.NOTHING:
+            stack[s.height] = value
+            s.height += 1
     return _CUT_SHORT
 
 
@@ -254,15 +239,16 @@ def _read_argument(data, layout, argument):
 
 
 @inner(**BORROWING)
-def _ends_with(data, key, argument, position):
-    """Whether a string is the key: of its argument, a length of up to eight bytes goes before the text."""
+def _push_string(data, key, argument, position, value, s):
+    """Note whether it is the key: before the text, its length takes up to eight bytes of the argument."""
+    s.estimate += position - argument
     begin = position - len(key)
-    if len(key) == 0 or not argument < begin <= argument + 8:
-        return False
+    if len(key) == 0 or not argument < begin <= argument + 8 or data[argument] != len(key):
+        return
     for i in range(len(key)):
         if data[begin + i] != key[i]:
-            return False
-    return data[argument] == len(key)
+            return
+    s.key, s.is_key_last = value, True
 
 
 @inner(**BORROWING)
@@ -284,6 +270,25 @@ def _leave_out(cuts, is_cut, position, s):
     is_cut[s.cut_memoized : s.num_memoized] = True
     if s.missing_at >= s.cut_from:
         s.missing_at = -1
+    _begin_items(position, s)
+
+
+@inner(**BORROWING)
+def _begin_list(container, position, s):
+    """An empty list that is to stay so is pushed."""
+    s.cut_list, s.cut_height = container, s.height + 1
+    _begin_items(position, s)
+
+
+@inner(**BORROWING)
+def _keep_list(position, stack, s):
+    """What was just remembered may be the list itself, which stays."""
+    if s.height and stack[s.height - 1] == s.cut_list:
+        _begin_items(position, s)
+
+
+@inner(**BORROWING)
+def _begin_items(position, s):
     s.cut_from, s.cut_memoized = position, s.num_memoized
 
 
