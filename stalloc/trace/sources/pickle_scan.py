@@ -147,14 +147,13 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
     s = state[0]
     position, num_opcodes = s.position, s.num_opcodes
     while position < len(data):
-        at, argument = position, position + 1
-        rule = rules[data[at]]
+        at, argument, rule = position, position + 1, rules[data[position]]
         what, value = rule.what, rule.value
-        # the number in the argument, or the length of what follows
         verdict, position, number = _read_argument(data, rule.argument, argument)
         if verdict != _FINE:
             return verdict
-        number = s.num_memoized if what == op.MEMOIZE else number
+        if what == op.MEMOIZE:
+            number = s.num_memoized
         is_full = s.height == len(stack) or s.num_containers == len(containers) or s.num_cuts == len(cuts)
         num_opcodes += 1
         if is_full or (what in (op.PUT, op.MEMOIZE) and len(memo) <= number <= num_opcodes + _MAX_SKIPPED):
@@ -185,13 +184,14 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
             elif what == op.FRAME:
                 verdict = _FINE if 0 <= number <= len(data) - position else _CUT_SHORT
                 _cut(cuts, at, position, s)  # its length would be another one
-        elif what == op.LONG:
-            verdict = _LONG_NUMBER if number > _MAX_INTEGER_BYTES else _FINE
-        elif what == op.LINE_NUMBER:
-            verdict = _LONG_NUMBER if position - argument > _MAX_NUMBER_CHARACTERS else _FINE
-        elif what in (op.STOP, op.REFUSE):
-            return _UNUSUAL if what == op.REFUSE else _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
-        elif what >= op.GLOBAL:
+        elif what in (op.LONG, op.LINE_NUMBER):
+            is_long = number > _MAX_INTEGER_BYTES if what == op.LONG else position - argument > _MAX_NUMBER_CHARACTERS
+            verdict = _LONG_NUMBER if is_long else _FINE
+        elif what == op.STOP:
+            return _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
+        elif what == op.REFUSE:
+            return _UNUSUAL
+        elif what != op.PUSH:
             verdict, value = _take(rule, argument, stack, marks, containers, found, s)
             if was_key_last and what == op.MAKE and rule.takes == 0 and rule.value == op.LIST:
                 _begin_list(value, position, s)
@@ -238,7 +238,7 @@ def _read_argument(data, layout, argument):
     return _FINE, position, number
 
 
-@inner(**BORROWING)
+@inner(forceinline=True, **BORROWING)
 def _push_string(data, key, argument, position, value, s):
     """Note whether it is the key: before the text, its length takes up to eight bytes of the argument."""
     s.estimate += position - argument
