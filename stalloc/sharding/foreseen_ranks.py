@@ -180,8 +180,7 @@ class _Sharded:
 
     def _forward(self, unit: int) -> None:
         self._gather(unit)
-        if unit in self.buffers:
-            self.copied = 0  # only now, so that the next all-gather need not wait for the last copy
+        if unit in self.buffers:  # only after it the last one is let go of: a local name holds it until then
             self.copied = self._copy_out(unit)
 
     def _forwarded(self, unit: int) -> None:
