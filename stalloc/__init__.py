@@ -63,6 +63,7 @@ _MODULES = {
     "budget": ".fitting",
     "cap": ".fitting",
     "fit": ".fitting",
+    "sweep": ".sizing.sweep",
 }
 
 __all__ = [
