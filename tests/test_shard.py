@@ -56,7 +56,7 @@ def shard(folder: Path, *words: object) -> dict[str, Any]:
     + [
         pytest.param(program, way, marks=pytest.mark.slow)
         for program in ("gpt", "convolutions")
-        for way in ("zero-3", "zero-2+blocks", "zero-1", "hpz:2+blocks", "mics:2", "ddp")
+        for way in ("zero-3", "zero-2+blocks", "zero-1", "hpz:2+blocks", "mics:2", "2/4/8", "1/2/4", "ddp")
     ],
 )
 def test_what_is_foreseen_is_what_a_rank_holds(program: str, way: str, tmp_path: Path) -> None:
@@ -105,6 +105,9 @@ def test_a_budget_that_nothing_keeps_is_said_with_exit_code_1(tmp_path: Path) ->
         (("--per-node", "3"), "--per-node is 3"),
         (("--export", "fsdp2"), "--export needs --way"),
         (("--way", "zero-1", "--export", "fsdp2"), "fsdp2 has nothing for zero-1"),
+        (("--way", "4/4/8", "--export", "fsdp2"), "fsdp2 has nothing for 4/4/8"),
+        (("--way", "4/4/8", "--export", "accelerate"), "accelerate has nothing for 4/4/8"),
+        (("--way", "4/4/8", "--export", "torchtitan"), "torchtitan has nothing for 4/4/8"),
         (("--way", "1/1/4", "--export", "deepspeed"), "deepspeed has nothing for 1/1/4"),
         (("--way", "mics:4", "--export", "deepspeed"), "deepspeed has nothing for mics:4"),
         (("--way", "zero-3+blocks", "--export", "deepspeed"), "deepspeed has nothing for zero-3+blocks"),

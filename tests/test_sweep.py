@@ -93,11 +93,11 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_local_dask_cluster_gives_the_answers_of_one_process(program: str, cluster: Any) -> None:
+def test_a_local_dask_cluster_gives_the_answers_of_64_runs(program: str, cluster: Any) -> None:
     programs = [[program, str(size)] for size in range(1, 65)]
     executor = cluster.get_executor()
     found = stalloc.sweep(programs, executor=executor)
-    assert [allocated(one) for one in found] == [allocated(one) for one in stalloc.sweep(programs)]
+    assert [allocated(one) for one in found] == list(range(1, 65))
 
 
 @pytest.mark.slow

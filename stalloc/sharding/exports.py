@@ -45,7 +45,7 @@ def _refused(form: str, layout: Layout, num_ranks: int, why: str, recompute: boo
 
 
 def _fsdp2(layout: Layout, num_ranks: int, blocks: Sequence[str], recompute: bool, _: str) -> str:
-    if layout.executor != "fully_shard":
+    if layout.executor != "fully_shard" or layout.divides_optimizer:
         raise _refused("fsdp2", layout, num_ranks, "fully_shard divides parameters, gradients and state together")
     whole = layout.state == num_ranks
     shape = (num_ranks,) if whole else (num_ranks // layout.state, layout.state)
@@ -88,7 +88,8 @@ def _accelerate(layout: Layout, num_ranks: int, _: Sequence[str], recompute: boo
         raise _refused("accelerate", layout, num_ranks, "its file recomputes blocks with FSDP2 only", recompute)
     if layout.executor == "ddp" and layout.state == 1:
         return f"distributed_type: MULTI_GPU\nnum_processes: {num_ranks}\n"
-    if layout.executor != "fully_shard" or layout.state != num_ranks or 1 < layout.parameters < num_ranks:
+    whole = layout.gradients == layout.state == num_ranks
+    if layout.executor != "fully_shard" or not whole or 1 < layout.parameters < num_ranks:
         raise _refused("accelerate", layout, num_ranks, "its file has FSDP2 over all ranks, or DDP")
     lines = (
         "distributed_type: FSDP",
@@ -105,7 +106,7 @@ def _accelerate(layout: Layout, num_ranks: int, _: Sequence[str], recompute: boo
 
 
 def _torchtitan(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, __: str) -> str:
-    if layout.executor == "ddp" and layout.state > 1:
+    if layout.divides_optimizer:
         raise _refused("torchtitan", layout, num_ranks, "it has DDP, FSDP2 and HSDP")
     if 1 < layout.parameters < layout.state:
         raise _refused("torchtitan", layout, num_ranks, "fsdp_reshard_after_forward is always or never")

@@ -56,13 +56,17 @@ def foresee(step: StepMarks, layout: Layout) -> Foreseen:
     return Foreseen(most, max(step.before.peak_bytes, step.before.live_bytes + more), held, allocated)
 
 
-def owned_parameters(step: StepMarks, num_ranks: int) -> list[Parameter]:
-    """Those whose state the first rank has under ZeroRedundancyOptimizer: largest first, to who has least."""
+def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> list[Parameter]:
+    """Those whose state the first rank has under ZeroRedundancyOptimizer: largest first, to who has least.
+
+    `num_parts`: each is in so many parts, of which the first are divided.
+    """
     totals = [0] * num_ranks
     owned = []
-    for one in sorted((one for one in step.parameters if one.is_trained), key=lambda one: -one.num_items):
+    trained = [one for one in step.parameters if one.is_trained]
+    for one in sorted(trained, key=lambda one: -one.part_items(num_parts)):
         rank = totals.index(min(totals))
-        totals[rank] += one.num_items
+        totals[rank] += one.part_items(num_parts)
         if rank == 0:
             owned.append(one)
     return owned
@@ -100,7 +104,7 @@ class _Sharded:
     def __post_init__(self) -> None:
         step, layout = self.step, self.layout
         self.root = len(step.units) - 1
-        self.stored = layout.state if layout.executor else layout.parameters  # ranks that share one copy between steps
+        self.stored = layout.stored
         self.owned = [[one for one in step.parameters if one.unit == unit] for unit in range(self.root + 1)]
         tensor = self.count.of_tensor
         self.buffer = [tensor(sum(map(self._padded, owned))) for owned in self.owned]
@@ -113,12 +117,17 @@ class _Sharded:
         self.reduced = list(map(tensor, reduced))
         self.part = [tensor(one // layout.gradients) for one in reduced]
         self.parameters = sum(tensor(one.part_items(self.stored) * one.item_bytes) for one in step.parameters)
-        self.state = sum(_state_bytes(one, one.part_items(layout.state), tensor) for one in step.parameters)
+        if layout.executor and layout.divides_optimizer:
+            owned = owned_parameters(step, layout.state // layout.gradients, layout.gradients)
+            self.updated = [(one, one.part_items(layout.gradients)) for one in owned]
+        else:
+            self.updated = [(one, one.part_items(layout.state)) for one in step.parameters]
+        self.state = sum(_state_bytes(one, num_items, tensor) for one, num_items in self.updated)
 
     def most_in_step(self) -> int:
         step, memory = self.step, self.count.memory
         parameters, state = whole_bytes(step, self.count.of_tensor)
-        updated = sum(one.part_items(self.layout.state) * one.item_bytes for one in step.parameters)
+        updated = sum(num_items * one.item_bytes for one, num_items in self.updated)
         share, updating, former = updated / max(1, whole_bytes(step)[0]), True, memory(step.marks[-1])
         for mark in step.marks:
             now = memory(mark)

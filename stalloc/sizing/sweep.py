@@ -44,9 +44,9 @@ def sweep(
     executor: Executor | None = None,
     tries: int = 3,
 ) -> list[Swept]:
-    """Ask `stalloc dryrun`, with `options`, of each program: a list of words such as ["train.py", "--batch", "4"].
+    """Ask `stalloc dryrun`, with `options`, of each program: a list of words, such as ["train.py", "--batch", "4"].
 
-    `executor`: where to run; None: here, a process for each processor. Any will do, such as `Client(...).get_executor()`
+    `executor`: where to run; None: here, a process for each processor. Any will do, as `Client(...).get_executor()`
     of dask.distributed; its workers need stalloc, torch and the programs under the same names. A run is tried `tries`
     times at the most. Raises BadInputError for what cannot be asked.
     """
