@@ -209,14 +209,14 @@ def main(operations: int, seed: int) -> None:
         "total.allocated_bytes",
         "total.requested_bytes",
         "total.num_live",
-        "num_unknown_frees",
-        "num_ooms",
-        "arena_live",
+        "statistics.num_unknown_frees",
+        "statistics.num_ooms",
+        "plan.arena_live",
     )
     CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
     result |= {name.rpartition(".")[2]: attrgetter(name)(state.record) for name in counters}
-    result |= {"reserved": state.record.reserved_bytes, "device_used": virtual.used_bytes()}
+    result |= {"reserved": state.record.statistics.reserved_bytes, "device_used": virtual.used_bytes()}
     result |= {"operations": heap.operations, "bytes_checked": heap.bytes_checked}
     print(json.dumps(result))
 
