@@ -22,8 +22,7 @@ is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a to
 torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
-`needed_bytes`, `step_bytes`, `making_bytes`, `held_bytes`, `allocated_bytes` (about
-what PyTorch counts in a step), `received_bytes` by kind and `between`, `seconds`, `fits`,
+`needed_bytes`, `step_bytes`, `making_bytes`, `held_bytes`, `received_bytes` by kind and `between`, `seconds`, `fits`,
 `can_run`, `is_pareto`, `measured`), `best` (a row, -1: none that can run fits), `num_parameters`, `largest` (of them in
 one unit), `formula_bytes` (16 bytes for each parameter, over the ranks), `files`. The exit code is 0 if a way that can
 run fits, 1 if none does.

@@ -6,10 +6,9 @@ torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`: unshard, wait_for_u
 `_fsdp_collectives.py`: foreach_all_gather, foreach_reduce), torch/distributed/optim/zero_redundancy_optimizer.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stalloc.sharding.step_marks import Mark, Memory, Parameter, StepMarks, block_bytes
+from stalloc.sharding.step_marks import Mark, Parameter, StepMarks
 from stalloc.techniques.shard_settings import Layout
 
 
@@ -20,7 +19,6 @@ class Foreseen:
     step_bytes: int  #: allocated at the most, in a step that makes no state
     making_bytes: int  #: the same before, while the program has its whole model
     held_bytes: int  #: between two steps: parts of parameters and state
-    allocated_bytes: int  #: as `step_bytes`, but as PyTorch counts blocks; an estimate
 
     @property
     def needed_bytes(self) -> int:
@@ -28,32 +26,9 @@ class Foreseen:
         return max(self.step_bytes, self.making_bytes)
 
 
-@dataclass(frozen=True)
-class _Count:
-    """How bytes are counted."""
-
-    memory: Callable[[Mark], Memory]
-    of_tensor: Callable[[int], int]
-
-
-_REQUESTED = _Count(lambda mark: mark.requested, int)
-_ALLOCATED = _Count(lambda mark: mark.allocated, block_bytes)
-
-
 def foresee(step: StepMarks, layout: Layout) -> Foreseen:
     """What a rank allocates; of a layout without an executor, what FSDP2 would if it had those factors."""
-    most, allocated = (
-        _replicated(step, layout, count) if layout.executor == "ddp" else _Sharded(step, layout, count).most_in_step()
-        for count in (_REQUESTED, _ALLOCATED)
-    )
-    if layout.executor == "ddp":
-        buckets = sum(one.size_bytes for one in step.parameters if one.is_trained)
-        state = sum(_state_bytes(one, one.num_items, int) for one in owned_parameters(step, layout.state))
-        held, more = whole_bytes(step)[0] + state + buckets, buckets
-    else:
-        sharded = _Sharded(step, layout, _REQUESTED)
-        held, more = sharded.parameters + sharded.state, sharded.parameters * (sharded.stored > 1)
-    return Foreseen(most, max(step.before.peak_bytes, step.before.live_bytes + more), held, allocated)
+    return _replicated(step, layout) if layout.executor == "ddp" else _Sharded(step, layout).foreseen()
 
 
 def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> list[Parameter]:
@@ -72,15 +47,16 @@ def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> lis
     return owned
 
 
-def whole_bytes(step: StepMarks, count: Callable[[int], int] = int) -> tuple[int, int]:
+def whole_bytes(step: StepMarks) -> tuple[int, int]:
     """What parameters and their state take of the program as it is."""
-    parameters = sum(count(one.size_bytes) for one in step.parameters)
-    return parameters, sum(_state_bytes(one, one.num_items, count) for one in step.parameters)
+    parameters = sum(one.size_bytes for one in step.parameters)
+    state = sum(sum(one.state_bytes) + one.rest_bytes for one in step.parameters)
+    return parameters, state
 
 
-def _state_bytes(one: Parameter, num_items: int, count: Callable[[int], int]) -> int:
+def _state_bytes(one: Parameter, num_items: int) -> int:
     """Of one parameter's state, where so many of its items are here."""
-    return sum(count(size * num_items // max(1, one.num_items)) for size in one.state_bytes) + one.rest_bytes
+    return sum(size * num_items // max(1, one.num_items) for size in one.state_bytes) + one.rest_bytes
 
 
 @dataclass
@@ -89,7 +65,6 @@ class _Sharded:
 
     step: StepMarks
     layout: Layout
-    count: _Count
     gathered: dict[int, int] = field(default_factory=dict)  # unit: bytes of its whole parameters
     buffers: dict[int, int] = field(default_factory=dict)  # of all-gathers whose result is not copied out yet
     copied: int = 0  # the buffer of the forward pass's last all-gather
@@ -106,40 +81,36 @@ class _Sharded:
         self.root = len(step.units) - 1
         self.stored = layout.stored
         self.owned = [[one for one in step.parameters if one.unit == unit] for unit in range(self.root + 1)]
-        tensor = self.count.of_tensor
-        self.buffer = [tensor(sum(map(self._padded, owned))) for owned in self.owned]
-        self.whole = [sum(tensor(self._padded(one)) for one in owned) for owned in self.owned]
+        self.whole = [sum(map(self._padded, owned)) for owned in self.owned]
         trained = [[one for one in owned if one.is_trained] for owned in self.owned]
-        reduced = [
+        self.reduced = [
             sum(one.part_items(layout.gradients) * layout.gradients * one.item_bytes for one in owned)
             for owned in trained
         ]
-        self.reduced = list(map(tensor, reduced))
-        self.part = [tensor(one // layout.gradients) for one in reduced]
-        self.parameters = sum(tensor(one.part_items(self.stored) * one.item_bytes) for one in step.parameters)
+        self.parameters = sum(one.part_items(self.stored) * one.item_bytes for one in step.parameters)
         if layout.executor and layout.divides_optimizer:
             owned = owned_parameters(step, layout.state // layout.gradients, layout.gradients)
             self.updated = [(one, one.part_items(layout.gradients)) for one in owned]
         else:
             self.updated = [(one, one.part_items(layout.state)) for one in step.parameters]
-        self.state = sum(_state_bytes(one, num_items, tensor) for one, num_items in self.updated)
+        self.state = sum(_state_bytes(one, num_items) for one, num_items in self.updated)
 
-    def most_in_step(self) -> int:
-        step, memory = self.step, self.count.memory
-        parameters, state = whole_bytes(step, self.count.of_tensor)
+    def foreseen(self) -> Foreseen:
+        step = self.step
+        parameters, state = whole_bytes(step)
         updated = sum(num_items * one.item_bytes for one, num_items in self.updated)
-        share, updating, former = updated / max(1, whole_bytes(step)[0]), True, memory(step.marks[-1])
+        share, updating, former = updated / max(1, parameters), True, step.marks[-1]
         for mark in step.marks:
-            now = memory(mark)
-            rise = now.peak_bytes - former.live_bytes
+            rise = mark.peak_bytes - former.live_bytes
             self._rise(int(rise * share) if updating else rise)
-            self.base = now.live_bytes - now.gradient_bytes - parameters - state
+            self.base = mark.live_bytes - mark.gradient_bytes - parameters - state
             self._at(mark)
             updating = mark.kind in ("finished", "update")
-            former = now
-            if mark.kind in ("forward", "updated") and not now.gradient_bytes:
+            former = mark
+            if mark.kind in ("forward", "updated") and not mark.gradient_bytes:
                 self.parts.clear()
-        return self.most
+        making = max(step.before_peak_bytes, step.before_bytes + self.parameters * (self.stored > 1))
+        return Foreseen(self.most, making, self.parameters + self.state)
 
     def _padded(self, one: Parameter) -> int:
         return one.part_items(self.stored) * self.stored * one.item_bytes
@@ -155,7 +126,7 @@ class _Sharded:
     def _at(self, mark: Mark) -> None:
         if mark.kind == "gradient":
             one = self.step.parameters[mark.place]
-            self.gradients[one.unit] = self.gradients.get(one.unit, 0) + self.count.of_tensor(one.size_bytes)
+            self.gradients[one.unit] = self.gradients.get(one.unit, 0) + one.size_bytes
             self._rise()
         elif mark.kind == "forward":
             self._forward(mark.place)
@@ -175,7 +146,7 @@ class _Sharded:
     def _gather(self, unit: int) -> None:
         """The all-gather of a unit begins, unless it has."""
         if self.stored > 1 and self.whole[unit] and unit not in self.buffers and unit not in self.gathered:
-            self.buffers[unit] = self.buffer[unit]
+            self.buffers[unit] = self.whole[unit]
             self._rise()
 
     def _copy_out(self, unit: int) -> int:
@@ -200,8 +171,7 @@ class _Sharded:
         elif held == self.stored:
             self.gathered.pop(unit, None)
         elif held > 1 and unit in self.gathered:
-            tensor = self.count.of_tensor
-            self.kept[unit] = sum(tensor(self._padded(one) // held) for one in self.owned[unit])
+            self.kept[unit] = self.whole[unit] // held
             self._rise()
             del self.gathered[unit]
 
@@ -219,23 +189,24 @@ class _Sharded:
         self.reducing = self.reduced[unit]  # the former is let go of
         self._rise()
         del self.gradients[unit]
-        self._rise(self.part[unit])
-        self.parts[unit] = self.part[unit]
+        part = self.reduced[unit] // self.layout.gradients
+        self._rise(part)
+        self.parts[unit] = part
 
 
-def _replicated(step: StepMarks, layout: Layout, count: _Count) -> int:
-    """The most in a step under DDP, whose buckets hold the gradients for good, and perhaps a divided optimizer."""
-    _, whole_state = whole_bytes(step, count.of_tensor)
+def _replicated(step: StepMarks, layout: Layout) -> Foreseen:
+    """Under DDP, whose buckets hold the gradients for good, and perhaps a divided optimizer."""
+    parameters, whole_state = whole_bytes(step)
     owned = owned_parameters(step, layout.state)
-    state = sum(_state_bytes(one, one.num_items, count.of_tensor) for one in owned)
+    state = sum(_state_bytes(one, one.num_items) for one in owned)
     buckets = sum(one.size_bytes for one in step.parameters if one.is_trained)
     share = sum(one.size_bytes for one in owned) / max(1, buckets)
-    most, former, updating = 0, count.memory(step.marks[-1]), True
+    most, former, updating = 0, step.marks[-1], True
     for mark in step.marks:
-        now = count.memory(mark)
-        rise = now.peak_bytes - former.live_bytes
+        rise = mark.peak_bytes - former.live_bytes
         base = former.live_bytes - former.gradient_bytes - whole_state + state + buckets
         most = max(most, base + (int(rise * share) if updating else rise))
         updating = mark.kind in ("finished", "update")
-        former = now
-    return most
+        former = mark
+    making = max(step.before_peak_bytes, step.before_bytes + buckets)
+    return Foreseen(most, making, parameters + state + buckets)

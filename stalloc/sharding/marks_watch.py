@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from stalloc.sharding.step_marks import Mark, MarkKind, Memory, Parameter, StepMarks, block_bytes
+from stalloc.sharding.step_marks import Mark, MarkKind, Parameter, StepMarks
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.sharding import units_within
@@ -30,7 +30,7 @@ class StepWatch:
         self._units: list[tuple[str, Any]] = []
         self._parameters: list[tuple[str, int, Any]] = []
         self._marks: list[Mark] = []
-        self._before = Memory(0, 0)
+        self._before = (0, 0)
         self._is_ending = False  # a backward pass of which the end will be marked
         self._entered: set[int] = set()
         when_models_appear(self._appeared)
@@ -44,14 +44,15 @@ class StepWatch:
             units=tuple(name for name, _ in self._units),
             parameters=tuple(_parameter(name, unit, one, state.get(one, {})) for name, unit, one in self._parameters),
             marks=tuple(self._marks),
-            before=self._before,
+            before_bytes=self._before[0],
+            before_peak_bytes=self._before[1],
             block_kind=type(self._units[0][1]).__name__ if len(self._units) > 1 else "",
         )
 
     def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:
         if number:
             return
-        self._model, self._before = model, Memory(*live_bytes())
+        self._model, self._before = model, live_bytes()
         blocks = units_within(model, blocks)
         self._units = [*((block.name, block.module) for block in blocks), ("", model)]
         self._parameters = [
@@ -67,12 +68,9 @@ class StepWatch:
     def _mark(self, kind: MarkKind, place: int = -1) -> None:
         if self.num_steps != WATCHED_STEP:
             return
-        gradients = [one.grad.nbytes for _, _, one in self._parameters if one.grad is not None]
-        requested = Memory(*live_bytes(), sum(gradients))
-        allocated = Memory(
-            torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), sum(map(block_bytes, gradients))
-        )
-        self._marks.append(Mark(kind, place, requested, allocated))
+        gradients = sum(one.grad.nbytes for _, _, one in self._parameters if one.grad is not None)
+        live, peak = live_bytes()
+        self._marks.append(Mark(kind, place, live, peak, gradients))
         torch.cuda.reset_peak_memory_stats()
 
     def _forward(self, row: int) -> Any:

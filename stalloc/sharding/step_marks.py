@@ -1,27 +1,12 @@
 """One step of a program that is not sharded, as sharding it needs to know it: moments, and memory between them.
 
 Contract: memory between two marks is that of the program as it is, exact to the byte; which marks there are does not
-depend on the number of ranks. All of it is plain data, for another process. Bytes are what was asked for, or as
-PyTorch's `allocated_bytes` has them, with up to 1 MiB more for each block that it does not split.
+depend on the number of ranks. All of it is plain data, for another process. Bytes are what was asked for: PyTorch's
+`allocated_bytes` has up to 1 MiB more for each block of its own that it does not split.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
-
-from stalloc.replay.rounding import GRANULE, SMALL_BYTES, round_up
-
-_LARGE_BYTES, _ALIGNMENT = 10 * SMALL_BYTES, 512
-
-
-def block_bytes(size_bytes: int) -> int:
-    """What torch counts as allocated for a tensor that has a new segment to itself, or shares one of 2 or 20 MiB.
-
-    Source: `should_split` and `get_allocation_size` of c10's CUDACachingAllocator.
-    """
-    size_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-    segment = round_up(size_bytes, GRANULE)
-    return segment if size_bytes >= _LARGE_BYTES and segment - size_bytes <= SMALL_BYTES else size_bytes
-
+from typing import Any, Literal
 
 MarkKind = Literal["forward", "forwarded", "backward", "gradient", "backwarded", "finished", "update", "updated"]
 """A unit's forward pass begins, has ended; backward reaches it; a parameter has its gradient; those of a unit's inputs
@@ -60,22 +45,15 @@ class Parameter:
         return -(-self.shape[0] // num_ranks) * (self.num_items // self.shape[0])
 
 
-class Memory(NamedTuple):
-    """What the program has at a moment."""
-
-    live_bytes: int
-    peak_bytes: int  #: since the moment before
-    gradient_bytes: int = 0  #: of gradients that parameters hold
-
-
 @dataclass(frozen=True)
 class Mark:
     """A moment of the step."""
 
     kind: MarkKind
     place: int  #: row of the units, of the parameters for "gradient", -1 for the rest
-    requested: Memory
-    allocated: Memory  #: as PyTorch counts
+    live_bytes: int  #: at it
+    peak_bytes: int  #: since the one before
+    gradient_bytes: int  #: of gradients that parameters hold at it
 
 
 @dataclass(frozen=True)
@@ -85,7 +63,8 @@ class StepMarks:
     units: tuple[str, ...]  #: names: repeated blocks, and last what lies in none
     parameters: tuple[Parameter, ...]
     marks: tuple[Mark, ...]
-    before: Memory  #: requested when the model was called first
+    before_bytes: int  #: when the model was called first
+    before_peak_bytes: int  #: the most until then
     block_kind: str = ""  #: the class of the first unit that is a block
 
     def as_json(self) -> dict[str, Any]:
@@ -102,10 +81,8 @@ class StepMarks:
         return cls(
             units=tuple(told["units"]),
             parameters=tuple(parameters),
-            marks=tuple(
-                Mark(one["kind"], one["place"], Memory(*one["requested"]), Memory(*one["allocated"]))
-                for one in told["marks"]
-            ),
-            before=Memory(*told["before"]),
+            marks=tuple(Mark(**one) for one in told["marks"]),
+            before_bytes=told["before_bytes"],
+            before_peak_bytes=told["before_peak_bytes"],
             block_kind=told["block_kind"],
         )
