@@ -167,7 +167,7 @@ def _group(layout: Layout, num_ranks: int) -> Any:
 def _divide_parts(optimizer: Any, group: Any) -> None:
     """Divide an optimizer of parameters in shards among the ranks that have the same shards."""
     parts = [one for of_group in optimizer.param_groups for one in of_group["params"]]
-    local = {id(one): torch.nn.Parameter(one.to_local(), one.requires_grad) for one in parts}
+    local = {id(one): torch.nn.Parameter(_local(one), one.requires_grad) for one in parts}
     groups = [{**one, "params": [local[id(part)] for part in one["params"]]} for one in optimizer.param_groups]
     divided = _divide(optimizer, group, groups)
     step = optimizer.step
@@ -175,7 +175,7 @@ def _divide_parts(optimizer: Any, group: Any) -> None:
     def step_of_parts(_: Any, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
         for one in parts:
-            local[id(one)].grad = one.grad.to_local() if one.grad is not None else None
+            local[id(one)].grad = None if one.grad is None else _local(one.grad)
         step()
         for one in parts:
             local[id(one)].grad = None
@@ -193,11 +193,16 @@ def _divide_parts(optimizer: Any, group: Any) -> None:
     optimizer.step, optimizer.state_dict = MethodType(step_of_parts, optimizer), MethodType(state_dict, optimizer)
 
 
+def _local(one: Any) -> Any:
+    """The part of this rank; the optimizer may have parameters that are no model's, which are not divided."""
+    return one.to_local() if hasattr(one, "to_local") else one.detach()
+
+
 def _whole_of(value: Any, part: Any) -> Any:
     """What the ranks with the other shards of a parameter have together, in host memory, of state that has its form."""
     from torch.distributed.tensor import DTensor
 
-    if not torch.is_tensor(value) or value.shape != part.to_local().shape:
+    if not isinstance(part, DTensor) or not torch.is_tensor(value) or value.shape != part.to_local().shape:
         return value
     value = value.to(part.device)
     made = DTensor.from_local(value, part.device_mesh, part.placements, shape=part.shape, stride=part.stride())
