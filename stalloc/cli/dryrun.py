@@ -19,15 +19,16 @@ what was reserved.
   stalloc dryrun --gpu H100 --serve --length 4096 serve.py
   stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
-What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
+What the program writes would be zeros: it is discarded, and the report names it. Each run begins with the files as
+they are;
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
---find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
-torchrun would start, rank by rank without the others. Both run the program in forks of one process, side by side.
+--find looks for the largest value of a parameter that fits, for each allocator, or for the smallest card. --ranks tries
+what torchrun would start, each rank by itself. Both run the program in forks of one process, side by side.
 
---serve is for a program that asks how much is free and takes most of it, as inference servers do: it is run on the card
-as it is, and shown is what it makes of it: weights, activations, cache, in bytes, tokens and requests of --length. With
---find the answer has a cache of at least --tokens; without them every value is run, and listed.
+--serve is for a program that asks how much is free and takes most of it, as inference servers do. It is run on the card
+as it is; the report shows weights, activations and cache, in bytes, tokens and requests of --length. With --find it
+looks for a cache of at least --tokens; without --tokens it runs and lists every value.
 --model needs no script: a training loop of stalloc's runs a language model that transformers makes from its
 configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 

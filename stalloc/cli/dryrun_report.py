@@ -204,6 +204,11 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
             "torch.backends.cudnn.benchmark is on: on a GPU the quickest algorithms are found by trying them, and the "
             "workspaces of these trials, up to 4 GiB each, are not in these figures"
         )
+    if uncertain.get("sleeps"):
+        lines.append(
+            "this program sleeps (stalloc.sleep), which PyTorch's allocators cannot: their figures are of a program "
+            "that stays awake"
+        )
     if shared := uncertain.get("shared_blocks"):
         of = f"at {shared['of']} " if "of" in shared else ""  # of a search, that of one value
         lines.append(

@@ -9,23 +9,23 @@ The program is run unchanged, in this process, on the real GPU where there is on
 plan is kept in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first
 allocation when the same program is run again with the same arguments; one that no longer fits is replaced.
 Steps are marked by torch's optimizers or by stalloc.step(), and found from the allocations where nobody marks them.
---budget holds the program to so much reserved memory from its first allocation: the settings and the plan of its fit
-(`stalloc fit`, which is made first if there is none in the current folder) are used, and what does not fit is an
-out-of-memory error. --fit names the file of a fit.
+--budget holds the program to so much reserved memory from its first allocation, by the settings and the plan of its
+fit; what does not fit is an out-of-memory error. If the current folder has no fit, `stalloc fit` makes one first. --fit
+names the file of a fit.
 --cap holds the program below a size whatever its shapes: what it saves for backward is evicted when a request does not
-fit, and is there again for backward. --host bounds the host memory for it (0: nothing is moved; default: all there is).
-On the virtual GPU every value is zero, so files that are there stay as they are whatever the program does to them; new
-ones are kept, and both are named. --keep-files writes for real.
+fit, and restored before backward needs it. --host bounds the host memory for it (0: nothing is moved; default: all).
+On the virtual GPU every value is zero, so existing files stay as they are whatever the program does to them; new files
+are kept, and the report names both. --keep-files writes for real.
 --compare-native runs the program under PyTorch's own allocator first, with its defaults and with
-expandable_segments:True, whatever else PYTORCH_ALLOC_CONF says kept.
+expandable_segments:True, keeping all other settings of PYTORCH_ALLOC_CONF.
 JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `run_allocated_peak_bytes` and
 `run_reserved_peak_bytes` over the whole run, `allocated_peak_bytes` and `reserved_peak_bytes` over the planned steps,
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
-peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
-`native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
-"fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
-`budget_by`; with a cap `cap`, what it cost; on the virtual GPU `files`, what was kept and discarded. The exit code is
-the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, all of the device that reserved most; `devices` lists
+every device; with --compare-native the same figures are under `native` and `native_expandable`. `plan_source` is
+"file", "cache", "fit" or null; `order` has the findings of --check-order; `budget_bytes`, `budget_kept` and `budget_by`
+are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) on the virtual GPU. The exit
+code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse

@@ -7,8 +7,8 @@
 The program is an ordinary one, for one GPU: a model of PyTorch that it calls, and an optimizer. One step of it is
 recorded on the virtual GPU, as it is and with every repeated block recomputed. From that follows, for each way to
 divide parameters, gradients and optimizer state over the ranks, what the first rank holds at the most and what it
-receives from others. The best ways within the budget are then run: one rank with PyTorch's fully_shard (FSDP2), or
-DDP and ZeroRedundancyOptimizer, the others not being there; bytes are measured, and nothing is computed.
+receives from others. The best ways within the budget are then run: one rank alone, with PyTorch's fully_shard (FSDP2)
+or with DDP and ZeroRedundancyOptimizer; bytes are measured, and nothing is computed.
 
 Each rank has batches as large as the program's. A way is a triple P/G/O: so many ranks share one copy of the parameters
 between forward and backward, of gradients, of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2 1/N/N, zero-3 (FSDP)

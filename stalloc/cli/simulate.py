@@ -19,8 +19,8 @@ by an exact model of that allocator; where the file ends with an out-of-memory e
 runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where nothing
 is better by a per cent. The line names the variable that the recorded release of PyTorch reads, or that --torch names:
 PYTORCH_ALLOC_CONF from 2.9 on, PYTORCH_CUDA_ALLOC_CONF before and where the release is unknown. expandable_segments is
-there from 2.1 on. A history that allocates less than is held at its peak, where most of that was there before, is too
-short to rank settings: then no order and no line are given.
+there from 2.1 on. If most of what is held at the peak was there before the recording began, the recording is too short
+to rank settings: then no order and no line are given.
 
 Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
 1 - allocated peak / reserved peak.

@@ -9,18 +9,18 @@ Allocated counts every request from alloc to free_completed, with sizes rounded 
 lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a
 profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
 repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
-record and after which memory is back at its level. Of a recording by `stalloc record --ops` operations, modules,
-repeated blocks and the roles of requests are told too, and with --gpu what its last step takes on that GPU, estimated;
-with --order how much less the step (or one repetition, where no optimizer steps) would need if its operations came in
-another order, with the layout of both orders (replayed, not executed).
+record and after which memory is back at its level. For a recording by `stalloc record --ops` the operations, modules,
+repeated blocks and roles of requests are listed too. --gpu estimates what its last step takes on that GPU; --order says
+how much less the step (or one repetition, where no optimizer steps) would need if its operations came in another order
+(replayed, not executed).
 
-Of more than eight files, or with --ranks, the ranks of one job are told side by side in place of one block a file:
-least, median and most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
+More than eight files are taken for the ranks of one job, as with --ranks, and shown side by side: least, median and
+most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
 ('run/*/snapshot.pickle') stands for all files that match.
 
---graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
-one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
-before which next to nothing but persistent requests is live, where the record can be split.
+--graph writes the graph of lifespans of the one FILE, as GraphML (.graphml) or JSON: groups of requests that are born
+in one phase, die in one phase and have one size, and which groups are live together. It also prints where the record
+can be split, because little but persistent memory is live.
 """
 
 import argparse

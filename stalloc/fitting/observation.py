@@ -15,8 +15,8 @@ OPERATIONS_STEP, MEMORY_STEP = 1, 2
 _CAST = "aten._to_copy.default"
 _NO_BLOCKS = (
     "no module with parts of its own is repeated in the program, neither in a model nor by being called several times, "
-    "there is no long nn.Sequential, and no forward pass that calls four layers or more with weights, each in a "
-    "statement of its own (put layers that belong together into a module of their own)"
+    "and there is no long nn.Sequential (put layers that belong together into a module of their own; with "
+    "STALLOC_CUT_FORWARD=1 a forward pass is cut that calls four layers with weights, each in a statement of its own)"
 )
 
 

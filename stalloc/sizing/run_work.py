@@ -19,6 +19,7 @@ from stalloc.device import VirtualGPU
 from stalloc.device.completion import Completion
 from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.files import write_whole
+from stalloc.integrations.installation import installation
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
 from stalloc.sizing.process_memory import process_told
@@ -87,6 +88,7 @@ class _Run:
         work = self._work
         if work.is_rank:
             be_rank()
+        installation.is_compared = work.under == "native"
         if work.under == "stalloc":
             from stalloc import integrations
 
@@ -129,12 +131,13 @@ class _Run:
         process = process_told(self._host)
         devices, refused = self._peaks()
         taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
-        taking = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
+        more = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
+        more |= {"sleeps": True} if installation.was_to_sleep else {}
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
             "devices": devices,
-            "findings": virtual.findings() | taking,
+            "findings": virtual.findings() | more,
             "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "server": self._server.told() if self._server is not None else None,

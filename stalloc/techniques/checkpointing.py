@@ -51,9 +51,9 @@ def checkpoint(
     found = find_blocks(model)
     if not found:
         raise BadInputError(
-            f"{type(model).__name__} has no repeated blocks (two modules of one class with children of their own, a "
-            "long nn.Sequential, or a forward pass that calls four layers with weights, each in a statement of its "
-            "own): there is nothing to recompute."
+            f"{type(model).__name__} has no repeated blocks (two modules of one class with children of their own, "
+            "or a long nn.Sequential): there is nothing to recompute. With STALLOC_CUT_FORWARD=1 a forward pass is cut "
+            "that calls four layers with weights, each in a statement of its own."
         )
     chosen = _chosen(found, blocks if number is None else number)
     return wrap(chosen, [wanted] * len(chosen))

@@ -5,9 +5,11 @@ tree is looked at, and lists, tuples and dictionaries of modules that are attrib
 nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for one that itself holds
 layers in a row (an encoder). A module without children of its own, such as a linear layer, is
 no block: what it would recompute is what it reads. A long sequence of layers, unlike all beside it, is cut into rows,
-which are blocks; and where nothing else is found, so is a forward pass that calls layers statement by statement.
+which are blocks; and where nothing else is found, so is a forward pass that calls layers statement by statement, if
+the user asks for it by STALLOC_CUT_FORWARD=1: its source is compiled anew.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +98,9 @@ def _rows(prefix: str, sequence: Any) -> list[Block]:
 
 
 def _parts(model: Any) -> list[Block]:
-    """Rows of statements of the outermost modules of the program's own whose forward pass can be cut so."""
+    """Rows of statements of the outermost modules of the program's own whose forward pass can be cut so, if asked."""
+    if os.environ.get("STALLOC_CUT_FORWARD") != "1":
+        return []
     from stalloc.techniques.statement_rows import rows_of_statements
 
     found: list[Block] = []
