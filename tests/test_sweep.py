@@ -114,7 +114,7 @@ def test_the_run_of_a_dask_worker_that_is_killed_is_done_again_and_named(program
 
     found = stalloc.sweep([[program, str(size)] for size in range(6, 12)], executor=KillsOne())
     assert [allocated(one) for one in found] == [6, 7, 8, 9, 10, 11]
-    assert [bool(one.lost) for one in found] == [False, False, False, True, False, False]
+    assert "KilledWorker" in found[3].lost[0]
 
 
 def _dies() -> None:

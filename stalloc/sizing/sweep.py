@@ -63,7 +63,8 @@ def sweep(
         waiting = list(range(len(programs)))
         while waiting or running:
             for number in waiting:
-                running[pool.submit(_dryrun, list(programs[number]), list(options))] = number
+                work = list(programs[number]), list(options), len(lost[number])
+                running[pool.submit(_dryrun, *work)] = number
             waiting = []
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 number = running.pop(future)
@@ -80,8 +81,11 @@ def sweep(
     return [found[number] for number in range(len(programs))]
 
 
-def _dryrun(program: list[str], options: list[str]) -> tuple[dict[str, Any] | None, str]:
-    """What it tells, or why it tells nothing; on the worker."""
+def _dryrun(program: list[str], options: list[str], _: int) -> tuple[dict[str, Any] | None, str]:
+    """What it tells, or why it tells nothing; on the worker.
+
+    The last argument is the try: to Dask the same function of the same arguments is the same work, lost or not.
+    """
     with tempfile.TemporaryDirectory(prefix="stalloc-sweep-") as folder:
         file = Path(folder) / "told.json"
         command = [sys.executable, "-P", "-m", "stalloc", "dryrun", "--json", str(file), *options, "--", *program]
