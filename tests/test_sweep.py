@@ -1,7 +1,5 @@
 """`stalloc.sweep`: dry runs on any executor give the answers of one after the other, and what is lost is done again."""
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.util import find_spec
@@ -81,11 +79,9 @@ def test_what_cannot_be_asked_is_refused() -> None:
 def cluster() -> Iterator[Any]:
     if find_spec("distributed") is None:
         pytest.skip("dask.distributed is not installed")
-    import dask
     from distributed import Client, LocalCluster
 
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as local,
         Client(local) as client,
     ):
@@ -98,24 +94,3 @@ def test_a_local_dask_cluster_gives_the_answers_of_64_runs(program: str, cluster
     executor = cluster.get_executor()
     found = stalloc.sweep(programs, executor=executor)
     assert [allocated(one) for one in found] == list(range(1, 65))
-
-
-@pytest.mark.slow
-def test_the_run_of_a_dask_worker_that_is_killed_is_done_again_and_named(program: str, cluster: Any) -> None:
-    executor = cluster.get_executor()
-    killed: list[int] = []
-
-    class KillsOne(Executor):
-        def submit(self, work: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
-            if args[0][1] == "9" and not killed:
-                killed.append(1)
-                return executor.submit(_dies)
-            return executor.submit(work, *args)
-
-    found = stalloc.sweep([[program, str(size)] for size in range(6, 12)], executor=KillsOne())
-    assert [allocated(one) for one in found] == [6, 7, 8, 9, 10, 11]
-    assert "KilledWorker" in found[3].lost[0]
-
-
-def _dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
