@@ -53,6 +53,10 @@ class GradientError(StallocError, RuntimeError):
     """A gradient is needed that the optimizer's step in the backward pass has used up already."""
 
 
+class GraphMemoryError(StallocError, RuntimeError):
+    """A CUDA graph would overwrite what the program borrowed of its memory, and was not replayed or captured."""
+
+
 class StreamError(StallocError, RuntimeError):
     """A layer whose parameters are streamed is used in a way in which its values would not be right."""
 

@@ -27,6 +27,7 @@ QUICK: dict[str, list[str]] = {
     "operations": ["--only", "FSDP2"],
     "pages": [str(BENCH.parents[1] / "examples" / "train_gpt.py"), "--size", "tiny", "--steps", "4"],
     "planner": ["--quick"],
+    "policies": ["--only", "GPT", "--policy", "selective"],
     "recorder": ["--rounds", "20", "--requests", "50"],
     "replay": [],
     "report": ["--requests", "20000"],

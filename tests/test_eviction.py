@@ -82,6 +82,22 @@ def test_the_window_is_the_cheapest_of_all():
     assert found > 100
 
 
+def test_dte_joins_free_neighbours_where_dtr_does_not():
+    """Free memory lies beside the smaller of two storages, which is the dearer one for each of its bytes."""
+    program = InstructionWriter()
+    weight = program.constant(2)
+    (free,) = program.call(1, [weight], [(10, -1)])
+    (beside,) = program.call(6, [weight], [(10, -1)])
+    (apart,) = program.call(11, [weight], [(20, -1)])
+    program.call(10, [beside, apart], [])
+    program.let_go(free)
+    program.let_go(*program.call(1, [weight], [(18, -1)]))
+    for one in (beside, apart):
+        program.keep(one)
+    dtr, dte = (replay(program.done(), name, 42, places=True) for name in ("dtr", "dte"))
+    assert (dtr.evicted_bytes, dte.evicted_bytes) == (20, 10)
+
+
 RESNET, TRANSFORMER = "dtr_resnet32.log.gz", "dtr_transformer.log.gz"
 OVER = None  # more than twice the time
 #: what the simulator of Kirisame et al. gives for these logs: the time over that without a budget
@@ -99,8 +115,6 @@ TRANSFORMER_FIGURES = {
     "dtr-local": (1.0097, 1.0373, 1.1121, 1.161),
     "lru": (1.0334, 1.0985, OVER, OVER),
 }
-#: where recomputation runs 88 calls deep, and a replay from the paper alone comes out otherwise
-OTHERWISE = {("dtr-local", 0.5)}
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +134,7 @@ def test_resnet_takes_what_the_published_simulator_says(program_of, name, policy
     for share, figure in zip(RESNET_SHARES, RESNET_FIGURES[policy], strict=True):
         made = replay(program, policy, int(share * 10061179152))
         assert made.peak_bytes <= made.budget_bytes
-        if (policy, share) not in OTHERWISE:
-            assert (share, _rounded(made)) == (share, figure)
+        assert (share, _rounded(made)) == (share, figure)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,7 @@ def test_the_transformer_takes_what_the_published_simulator_says(program_of, nam
     program = program_of(name).copied
     for share, figure in zip(TRANSFORMER_SHARES, TRANSFORMER_FIGURES[policy], strict=True):
         made = replay(program, policy, int(share * 9864405000))
-        assert made.overhead == (figure if figure is None else pytest.approx(figure, abs=0.0015))
+        assert made.overhead == (figure if figure is None else pytest.approx(figure, abs=0.001))
 
 
 @pytest.mark.parametrize("name", each([RESNET, TRANSFORMER], always=("dtr_",)))
@@ -142,6 +155,9 @@ def test_with_addresses_nothing_that_is_free_is_out_of_coops_reach(program_of, n
         made = replay(program.in_place, "coop", int(share * peak))
         assert made.ending == Ending.COMPLETE
         assert made.peak_bytes <= made.budget_bytes
+        dtr = replay(program.copied, "dtr", int(share * peak), places=True)
+        # the cheapest window is not always the smallest (docs/eviction.md)
+        assert made.evicted_bytes <= (1.0013 if name == TRANSFORMER else 1.061) * dtr.evicted_bytes
 
 
 CHAIN = InstructionWriter()
@@ -154,7 +170,7 @@ for _ in range(4):
 _a, _b, _c, _d = _made
 CHAIN.let_go(_b)
 CHAIN.let_go(_c)
-CHAIN.call(1, [_a, _d], [(1, -1)])
+CHAIN.keep(CHAIN.call(1, [_a, _d], [(1, -1)])[0])
 
 
 def test_what_nobody_holds_is_freed_and_what_is_held_is_made_again():
@@ -197,16 +213,30 @@ def test_a_change_is_a_copy_or_in_place():
     assert peak_of(read_simulator_log(Path("a.log"), log, in_place=True)) == 64 + 8
 
 
+def test_a_log_begins_at_its_start_and_its_constants_stay():
+    start = {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}
+    before = ({"INSTRUCTION": "CONSTANT", "NAME": "v"}, {"INSTRUCTION": "MEMORY", "NAME": "v", "MEMORY": "900"})
+    released = ({"INSTRUCTION": "RELEASE", "NAME": name} for name in ("v", "w"))
+    more = [CALL | {"ARGS": ["y"], "RESULT": ["z"]}, *({**one, "NAME": "z"} for one in OF_Y)]
+    program = read_simulator_log(Path("a.log"), _log(*before, start, *CONSTANT, CALL, *OF_Y, *released, *more))
+    assert peak_of(program) == 72, "what the program lets go of is no part of its own peak"
+    assert replay(program, "dtr", 80).ending == Ending.COMPLETE
+    assert replay(program, "dtr", 72).ending == Ending.OUT_OF_MEMORY, "what was let go of may be read again"
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
         ((CALL,), "line 1 is no instruction that fits"),
-        ((*CONSTANT, CALL), "ends within a call"),
+        ((*CONSTANT, CALL), "ends before it says how large 'y' is"),
+        ((*CONSTANT, CALL, *OF_Y, {"INSTRUCTION": "CONSTANT", "NAME": "v"}), "ends before it says how large 'v' is"),
         ((*CONSTANT, CALL, *OF_Y, CALL, *OF_Y), "y is there already"),
         ((*CONSTANT, CALL | {"TIME": "-1"}), "a call that takes -1"),
         ((*CONSTANT, CALL | {"INSTRUCTION": "MUTATE", "MUTATE": [3]}), "changes what is no argument"),
         ((*CONSTANT, {"INSTRUCTION": "DANCE"}), "unknown instruction 'DANCE'"),
         ((*CONSTANT, CALL, OF_Y[1]), "nothing says how large"),
+        (CONSTANT, "holds no calls"),
+        (({"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}, [1]), "line 2 is no instruction that fits"),
         ((*CONSTANT, CALL | {"TIME": str(1 << 60)}, *OF_Y), "larger than any program's"),
     ],
 )
@@ -219,7 +249,7 @@ def test_evict_prints_a_table_and_writes_its_figures(tmp_path, capsys):
     file = tmp_path / "a.log"
     file.write_bytes(_log(*CONSTANT, CALL, *OF_Y, {"INSTRUCTION": "RELEASE", "NAME": "y"}))
     told = tmp_path / "told.json"
-    assert main(["evict", str(file), "--budget", "1,1KiB", "--all", "--json", str(told)]) == 0
+    assert main(["evict", str(file), "--budget", "100%,1KiB", "--all", "--json", str(told)]) == 0
     shown = capsys.readouterr().out
     (found,) = json.loads(told.read_text())["files"]
     assert (found["peak_bytes"], found["seconds"]) == (72, None)
@@ -227,14 +257,35 @@ def test_evict_prints_a_table_and_writes_its_figures(tmp_path, capsys):
     assert {row["overhead"] for row in found["rows"]} == {1.0}
     assert [row["budget_bytes"] for row in found["rows"]][:: len(POLICIES)] == [72, 1024]
     assert all(POLICIES[row["policy"]].title in shown for row in found["rows"])
+    assert "of MegTaiChi, DTE alone" in shown
+
+
+@pytest.mark.parametrize("budget", ["0.01", "1", "71"])
+def test_a_budget_that_nothing_fits_into_is_a_row(tmp_path, capsys, budget):
+    file = tmp_path / "a.log"
+    file.write_bytes(_log(*CONSTANT, CALL, *OF_Y))
+    assert main(["evict", str(file), "--budget", f"{budget}B" if budget != "0.01" else budget, "--all"]) == 0
+    assert capsys.readouterr().out.count("out of memory") == len(POLICIES) + 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 40, 200])
+def test_a_log_that_was_cut_within_a_call_is_refused_in_a_sentence(tmp_path, capsys, num_bytes):
+    file = tmp_path / "a.log"
+    file.write_bytes(_log(*CONSTANT, CALL, *OF_Y, {"INSTRUCTION": "RELEASE", "NAME": "y"})[:num_bytes])
+    code, told = main(["evict", str(file), "--budget", "1.0"]), capsys.readouterr()
+    assert (code, told.err.count(chr(10))) == (2, 1)
+    assert str(file) in told.err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--budget", "1.5"), "--budget: 1.5 is no share of the peak"),
+        (("--budget", "0"), "--budget: 0 is no share of the peak"),
+        (("--budget", "110%"), "--budget: 110% is no share of the peak"),
+        (("--budget", "0.5,"), "'' is not an amount of memory"),
         (("--budget", "0.5", "--policy", "best"), "there is no policy 'best'"),
-        (("--budget", "0.5"), "knows no operations|no whole step with operations"),
+        (("--budget", "0.5"), "no whole step with operations"),
     ],
 )
 def test_evict_says_what_it_cannot_use(words, said, capsys):

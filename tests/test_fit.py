@@ -1,5 +1,6 @@
 """stalloc fit: an unmodified program on less memory than it needs, from the first allocation on."""
 
+import ast
 import contextlib
 import json
 import os
@@ -20,7 +21,8 @@ from stalloc.cli import main
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.known_fits import plans_of
-from stalloc.fitting.systems import SYSTEMS
+from stalloc.fitting.policy_search import check_policy
+from stalloc.fitting.systems import SYSTEMS, System
 from stalloc.planner import plans_to_bytes
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
@@ -105,7 +107,7 @@ def test_a_fit_of_arguments_that_ask_for_other_memory_is_not_used(
     (tmp_path / "train_gpt.fit.npz").write_bytes((fitted[0] / "train_gpt.fit.npz").read_bytes())
     words = ("--device", "virtual", "--budget", BUDGET, "--json", "run.json", TRAIN, *SMALL, "--batch", "48")
     done = stalloc(tmp_path, "run", *words)
-    assert "is not used: it is of the arguments --size tiny --batch 64 --steps 6, and the first steps" in done.stderr
+    assert "is not used: it was made for the arguments --size tiny --batch 64 --steps 6, and the" in done.stderr
     assert json.loads((tmp_path / "run.json").read_text())["budget_kept"]
     assert load_fit(tmp_path / "train_gpt.fit.npz").program.arguments[-1] == "48"
 
@@ -119,12 +121,12 @@ def test_a_fit_of_a_program_that_asks_for_the_same_is_used(tmp_path: Path) -> No
     run = ("run", "--device", "virtual", "--budget", "1GiB", "--keep-files")  # what it writes tells how often it ran
     assert ".fit.npz" not in stalloc(tmp_path, *run, "--gpu", "A100-80GB", file, 5).stderr, "it is of any GPU"
     done = stalloc(tmp_path, *run, file, 5, "--save", "ck.pt")
-    assert "program.fit.npz is used: it is of the arguments 5, but the first steps of this one ask" in done.stderr
+    assert "program.fit.npz is used: it was made for the arguments 5, but the first steps of this one" in done.stderr
     assert "budget 1.00 GiB: kept (as it is)" in done.stdout
     assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 3, "two runs, and one look"
     file.write_text(f"# new\n{PROGRAM}")
     done = stalloc(tmp_path, *run, "--same", file, 5, "--save", "ck.pt")
-    assert "is used with --same, though it is of another program (program.py) or an older state of it" in done.stderr
+    assert "is used with --same, though it was made for another program (program.py) or an older state" in done.stderr
     assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 4
 
 
@@ -239,10 +241,56 @@ def test_every_system_has_an_honest_status(tmp_path: Path) -> None:
     assert len({one["name"] for one in systems}) == len(systems)
     assert {one["status"] for one in systems} <= {"executes", "in part", "emulates", "replays", "reports"}
     in_part = {one["name"] for one in systems if one["status"] == "in part"}
-    assert in_part == {"tsplit", "moe-cache", "zero++", "paro", "amsp", "rtp"}
+    assert in_part == {"zero-r", "dtp", "tma", "tsplit", "moe-cache", "zero++", "paro", "amsp", "rtp"}
+    assert not [one for one in systems if "not yet" in " ".join(one.values())]
     assert not [one for one in systems if one["name"] == "remat-aware"], "one name for one executor"
     assert all(one["where"] for one in systems)
     assert "checkmate" in done.stdout
+    shown = stalloc(tmp_path, "policies", "--tests").stdout
+    assert all(one["test"] in shown for one in systems)
+
+
+def _tests_of_rows() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for one in SYSTEMS:
+        file, _, name = one.test.partition("::")
+        found.setdefault(file, set()).add(name)
+    return found
+
+
+@pytest.mark.parametrize("file", _tests_of_rows())
+def test_what_a_row_is_held_to_by_is_a_test(file: str) -> None:
+    defined = {
+        node.name
+        for node in ast.parse((Path(__file__).parent / file).read_text()).body
+        if hasattr(node, "decorator_list")
+    }
+    assert _tests_of_rows()[file] <= {name for name in defined if name.startswith("test_")}
+
+
+@pytest.mark.slow
+def test_what_rows_are_held_to_by_is_collected() -> None:
+    words = [sys.executable, "-P", "-m", "pytest", "--collect-only", "-m", "", *{one.test for one in SYSTEMS}]
+    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert all(one.test in done.stdout for one in SYSTEMS)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda one: one.name)
+def test_a_fit_takes_each_policy_that_applies_and_says_what_to_type_for_others(system: System) -> None:
+    words = system.where.removeprefix("stalloc fit --policy ").split()
+    if words[0] != system.where.split()[0]:
+        check_policy(words[0].rstrip(",").replace(":N", ":2").replace(":SHARE", ":0.5"))
+    elif system.name != "recompute":
+        with pytest.raises(BadInputError, match=re.escape(f"{system.name} is not tried by a fit")) as error:
+            check_policy(system.name)
+        assert system.where in str(error.value)
+
+
+def test_what_rows_say_to_call_is_there(run_checks: Callable[..., dict[str, bool]]) -> None:
+    names = [one.where for one in SYSTEMS if one.where.startswith("stalloc.")]
+    source = f"import json, pkgutil\nprint(json.dumps({{one: callable(pkgutil.resolve_name(one)) for one in {names}}}))"
+    assert run_checks(source) == dict.fromkeys(names, True)
 
 
 def test_the_package_loads_no_torch(run_fresh: Callable[..., subprocess.CompletedProcess[str]]) -> None:

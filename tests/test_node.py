@@ -231,7 +231,7 @@ def test_collectives_outside_of_nccl_are_said_to_be_so(tmp_path: Path) -> None:
 def test_a_search_has_no_node_of_its_own(tmp_path: Path) -> None:
     done = run_stalloc("dryrun", "--find", "batch=1..4", "--node", tmp_path / "train.py", "{batch}")
     assert done.returncode == 2
-    assert "--node is of one run" in done.stderr
+    assert "--node is for one run" in done.stderr
 
 
 def test_memory_that_cupy_pins_is_counted_too(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def _grew_too_much(made: Comparison, limit: GrowthLimit | None) -> bool:
 
 
 def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[str]]:
-    """Which traces are compared, and what has to be known about them."""
+    """The pairs of traces to compare, and notes about them."""
     first, second = (of_device(file, load_traces(file), args.device) for file in (args.first, args.second))
     notes = []
     for file, traces in ((args.first, first), (args.second, second)):

@@ -4,7 +4,7 @@ FILE is a recording by `stalloc record --ops`, of which the last whole step is r
 (one JSON object a line, plain or packed). Whenever a request does not fit, a policy chooses what is dropped; what is
 needed again later is recomputed, and so is whatever that needs.
 
-A budget is a share of the peak without one, such as 0.5, or a size, such as 12GiB; several are separated by commas.
+A budget is a share of the peak without one, such as 0.5 or 50%, or a size, such as 12GiB; commas separate several.
 Without --policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts what is evicted around a
 storage, dtr-eq does so by equivalence classes, dtr-local does not; dte counts free memory beside it; coop evicts
 neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. dte and coop go
@@ -34,6 +34,10 @@ from stalloc.errors import BadInputError
 from stalloc.eviction.scores import POLICIES
 from stalloc.figures import human_bytes, human_seconds
 
+_MEGTAICHI = (
+    "of MegTaiChi, DTE alone: a recording of one device shows no partition over devices (DTP); places for what repeats "
+    "(TMA) are what stalloc plan gives"
+)
 _SHOWN = ("dtr", "dtr-eq", "dtr-local", "dte", "coop")
 
 
@@ -85,12 +89,13 @@ def _policies(args: argparse.Namespace) -> list[str]:
 def _budget(text: str) -> float | int:
     """A share of the peak as a float, or bytes as an integer."""
     try:
-        share = float(text)
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         return parse_memory(text)
     if not 0 < share <= 1:
         raise BadInputError(
-            f"--budget: {text[:40]} is no share of the peak: give one above 0 up to 1, or a size such as 12GiB."
+            f"--budget: {text[:40]} is no share of the peak: give one above 0 up to 1, such as 0.5 or 50%, "
+            "or a size such as 12GiB."
         )
     return share
 
@@ -137,8 +142,10 @@ def _print(told: dict[str, Any]) -> None:
     if any(one["ending"] == "out of memory" for one in told["rows"]):
         told_why = "out of memory: what has to be there at once does not fit, whatever is evicted"
         print_prose(console, told_why, indent="  ")
+    if any(one["policy"] == "dte" for one in told["rows"]):
+        print_prose(console, _MEGTAICHI, indent="  ")
 
 
 def _ending(ending: str) -> str:
-    """What stands in place of an overhead."""
+    """The words shown in place of an overhead."""
     return "over 2" if ending == "too long" else ending

@@ -53,7 +53,7 @@ def native_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[s
 
 
 def compare(options: list[str], command: list[str], *, quiet: bool = False, conf: str | None = None) -> dict[str, Any]:
-    """Run a program natively in a new process and return what it wrote.
+    """Run a program under its own allocators in a new process, and return the result that it wrote.
 
     `quiet`: show what the program printed only if it fails for another reason than memory. `conf`: the settings of
     PyTorch, in place of the user's. Raises SetupError if nothing was written.

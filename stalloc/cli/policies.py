@@ -1,10 +1,11 @@
-"""List published systems for needing less memory, and what of each stalloc does.
+"""List published systems that save memory, and which part of each stalloc implements.
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
 hardware; replays: on a trace; reports: a figure from a formula. Commands take a program (fit, run, dryrun), a recording
-(simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them.
+(simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them. --tests shows, instead of
+what each does, the test of the source tree that fails where that is not so.
 
-JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`.
+JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`, `test`.
 """
 
 import argparse
@@ -18,13 +19,19 @@ from stalloc.fitting.systems import SYSTEMS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
+    parser.add_argument("--tests", action="store_true", help="what holds stalloc to each row")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     if wants_text(args):
-        rows = [[one.name, one.status, one.does, one.source, one.where] for one in SYSTEMS]
-        print_table(table_console(), ("name", "status", "does", "published by", "type"), rows, text_columns=5)
+        if args.tests:
+            rows = [[one.name, one.status, one.where, f"tests/{one.test}"] for one in SYSTEMS]
+            columns: tuple[str, ...] = ("name", "status", "type", "held to by")
+        else:
+            rows = [[one.name, one.status, one.does, one.source, one.where] for one in SYSTEMS]
+            columns = ("name", "status", "does", "published by", "type")
+        print_table(table_console(), columns, rows, text_columns=len(columns))
     write_json(args, {"systems": [dataclasses.asdict(one) for one in SYSTEMS]})
     return EXIT_DONE

@@ -121,7 +121,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
 
 
 def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
-    """The same under PyTorch's allocator, by its own history, and with operations where they are asked for."""
+    """The exit code of the program and what it requested, by the history of PyTorch's allocator or its profiler."""
     from stalloc import device
     from stalloc.device.virtual import after_torch_import
     from stalloc.imports import after_import
@@ -168,13 +168,13 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
 
 
 def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
-    """Which GPU it was, as a recording under stalloc says it."""
+    """The name and memory of the GPU, as a recording under stalloc has them."""
     found = torch.cuda.get_device_properties(trace.device)
     return {"device_name": found.name, "total_bytes": found.total_memory, "virtual": kind == "virtual"}
 
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
-    """What is kept of a program's convolutions; nothing where it made none."""
+    """What a recording keeps about a program's convolutions; empty if it made none."""
     from stalloc.device.cudnn_rows import note_of
 
     found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]

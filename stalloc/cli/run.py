@@ -274,7 +274,7 @@ def _shard(args: argparse.Namespace) -> None:
 
 
 def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
-    """What the checker of the order of work found, which is told; the exit code with it."""
+    """Report what the checker of the order of work found; the exit code after it."""
     from stalloc.device import virtual
 
     checker = virtual.order_checker()
@@ -285,7 +285,7 @@ def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
 
 
 def _after(args: argparse.Namespace, ended: Ended) -> int:
-    """What is left to do once the program has ended in its sandbox."""
+    """Do what is left to do once the program has ended in its sandbox."""
     if not args.discard_files:
         say_files(ended.files)
     if ended.told is not None:
@@ -294,7 +294,7 @@ def _after(args: argparse.Namespace, ended: Ended) -> int:
 
 
 def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """The program under its own allocators, with each of PyTorch's settings to compare with if it uses PyTorch."""
+    """Run the program under its own allocators; if it uses PyTorch, under each of the settings to compare with."""
     made: list[tuple[str, dict[str, Any]]] = []
     for key, conf, dropped in native_settings():
         made.append((key, compare(device_options(args), command, conf=conf) | {"conf": conf, "dropped": dropped}))
@@ -320,7 +320,7 @@ def _result(
 
 
 def _misfit(report: dict[str, Any]) -> str:
-    """Why a plan that was given is not in force any more; empty if it is."""
+    """Why a plan that was given is no longer in force; empty if it is."""
     if report["plans_dropped"]:
         return str(report["dropped_note"])
     return str(report["note"]) if report["plan_peak_bytes"] is None else ""

@@ -96,21 +96,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> int:
-    """Ranks of a node. Raises BadInputError for numbers that cannot be."""
+    """The number of ranks of a node. Raises BadInputError for impossible numbers."""
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
     per_node = args.per_node or min(8, args.ranks)
     if not 1 <= per_node <= args.ranks or args.ranks % per_node:
         raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
     if args.export and not args.way:
-        raise BadInputError("--export needs --way: which way is it to be?")
+        raise BadInputError("--export needs --way: name the way to export.")
     if args.runs < 0:
         raise BadInputError(f"--runs is {args.runs}: give a number from 0.")
     return int(per_node)
 
 
 class _Search:
-    """The recorded steps of a program, and the runs that measure."""
+    """The search for ways to shard a program: its recorded steps, and the runs that measure."""
 
     def __init__(
         self, args: argparse.Namespace, command: list[str], gpu: VirtualGPU, per_node: int, files: Any

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace, trace: Trace) -> StepEstimate | None:
-    """What a step takes, where a GPU was named and the record knows operations."""
+    """How long a step takes, if a GPU was named and the record has operations."""
     if not args.gpu:
         return None
     from stalloc.cost.step_seconds import estimate_step
@@ -147,7 +147,7 @@ def _step_line(args: argparse.Namespace, step: StepEstimate | None) -> tuple[str
 
 @dataclass(frozen=True)
 class _Order:
-    """Another order, and what a plan of each takes."""
+    """Another order of a step's operations, and the memory that a plan of each order takes."""
 
     found: Reordered
     planned_bytes: int
@@ -155,7 +155,7 @@ class _Order:
 
 
 def _order(args: argparse.Namespace, trace: Trace) -> _Order | None:
-    """Another order of the last step's operations, where that is asked for and the record knows them."""
+    """Another order of the last step's operations, if that was asked for and the record has operations."""
     operations = read_operations(trace) if args.order else None
     if operations is None:
         return None
@@ -223,7 +223,7 @@ def _print_graphs(args: argparse.Namespace, graphs: list[Relations]) -> None:
 
 
 def _print_next(args: argparse.Namespace, summaries: list[Summary]) -> None:
-    """What is asked next: why it failed, or of one moment why so much is reserved; else how it could be placed."""
+    """Print the next question: why it failed, why so much is reserved at one moment, or else how it could be placed."""
     asks_why = any(summary.out_of_memory_event is not None or not summary.has_history for summary in summaries)
     table_console().print(f"Next: stalloc {'explain' if asks_why else 'plan'} {command_text(args.files[0])}")
 
@@ -274,7 +274,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _state_lines(summary: Summary) -> list[tuple[str, str]]:
-    """Of one moment."""
+    """The lines about a snapshot of one moment, each as label and text."""
     reserved = summary.reserved_peak_bytes or 0
     share = 1 - summary.allocated_peak_bytes / reserved if reserved else 0.0
     return [

@@ -164,7 +164,7 @@ def _leave_idle_intervals(state, wanted, until, low, high, addresses, sizes, cou
 
 @inner()
 def _leave_leases(state, wanted, addresses, sizes, count):
-    """The same of leases, any of them."""
+    """Let free pages of any leases go, at most `wanted` bytes; the ranges written by then, and bytes still wanted."""
     for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         row = segment.first if segment.address != 0 and segment.interval_high != 0 else 0

@@ -15,7 +15,12 @@ from stalloc.core.records import block_at, capture_entry_at, segment_at
 @inner()
 def planned_place(state, pool, size):
     """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
-    for i in range(state.capture.capture_plan_length):
+    capture = state.capture
+    while capture.capture_plan_first < capture.capture_plan_length:
+        if capture_entry_at(state, capture.capture_plan_first).size_bytes != 0:
+            break
+        capture.capture_plan_first += 1
+    for i in range(capture.capture_plan_first, capture.capture_plan_length):
         entry = capture_entry_at(state, i)
         if entry.size_bytes == size:
             address = state.capture.capture_plan_base + entry.offset

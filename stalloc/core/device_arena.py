@@ -93,7 +93,7 @@ class DeviceArena:
         )
 
     def _tables_of(self, schedule: ArenaSchedule) -> ScheduleTables:
-        """Those of a schedule, made once: while it is followed its arena moves, and it is installed again."""
+        """The tables of a schedule, made once: a schedule is installed again whenever its arena moves."""
         made_of, made = self._made
         if made is None or made_of is not schedule:
             made = make_tables(schedule)

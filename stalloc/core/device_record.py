@@ -129,6 +129,16 @@ class Triggers(Record):
     check_at: int  # when num_sizable are this many, to search the record
 
 
+class Loans(Record):
+    """Memory of CUDA graphs that is lent between their replays."""
+
+    borrower: int  # thread that is served from it, 0: none
+    num_launching: int  # replays and captures that begin now, while nothing is lent
+    graph_pools: int  # table of GraphPool
+    graph_pools_used: int  # rows, with row 0, which means none
+    graph_pools_capacity: int
+
+
 class PlanInForce(Record):
     """The arena, and who has which of its intervals.
 
@@ -228,6 +238,7 @@ class Capture(Record):
     num_persistent_sizes: int
     capture_plan: int  # table of CaptureEntry, what the warm-up of a capture requested
     capture_plan_length: int  # 0: nothing is planned
+    capture_plan_first: int  # the capture has asked for all entries before it
     capture_plan_bytes: int  # of its places together
     capture_plan_base: int  # the address they are from; 0: Python is to be asked for it
     capture_plan_lacks: int  # where a planned place lacks memory, for which Python is asked; 0: it has it
@@ -334,6 +345,7 @@ class State(Record):
     hot: Hot
     follow: Follow
     triggers: Triggers
+    loans: Loans
     plan: PlanInForce
     tables: ScheduleIndex
     dynamic: Dynamic

@@ -14,6 +14,7 @@ from stalloc.core.records import (
     Bins,
     Block,
     Event,
+    GraphPool,
     IterationRow,
     LiveBlock,
     Pool,
@@ -31,6 +32,7 @@ from stalloc.core.records import (
 _BLOCKS = 1 << 22
 _SEGMENTS = 1 << 17
 _POOLS = 1 << 13
+_GRAPH_POOLS = 1 << 8  # those of further ones lend nothing
 _BINS = 1 << 8  # pools that keep free blocks in bins
 _LIVE = 1 << 12  # rows of the first table of live blocks; each one that follows has twice as many
 _MAX_LIVE = 1 << 22
@@ -59,6 +61,7 @@ class DeviceTables:
         self.blocks = table(Block, _BLOCKS)
         self.segments = table(Segment, _SEGMENTS)
         self.pools = table(Pool, _POOLS)
+        self.graph_pools = table(GraphPool, _GRAPH_POOLS)
         self.bins = table(Bins, _BINS)
         self.live = table(LiveBlock, 2 * _MAX_LIVE)  #: all tables of live blocks, one behind the other
         self.streams = table(Word, MAX_STREAMS)
@@ -66,15 +69,16 @@ class DeviceTables:
         self.stream_uses = table(StreamUse, _STREAM_USES)
         self.iteration_log = table(IterationRow, ITERATION_LOG_ROWS)
         record = self.record
-        tables = ("blocks", "segments", "pools", "bins", "live", "streams", "events", "iteration_log", "stream_uses")
-        self.write({name: getattr(self, name).ctypes.data for name in tables})
-        # row 0 of blocks, segments and uses means none; stream 0, the default stream, has index 0
+        tables = ("blocks", "segments", "pools", "graph_pools", "bins", "live", "streams", "events")
+        self.write({name: getattr(self, name).ctypes.data for name in (*tables, "iteration_log", "stream_uses")})
+        # row 0 of blocks, segments, pools of graphs and uses means none; stream 0, the default stream, has index 0
         record.heap.blocks_used = record.heap.segments_used = record.shared.stream_uses_used = (
             record.lookup.num_streams
         ) = 1
         record.heap.blocks_capacity = _BLOCKS
         record.heap.segments_capacity = _SEGMENTS
         record.heap.pools_mask = _POOLS - 1
+        record.loans.graph_pools_used, record.loans.graph_pools_capacity = 1, _GRAPH_POOLS
         record.heap.bins_capacity = _BINS
         record.lookup.live_mask = _LIVE - 1
         record.lookup.max_live_mask = _MAX_LIVE - 1

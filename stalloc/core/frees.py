@@ -22,6 +22,7 @@ from stalloc.core.constants import (
 from stalloc.core.counters import count_deferred, count_free
 from stalloc.core.event_log import record
 from stalloc.core.free_lists import pool_of
+from stalloc.core.graph_loans import end_loan, is_loan
 from stalloc.core.handovers import note_user, record_free
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import heap_free, rounded_bytes
@@ -59,7 +60,7 @@ def _defer(state, address, slot, block, uses):
     """Let a block wait for its uses; those that are to be recorded as soon as the lock is released, 0: none."""
     set_status(state, slot, block, BLOCK_DEFERRED | uses << STATE_BITS)
     count_deferred(state, size_at(state, slot, block), 1)
-    if state.hot.recording == 1:
+    if state.hot.recording == 1 and (slot >= 0 or not is_loan(state, block)):
         record(state, ACTION_FREE_REQUESTED, 0, address, 0)
     return uses if uses != 0 and await_uses(state, uses) else 0
 
@@ -81,7 +82,7 @@ def status_at(state, slot, block):
 
 @inner(forceinline=True)
 def set_status(state, slot, block, status):
-    """Write it."""
+    """Write the status of a slot or, without one, of a block."""
     if slot >= 0:
         slot_at(state, slot).state = status
     else:
@@ -114,12 +115,14 @@ def _release_planned(state, address, slot):
 def _release_block(state, address, block):
     """Free a block of the heap."""
     size, requested = rounded_bytes(state, block), block_at(state, block).requested_bytes
-    stream = pool_at(state, pool_of(state, block)).stream
-    if block_at(state, block).born >= 0 and state.hot.mode == MODE_PLANNED:
+    stream, was_loan = pool_at(state, pool_of(state, block)).stream, is_loan(state, block)
+    if was_loan:
+        end_loan(state, block)
+    elif block_at(state, block).born >= 0 and state.hot.mode == MODE_PLANNED:
         note_death(state, block)
     heap_free(state, block)
     count_free(state, size, requested)
-    if state.hot.recording == 1:
+    if state.hot.recording == 1 and not was_loan:
         record(state, ACTION_FREE_COMPLETED, stream, address, requested)
 
 

@@ -32,7 +32,7 @@ from stalloc.core.constants import (
 from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, remove_free
 from stalloc.core.hash_table import add_live, drop_live, live_is_full
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, persistent_size_at, pool_at, segment_at
+from stalloc.core.records import block_at, graph_pool_at, persistent_size_at, pool_at, segment_at
 from stalloc.core.segments import absorb, allocate_block_row
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
@@ -163,11 +163,11 @@ def take_block(state, row, size, requested):
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
     if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
         _split(state, row, size)
-    return _begin_life(state, row, requested)
+    return begin_life(state, row, requested)
 
 
 @inner()
-def _begin_life(state, row, requested):
+def begin_life(state, row, requested):
     """Make a block that is on no list live; its address."""
     block = block_at(state, row)
     block.state = BLOCK_LIVE
@@ -199,7 +199,7 @@ def heap_allocate(state, stream, size, requested, stage):
         if planned < 0:
             return Outcome(0, NEED_SEGMENT, pool)
         if planned != 0:
-            return Outcome(_begin_life(state, planned, requested), 0, 0)
+            return Outcome(begin_life(state, planned, requested), 0, 0)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
     return Outcome(take_block(state, row, size, requested), 0, 0)
@@ -216,7 +216,8 @@ def any_pool_fit(state, stream, size, requested):
     private, best = state.hot.private_kind, 0
     for row in range(state.heap.pools_mask + 1):
         pool_row = pool_at(state, row)
-        is_ours = pool_row.status == POOL_USED
+        # what graphs that are gone have lent may still be used on another stream
+        is_ours = pool_row.status == POOL_USED and graph_pool_at(state, pool_row.graphs).has_lent == 0
         if private != 0:
             is_ours = pool_row.status != 0 and (pool_row.kind | LASTING_BIT) == (private | LASTING_BIT)
         if is_ours and pool_row.stream == stream:

@@ -52,7 +52,8 @@ class Block(Record):
     left: int  # of a free or unmapped block: the one before it in its list, or those below it in its tree
     right: int
     requested_bytes: int = shares_word("left")  # of a block that is not free
-    # of an unplanned request: schedule time when it was made << LIFESPAN_BITS | its row among the lifespans; else -1
+    # of an unplanned request: schedule time when it was made << LIFESPAN_BITS | its row among the lifespans;
+    # LENT_BY_GRAPHS; else -1
     born: int = shares_word("right")
 
 
@@ -87,6 +88,25 @@ class Pool(Record):
     kind: int  # SMALL_KIND and so on
     root: int  # the tree of its free blocks, if it has no bins
     bins: int  # address of its Bins, 0: none
+    graphs: int  # row of the GraphPool that it is a part of, 0: none
+    next_of_graphs: int  # row + 1 of another pool that is, 0: there is none
+    begins_line = True
+
+
+class GraphPool(Record):
+    """The pools of one private kind whose graphs are replayed by torch, so that what is idle in them can be lent.
+
+    num_loans = number of their blocks that are not free and born LENT_BY_GRAPHS
+    """
+
+    kind: int
+    first_pool: int  # row + 1; Pool.next_of_graphs leads on
+    # handle: all work on their memory so far was given to this stream, or is done; UNORDERED: or to others
+    stream: int
+    num_uses: int  # replays and loans, ever
+    num_loans: int
+    has_lent: int  # 1: there was a loan since the last replay, so that `stream` may still be at work on it
+    is_unseen: int  # 1: their graphs may be launched without a word, so nothing is lent
     begins_line = True
 
 
@@ -231,12 +251,14 @@ class Owner(Record):
     raw_stream: int  # handle
     state: int  # BLOCK_ state
     is_private: int  # 1: it belongs to CUDA graphs
+    is_loan: int  # 1: they have lent it
 
 
 state_at = record_at(State)  # (address of a state)
 block_at = row_of("heap.blocks", Block)  # (state, row), and so on
 segment_at = row_of("heap.segments", Segment)
 pool_at = row_of("heap.pools", Pool)
+graph_pool_at = row_of("loans.graph_pools", GraphPool)
 bins_at = record_at(Bins)  # (address)
 unused_bins_at = row_address("heap.bins", Bins)
 live_at = row_of("lookup.live", LiveBlock)

@@ -9,8 +9,8 @@ Contract, upheld under one lock a device:
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
 
-A planned request that meets empty intervals costs one atomic exchange, about 31 loads (five of them of four words) and
-21 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
+A planned request that meets empty intervals costs one atomic exchange, about 32 loads (five of them of four words) and
+22 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
 of the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of
 intervals.
 """
@@ -30,6 +30,7 @@ from stalloc.core.constants import (
     HEAP_ONLY,
     IN_CAPTURE,
     IS_LENT,
+    IS_LOAN,
     LITTLE,
     MAX_REQUEST,
     MODE_HEAP,
@@ -50,6 +51,7 @@ from stalloc.core.constants import (
 from stalloc.core.counters import count_alloc, exceeds_peak
 from stalloc.core.event_log import record
 from stalloc.core.frees import find_block, free, release
+from stalloc.core.graph_loans import borrow
 from stalloc.core.handovers import wait_for_users
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
@@ -79,7 +81,9 @@ def malloc(device, requested, handle):
         stream = stream_index(state, handle)
         outcome = _try(state, stream, size, requested, stage, position)
         if outcome.address != 0:
-            _count(state, stream, outcome.address, size, requested)
+            count_alloc(state, size, requested)
+            if state.hot.recording == 1 and outcome.reason != IS_LOAN:
+                _record(state, stream, outcome.address, size, requested)
             unlock(state)
             if handle != 0 and stage == FIRST_TRY and _is_captured(state, handle, outcome):
                 _give_up(state, outcome.address)
@@ -101,6 +105,10 @@ def _try(state, stream, size, requested, stage, position):
     """One try with the lock held; `position`: the entry that pages were asked for."""
     if stream < 0:
         return Outcome(0, REFUSED, FULL_STREAMS)
+    if state.loans.borrower != 0 and stage == FIRST_TRY:
+        address = borrow(state, size, requested)
+        if address != 0:
+            return Outcome(address, IS_LOAN, 0)
     if stage == FIRST_TRY and state.total.allocated_bytes + size > state.triggers.ask_above > 0:
         return Outcome(0, OVER_CAP, 0)
     # events must not be asked for while a graph is captured
@@ -136,12 +144,10 @@ def _try(state, stream, size, requested, stage, position):
 
 
 @inner(forceinline=True)
-def _count(state, stream, address, size, requested):
-    count_alloc(state, size, requested)
-    if state.hot.recording == 1:
-        record(state, ACTION_ALLOC, stream, address, requested)
-        if size > TINY:
-            state.log.num_sizable += 1
+def _record(state, stream, address, size, requested):
+    record(state, ACTION_ALLOC, stream, address, requested)
+    if size > TINY:
+        state.log.num_sizable += 1
 
 
 @inner()
@@ -248,7 +254,9 @@ def _last_resort(state, stream, size, requested):
     if stream >= 0 and address == 0:
         address = any_pool_fit(state, stream, size, requested)
     if address > 0:
-        _count(state, stream, address, size, requested)
+        count_alloc(state, size, requested)
+        if state.hot.recording == 1:
+            _record(state, stream, address, size, requested)
     else:
         state.statistics.num_ooms += 1
         if state.hot.recording == 1:
@@ -267,5 +275,5 @@ def malloc_entry(device, requested, handle):
 
 @cfunc("void(int64, int64)")
 def free_entry(device, address):
-    """The same for a free."""
+    """What C code calls to free a block: `address` has it."""
     free(device, address)

@@ -9,6 +9,7 @@ from stalloc.core.constants import BLOCK_LIVE, BLOCK_SHARED, MAX_STREAMS, NEED_E
 from stalloc.core.counters import count_deferred
 from stalloc.core.free_lists import pool_of
 from stalloc.core.frees import find_block, release, set_status, size_at, status_at
+from stalloc.core.graph_loans import is_loan, stream_of_loan
 from stalloc.core.handovers import note_user
 from stalloc.core.intrinsics import call3, lock, locked, unlock
 from stalloc.core.records import entry_at, pool_at, slot_at, state_at, stream_at, stream_use_at
@@ -44,6 +45,8 @@ def _own_stream(state, slot, block):
     """The handle of the stream that a block was asked for on."""
     if slot >= 0:
         index = entry_at(state, slot_at(state, slot).entry).key & (MAX_STREAMS - 1)
+    elif is_loan(state, block):
+        return stream_of_loan(state, block)
     else:
         index = pool_at(state, pool_of(state, block)).stream
     return stream_at(state, index).value
@@ -59,7 +62,7 @@ def free_those_over(state):
 
 @njit()
 def poll(device, before):
-    """The same for Python, where it has nothing to do with them: BUSY, UNKNOWN or KNOWN; `before` as of `ask_uses`."""
+    """Free blocks whose uses are over, unseen by Python: BUSY, UNKNOWN or KNOWN; `before` as in `ask_uses`."""
     return _ask_and_release(state_at(device), before)
 
 

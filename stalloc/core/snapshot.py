@@ -24,6 +24,7 @@ from stalloc.core.constants import (
     STREAM_BITS,
 )
 from stalloc.core.free_lists import pool_of
+from stalloc.core.graph_loans import is_loan, stream_of_loan
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import rounded_bytes
 from stalloc.core.intrinsics import locked, unlock
@@ -268,12 +269,14 @@ def _find_owner(device, address, owner_address):
         owner.raw_stream = stream_at(state, key & (MAX_STREAMS - 1)).value
         owner.state = planned.state & STATE_MASK
         owner.is_private = 0
+        owner.is_loan = 0
     elif block != 0:
         pool = pool_at(state, pool_of(state, block))
         owner.size_bytes = rounded_bytes(state, block)
-        owner.raw_stream = stream_at(state, pool.stream).value
+        owner.is_loan = is_loan(state, block)
+        owner.raw_stream = stream_of_loan(state, block) if owner.is_loan == 1 else stream_at(state, pool.stream).value
         owner.state = block_at(state, block).state & STATE_MASK
-        owner.is_private = pool.kind >= PRIVATE_KINDS
+        owner.is_private = pool.kind >= PRIVATE_KINDS and owner.is_loan == 0
     unlock(state)
     return slot >= 0 or block != 0
 

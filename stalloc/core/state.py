@@ -167,12 +167,12 @@ class DeviceState:
 
     @property
     def allocated_peak_bytes(self) -> int:
-        """The allocated peak since the plan was put in force, or ever if none is."""
+        """The allocated peak in bytes since the plan was put in force, or ever if none is."""
         return max(self.record.iterations.span_allocated_peak, self.record.hot.iteration_allocated_peak)
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The same of what was reserved."""
+        """The reserved peak in bytes since the plan was put in force, or ever if none is."""
         return max(self.record.iterations.span_reserved_peak, self.record.iterations.iteration_reserved_peak)
 
     def steps(self) -> list[Step]:

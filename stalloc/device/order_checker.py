@@ -115,6 +115,9 @@ class OrderChecker:
         self.at.argtypes, self.at.restype = (ctypes.c_uint32,), None
         self.makes_all_it_writes = self._library.stalloc_virtual_order_makes_all_it_writes
         self.makes_all_it_writes.argtypes, self.makes_all_it_writes.restype = (ctypes.c_int,), None
+        #: whether what this thread asks for may be in memory of CUDA graphs, which is theirs again later
+        self.borrows = self._library.stalloc_virtual_order_borrows
+        self.borrows.argtypes, self.borrows.restype = (ctypes.c_int,), None
         self.touch = self._library.stalloc_virtual_order_touch
         self.touch.argtypes, self.touch.restype = (ctypes.c_int, address, address, size, ctypes.c_int), None
         self.touch_strided = self._library.stalloc_virtual_order_touch_strided

@@ -269,9 +269,14 @@ static void capture_access(uint64_t capture, const Runs *runs, int how) {
 static __thread bool makes_all_it_writes;
 void stalloc_virtual_order_makes_all_it_writes(int makes) { makes_all_it_writes = makes; }
 
+// What a thread borrows of the memory of graphs is given to nobody else, and theirs again before they are launched.
+static __thread bool borrows;
+void stalloc_virtual_order_borrows(int does) { borrows = does; }
+
 void order_access_strided(void *stream, const Strided *array, int how) {
-    if (order_level < ORDER_STRICT) return;
+    if (order_level < ORDER_STRICT || (borrows && how == IS_NEW)) return;
     if (makes_all_it_writes && how & WRITES) how |= IS_NEW;
+    if (borrows) how &= ~IS_NEW;
     Runs runs = runs_of(array);
     Finding finding = {.address = runs.address, .size_bytes = runs.run_bytes, .stream = stream};
     finding.size_bytes *= num_runs(&runs);

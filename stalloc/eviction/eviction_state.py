@@ -13,8 +13,8 @@ from stalloc.columns import Column
 from stalloc.eviction.instructions import Instructions
 
 _COUNTS = (
-    "budget", "limit", "policy", "around", "has_places", "by_window",  # what is asked for
-    "allocated", "peak", "clock", "ending",
+    "budget", "limit", "policy", "around", "has_places", "by_window", "constants_stay",  # what is asked for
+    "allocated", "peak", "clock", "again", "ending",
     "evictions", "evicted_bytes", "extra_evictions", "recomputed", "recomputed_bytes",
     "first", "last",  # of the pool
     "current",  # the operation that was called last
@@ -31,18 +31,18 @@ _STORAGE = (
     ("in_pool", bool), ("before", np.int64), ("behind", np.int64),
     ("fresh", bool),  # made by the call that runs
     ("seen", np.int64),  # stamp of the walk that came by last
-    ("class_of", np.int64),  # of an evicted storage; -1: none
-    ("class_share", np.int64),  # what it added to the cost of its class
+    ("class_of", np.int64),  # of a storage that is not there; -1: none
     ("address", np.int64), ("window_cost", np.float64),
 )  # fmt: skip
 _TENSOR = (
     ("storage", np.int64), ("op", np.int64), ("is_view", bool),
     ("made_in", np.int64),  # the version of its storage that it was made in
-    ("held", np.int64),
 )  # fmt: skip
 _OPERATION = (
-    ("ticks", np.int64), ("work_bytes", np.int64), ("arg_begin", np.int64), ("out_begin", np.int64),
-    ("frame_op", np.int64), ("frame_row", np.int64),  # calls that wait for their arguments, by depth
+    ("ticks", np.int64), ("work_bytes", np.int64), ("is_costly", bool),
+    ("arg_begin", np.int64), ("out_begin", np.int64),
+    # calls that wait for their arguments, by depth
+    ("frame_op", np.int64), ("frame_row", np.int64), ("frame_wanted", np.int64),
 )  # fmt: skip
 _ARGUMENT = (("tensor", np.int64), ("is_locked", bool))
 _CLASS = (("parent", np.int64), ("cost", np.int64), ("seen", np.int64))

@@ -20,6 +20,7 @@ class Step(enum.IntEnum):
     CALL = 1  #: an operation
     HOLD = 2  #: one more name for a tensor
     LET_GO = 3  #: one name less
+    KEEP = 4  #: a tensor has to be there from now on
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,6 +41,7 @@ class Instructions:
     step_kind: Column  #: (e,) of Step
     step_of: Rows  #: (e,) the storage, operation or tensor
     ticks_per_second: float | None  #: None where the recording does not say
+    constants_stay: bool  #: what was evicted may need one again that the program let go of
 
 
 @dataclass(eq=False)
@@ -85,11 +87,15 @@ class InstructionWriter:
         """One name less."""
         self.steps.append((Step.LET_GO, tensor))
 
+    def keep(self, tensor: int) -> None:
+        """What the program still has at its end has to be there."""
+        self.steps.append((Step.KEEP, tensor))
+
     def size_of(self, tensor: int) -> int:
         """Bytes of the storage of a tensor."""
         return self.sizes[self.tensors[tensor][0]]
 
-    def done(self, ticks_per_second: float | None = None) -> Instructions:
+    def done(self, ticks_per_second: float | None = None, *, constants_stay: bool = True) -> Instructions:
         """All of it, as columns."""
         ticks, work, args, outs = zip(*self.ops, strict=True) if self.ops else ((), (), (), ())
         storage, op, is_view = zip(*self.tensors, strict=True) if self.tensors else ((), (), ())
@@ -109,6 +115,7 @@ class InstructionWriter:
             step_kind=np.array(kind, np.int64),
             step_of=np.array(of, np.int64),
             ticks_per_second=ticks_per_second,
+            constants_stay=constants_stay,
         )
 
     def _storage(self, num_bytes: int, *, is_constant: bool = False) -> int:

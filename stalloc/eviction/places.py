@@ -1,14 +1,25 @@
 """Addresses for a replay: storages in one range of the budget's bytes, so that free bytes may lie apart.
 
 Invariant: `placed` holds the storages with addresses, lowest first; no two overlap, and all lie in [0, budget).
-Best fit takes the smallest hole, at its lower end. What Coop calls expensive takes the highest hole that it fits into,
-at the upper end, so that cheap storages, which are evicted together, are neighbours.
+Best fit takes the smallest hole, at its lower end. What costly operations make takes its upper end under Coop (cheap
+tensor partitioning), so that cheap storages, which are evicted together, are neighbours.
 """
 
+import numpy as np
+
+from stalloc.columns import Column
 from stalloc.compiled import inner
-from stalloc.eviction.scores import cheapest_window
+from stalloc.eviction.instructions import Instructions
+from stalloc.eviction.scores import cheapest_window, is_costly
 
 _cheapest_window = inner()(cheapest_window)
+
+
+def costly_operations(program: Instructions) -> Column:
+    """Which operations, (k,) bool, take longer for each byte that they make than those of the program on average."""
+    made = np.where(program.is_view[program.outs], 0, program.size[program.tensor_storage[program.outs]])
+    made_bytes = np.diff(np.append(0, np.cumsum(made))[program.out_begin])
+    return np.asarray(is_costly(program.op_ticks, made_bytes, program.op_ticks.sum() / max(made_bytes.sum(), 1)))
 
 
 @inner()
@@ -40,7 +51,7 @@ def put_in_place(t, c, storage, from_top):
     size, best, smallest = t.storages[storage].size, -1, c.budget + 1
     for row in range(c.num_placed + 1):
         begin, end = _hole_before(t, c, row)
-        if end - begin >= size and (from_top or end - begin < smallest):
+        if size <= end - begin < smallest:
             best, smallest = row, end - begin
     begin, end = _hole_before(t, c, best)
     t.storages[storage].address = end - size if from_top else begin

@@ -57,7 +57,9 @@ class _Reader:
             self._go_to(int(operations.begin[row]), found, ending)
             self._call(row, low, high, queue_of.get(row, Queue.COMPUTE))
         self._go_to(step.end_event, found, ending)
-        return self._writer.done(_TICKS)
+        for tensor in self._tensor.values():
+            self._writer.keep(tensor)
+        return self._writer.done(_TICKS, constants_stay=False)
 
     def _go_to(self, event: int, found: list[int], ending: list[int]) -> None:
         """What begins and ends before an event, outside of operations; what is listed has the earliest last."""

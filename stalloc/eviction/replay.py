@@ -2,12 +2,14 @@
 
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, algorithm and appendix on the simulator.
 Contract: at no moment is more allocated than the budget. A storage is evictable while it is allocated, nobody has it
-locked, and it can be made again. A call locks what it reads, one argument after the other; an argument that was evicted
-is made again first, and so on down. A call that is repeated first locks those of its arguments that are there. The
-clock counts the ticks of calls, first ones and repeated ones alike; a storage was used when a call that reads it
-begins, and when one that makes it ends. What nobody holds any more is freed if it is not locked; if it has to be made
-again later, it stays until it is chosen. Of equal candidates the one that became evictable last goes. What the program
-still holds at the end has to be there. A run that takes twice its time is given up.
+locked, and it can be made again. A call locks those of what it reads that are there; the others, which were evicted,
+are made again, one after the other, and so on down, and locked then. A call makes all its results again, for a moment
+also those that are there, so that it needs room for all. The clock counts the ticks of calls, first ones and repeated
+ones alike; a storage was used when a call that reads it was asked for, before anything was made again for that, and
+when the call that first makes it ends. What nobody holds any more is freed; if it has to be made again later, it stays
+until it is chosen. Of equal candidates the one that became evictable last goes, but the first that costs nothing. What
+the program still holds at the end has to be there, and is made and kept in the order of its names. A run that repeats
+calls for as long as the program takes is given up.
 """
 
 import enum
@@ -18,13 +20,12 @@ import numpy as np
 from stalloc.compiled import inner, njit
 from stalloc.eviction.eviction_state import make_tables
 from stalloc.eviction.instructions import Instructions, Step
-from stalloc.eviction.places import choose_window, forget_place, free_beside, has_hole, put_in_place
+from stalloc.eviction.places import choose_window, costly_operations, forget_place, free_beside, has_hole, put_in_place
 from stalloc.eviction.scores import (
     POLICIES,
     Around,
     Candidate,
     dtr,
-    is_costly,
     largest_first,
     least_recently_used,
     local_cost,
@@ -65,13 +66,14 @@ class Replayed:
 
 _NAMES = tuple(POLICIES)
 _, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
+_BY_AGE = (_EQ - 1, _EQ, _LOCAL, _DTE)  #: policies by which what was used this very moment has no score
 _NOTHING, _NEIGHBOURS, _CLASSES, _SOURCES = (int(one) for one in Around)
-_CONSTANT, _CALL, _HOLD, _LET_GO = (int(one) for one in Step)
+_CONSTANT, _CALL, _HOLD, _LET_GO, _KEEP = (int(one) for one in Step)
 _COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)
 
 _dtr, _local, _lru, _size = inner()(dtr), inner()(local_cost), inner()(least_recently_used), inner()(largest_first)
 _msps, _random, _dte = inner()(memory_saved_per_second), inner()(random_choice), inner()(tensor_evicting)
-_coop, _is_costly = inner()(window_cost), inner()(is_costly)
+_coop = inner()(window_cost)
 
 
 def peak_of(program: Instructions) -> int:
@@ -92,12 +94,13 @@ def replay(
     budget = int(budget_bytes) if budget_bytes is not None else 1 << 62
     tables, counts = make_tables(program, classes=chosen.around == Around.CLASSES, seed=seed)
     base = int(program.op_ticks.sum())
-    counts["budget"], counts["limit"] = budget, int(LONGEST * base)
+    counts["budget"], counts["limit"] = budget, int((LONGEST - 1) * base)
+    counts["constants_stay"] = program.constants_stay and budget_bytes is not None
     counts["policy"], counts["around"] = _NAMES.index(policy), int(chosen.around)
     counts["has_places"], counts["by_window"] = has_places, has_places and chosen.by_window
-    made_bytes = int(program.size[~program.is_constant].sum())
-    density = float(program.op_ticks[program.tensor_op[program.tensor_op >= 0]].sum()) / max(made_bytes, 1)
-    _run(tables, counts[0], program.step_kind, program.step_of, density)
+    if counts["by_window"][0]:
+        tables.operations["is_costly"][:-1] = costly_operations(program)
+    _run(tables, counts[0], program.step_kind, program.step_of)
     told = counts[0]
     ending = Ending(int(told["ending"]))
     seconds = program.ticks_per_second
@@ -105,14 +108,14 @@ def replay(
         policy=policy,
         budget_bytes=budget,
         ending=ending,
-        overhead=int(told["clock"]) / base if ending == Ending.COMPLETE and base else None,
+        overhead=1 + int(told["again"]) / base if ending == Ending.COMPLETE and base else None,
         peak_bytes=int(told["peak"]),
         evictions=int(told["evictions"]),
         evicted_bytes=int(told["evicted_bytes"]),
         recomputed_calls=int(told["recomputed"]),
         recomputed_bytes=int(told["recomputed_bytes"]),
         extra_evictions=int(told["extra_evictions"]),
-        added_seconds=None if seconds is None else (int(told["clock"]) - base) / seconds,
+        added_seconds=None if seconds is None else int(told["again"]) / seconds,
     )
 
 
@@ -136,8 +139,8 @@ def _score(policy, one):
 
 
 @inner()
-def _walk(t, c, storage, begin, edges, edge_op, since):
-    """The cost of evicted storages that lead on from one through evicted ones; not those that were seen `since`."""
+def _walk(t, c, storage, begin, edges, edge_op):
+    """The cost of evicted storages that lead on from one through evicted ones."""
     c.stamp += 1
     t.rows[0].stack = storage
     t.storages[storage].seen = c.stamp
@@ -151,8 +154,7 @@ def _walk(t, c, storage, begin, edges, edge_op, since):
                 continue
             if t.storages[other].seen == c.stamp:
                 continue
-            if t.storages[other].seen < since:
-                total += t.storages[other].cost
+            total += t.storages[other].cost
             t.storages[other].seen = c.stamp
             t.rows[stack].stack = other
             stack += 1
@@ -189,10 +191,9 @@ def _around(t, c, storage):
         c.stamp += 1
         total = _classes_beside(t, c, storage, t.source_begin, t.sources, t.source_op)
         return total + _classes_beside(t, c, storage, t.user_begin, t.users, t.user_op)
-    first = c.stamp + 1
-    total = _walk(t, c, storage, t.source_begin, t.sources, t.source_op, first)
+    total = _walk(t, c, storage, t.source_begin, t.sources, t.source_op)
     if c.around == _NEIGHBOURS:
-        total += _walk(t, c, storage, t.user_begin, t.users, t.user_op, first)
+        total += _walk(t, c, storage, t.user_begin, t.users, t.user_op)
     return total
 
 
@@ -205,7 +206,9 @@ def _draw(c):
 
 @inner()
 def _score_of(t, c, storage):
-    age = max(c.clock - t.storages[storage].used, 1)
+    age = c.clock - t.storages[storage].used
+    if (t.storages[storage].size == 0 and c.policy != _LRU) or (age == 0 and c.policy in _BY_AGE):
+        return np.inf
     beside = 0
     if c.policy == _DTE and c.has_places:
         beside = free_beside(t, c, storage)
@@ -219,7 +222,7 @@ def _score_of(t, c, storage):
             float(t.storages[storage].cost),
             float(around),
             float(t.storages[storage].size),
-            float(age),
+            float(age + 1 if c.policy == _LRU else max(age, 1)),
             float(beside),
             draw,
         ),
@@ -268,6 +271,17 @@ def _unlock(t, c, storage):
 
 
 @inner()
+def _begin_class(t, c, storage, cost):
+    """A storage that is not there is a class of its own."""
+    node = c.num_classes
+    if c.around != _CLASSES or node == len(t.classes):
+        return False
+    c.num_classes += 1
+    t.classes[node].parent, t.classes[node].cost, t.storages[storage].class_of = node, cost, node
+    return True
+
+
+@inner()
 def _join_classes(t, c, storage, begin, edges, edge_op):
     for row in range(begin[storage], begin[storage + 1]):
         other = edges[row]
@@ -287,15 +301,7 @@ def _free(t, c, storage):
     t.storages[storage].version += 1  # its tensors are gone
     if c.has_places:
         forget_place(t, c, storage)
-    if c.around == _CLASSES and c.num_classes < len(t.classes):
-        node = c.num_classes
-        c.num_classes += 1
-        t.classes[node].parent, t.classes[node].cost, t.storages[storage].class_of = (
-            node,
-            t.storages[storage].cost,
-            node,
-        )
-        t.storages[storage].class_share = t.storages[storage].cost
+    if _begin_class(t, c, storage, t.storages[storage].cost):
         _join_classes(t, c, storage, t.source_begin, t.sources, t.source_op)
         _join_classes(t, c, storage, t.user_begin, t.users, t.user_op)
 
@@ -310,14 +316,15 @@ def _evict(t, c, storage, is_extra):
 
 @inner()
 def _choose(t, c):
-    """The evictable storage of the lowest score; the last of equals. -1 if there is none."""
+    """The evictable storage of the lowest score: the last of equals, or the first that costs nothing. -1: none."""
     best, lowest = -1, 0.0
     one = c.first
     while one >= 0:
-        if t.storages[one].size > 0:
-            score = _score_of(t, c, one)
-            if best < 0 or score <= lowest:
-                best, lowest = one, score
+        score = _score_of(t, c, one)
+        if best < 0 or score <= lowest:
+            best, lowest = one, score
+        if score == 0:
+            break
         one = t.storages[one].behind
     return best
 
@@ -365,22 +372,17 @@ def _make_room(t, c, needed):
 
 
 @inner()
-def _allocate(t, c, storage, density):
+def _allocate(t, c, storage, from_top):
     """A storage is there from now on; False after a failure. Without places the room was made before."""
     if c.has_places and t.storages[storage].size > 0:
         if not _make_hole(t, c, t.storages[storage].size):
             return False
-        from_top = (
-            c.by_window
-            and not t.storages[storage].is_constant
-            and _is_costly(t.storages[storage].cost, t.storages[storage].size, density)
-        )
         put_in_place(t, c, storage, from_top)
     t.storages[storage].resident = True
     c.allocated += t.storages[storage].size
     c.peak = max(c.peak, c.allocated)
     if c.around == _CLASSES and t.storages[storage].class_of >= 0:
-        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].class_share
+        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].cost
         t.storages[storage].class_of = -1
     return True
 
@@ -394,127 +396,134 @@ def _is_made(t, tensor):
 
 
 @inner()
-def _make_outputs(t, c, op, is_first, density):
-    """A call whose arguments are there and locked; False after a failure."""
-    for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
-        t.storages[t.tensors[t.arguments[row].tensor].storage].used = c.clock
+def _make_outputs(t, c, op, wanted, is_first):
+    """A call whose arguments are there and locked, for one of its results; False after a failure."""
     low, high = t.operations[op].out_begin, t.operations[op + 1].out_begin
-    needed = t.operations[op].work_bytes
+    passing = needed = t.operations[op].work_bytes
+    by_bytes = not c.has_places or passing > 0
     for row in range(low, high):
-        storage = t.tensors[t.outs[row]].storage
-        if not t.tensors[t.outs[row]].is_view and not t.storages[storage].resident:
-            needed += t.storages[storage].size
-    if (not c.has_places or t.operations[op].work_bytes > 0) and not _make_room(t, c, needed):
+        if not t.tensors[t.outs[row]].is_view:
+            needed += t.storages[t.tensors[t.outs[row]].storage].size
+            by_bytes = by_bytes or t.storages[t.tensors[t.outs[row]].storage].resident
+    if by_bytes and not _make_room(t, c, needed):
         return False
     for row in range(low, high):
         tensor = t.outs[row]
         storage = t.tensors[tensor].storage
-        if not t.tensors[tensor].is_view and not t.storages[storage].resident:
+        if not t.tensors[tensor].is_view and t.storages[storage].resident:
+            passing += t.storages[storage].size  # made once more, and freed again at once
+        elif not t.tensors[tensor].is_view:
             t.storages[storage].locks += 1
-            if not _allocate(t, c, storage, density):
+            if not _allocate(t, c, storage, t.operations[op].is_costly):
                 return False
             t.storages[storage].fresh = True
             if not is_first:
                 c.recomputed_bytes += t.storages[storage].size
         t.tensors[tensor].made_in = t.storages[storage].version
-    c.peak = max(c.peak, c.allocated + t.operations[op].work_bytes)
+    c.peak = max(c.peak, c.allocated + passing)
     c.clock += t.operations[op].ticks
-    c.recomputed += not is_first
-    if c.clock > c.limit:
-        c.ending = _TOO_LONG
-        return False
+    if is_first:
+        for row in range(low, high):
+            t.storages[t.tensors[t.outs[row]].storage].used = c.clock
+    else:
+        c.recomputed += 1
+        c.again += t.operations[op].ticks
+        if c.again > c.limit:
+            c.ending = _TOO_LONG
+            return False
     for row in range(low, high):
-        t.storages[t.tensors[t.outs[row]].storage].used = c.clock
+        if t.outs[row] != wanted:
+            _unlock_fresh(t, c, t.tensors[t.outs[row]].storage)
+    if wanted >= 0:
+        _unlock_fresh(t, c, t.tensors[wanted].storage)
     for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
         _unlock(t, c, t.tensors[t.arguments[row].tensor].storage)
         t.arguments[row].is_locked = False
-    for row in range(low, high):
-        storage = t.tensors[t.outs[row]].storage
-        if t.storages[storage].fresh:
-            t.storages[storage].fresh = False
-            _unlock(t, c, storage)
     return True
 
 
 @inner()
-def _lock_those_there(t, c, op):
-    """Before arguments of a repeated call are made again: the others must not be evicted for them."""
+def _unlock_fresh(t, c, storage):
+    if t.storages[storage].fresh:
+        t.storages[storage].fresh = False
+        _unlock(t, c, storage)
+
+
+@inner()
+def _begin_frame(t, c, depth, op, wanted):
+    """A call waits for its arguments: those that are there are locked before any is made again."""
+    t.operations[depth].frame_op, t.operations[depth].frame_row = op, t.operations[op].arg_begin
+    t.operations[depth].frame_wanted = wanted
     for row in range(t.operations[op].arg_begin, t.operations[op + 1].arg_begin):
-        if _is_made(t, t.arguments[row].tensor):
-            _lock(t, c, t.tensors[t.arguments[row].tensor].storage)
+        tensor = t.arguments[row].tensor
+        t.storages[t.tensors[tensor].storage].used = c.clock
+        if _is_made(t, tensor):
+            _lock(t, c, t.tensors[tensor].storage)
             t.arguments[row].is_locked = True
 
 
 @inner()
-def _perform(t, c, op, is_first, density):
-    """A call, after all that has to be made again for it; False after a failure."""
+def _perform(t, c, op, wanted, is_first):
+    """A call for one of its results, after all that has to be made again for it; False after a failure."""
     depth = 1
-    t.operations[0].frame_op, t.operations[0].frame_row = op, t.operations[op].arg_begin
+    _begin_frame(t, c, 0, op, wanted)
     while depth > 0:
         one, row = t.operations[depth - 1].frame_op, t.operations[depth - 1].frame_row
         if row == t.operations[one + 1].arg_begin:
             depth -= 1
-            if not _make_outputs(t, c, one, is_first and depth == 0, density):
+            if not _make_outputs(t, c, one, t.operations[depth].frame_wanted, is_first and depth == 0):
                 return False
             continue
-        t.operations[depth - 1].frame_row = row + 1
-        if t.arguments[row].is_locked:
-            continue
         tensor = t.arguments[row].tensor
-        _lock(t, c, t.tensors[tensor].storage)
-        t.arguments[row].is_locked = True
         if not _is_made(t, tensor):
-            maker = t.tensors[tensor].op
-            t.operations[depth].frame_op, t.operations[depth].frame_row = maker, t.operations[maker].arg_begin
+            _begin_frame(t, c, depth, t.tensors[tensor].op, tensor)
             depth += 1
-            _lock_those_there(t, c, maker)
+            continue
+        if not t.arguments[row].is_locked:
+            _lock(t, c, t.tensors[tensor].storage)
+            t.arguments[row].is_locked = True
+        t.operations[depth - 1].frame_row = row + 1
     return True
 
 
 @inner()
 def _begin_call(t, c, op):
-    """What the operation adds to the cost of the storages that it puts something into."""
+    """What the operation adds to the cost of the storages that it puts something into, once for each."""
     c.current = op
+    c.stamp += 1
     for row in range(t.operations[op].out_begin, t.operations[op + 1].out_begin):
-        t.storages[t.tensors[t.outs[row]].storage].cost += t.operations[op].ticks
-
-
-@inner()
-def _end(t, c, density):
-    """What the program still holds has to be there at once."""
-    for tensor in range(len(t.tensors)):
-        if t.tensors[tensor].held > 0:
-            _lock(t, c, t.tensors[tensor].storage)
-    for tensor in range(len(t.tensors)):
-        if (
-            t.tensors[tensor].held > 0
-            and not _is_made(t, tensor)
-            and not _perform(t, c, t.tensors[tensor].op, False, density)
-        ):
-            return
+        storage = t.tensors[t.outs[row]].storage
+        if t.storages[storage].seen != c.stamp:
+            t.storages[storage].seen = c.stamp
+            t.storages[storage].cost += t.operations[op].ticks
+            if not t.tensors[t.outs[row]].is_view:
+                _begin_class(t, c, storage, 0)
 
 
 @njit(nogil=True)
-def _run(t, c, step_kind, step_of, density):
+def _run(t, c, step_kind, step_of):
     """Follow all steps; what came of it is in the counts."""
     for row in range(len(step_kind)):
         kind, of = step_kind[row], step_of[row]
         if kind == _CALL:
             _begin_call(t, c, of)
-            if not _perform(t, c, of, True, density):
+            low, high = t.operations[of].out_begin, t.operations[of + 1].out_begin
+            if not _perform(t, c, of, t.outs[low] if low < high else -1, True):
                 return
         elif kind == _HOLD:
-            t.tensors[of].held += 1
             t.storages[t.tensors[of].storage].names += 1
         elif kind == _LET_GO:
             storage = t.tensors[of].storage
-            t.tensors[of].held -= 1
             t.storages[storage].names -= 1
-            if t.storages[storage].names == 0 and t.storages[storage].resident and t.storages[storage].locks == 0:
+            stays = t.storages[storage].is_constant and c.constants_stay
+            if t.storages[storage].names == 0 and t.storages[storage].resident and not stays:
                 _free(t, c, storage)
         elif kind == _CONSTANT:
             if not c.has_places and not _make_room(t, c, t.storages[of].size):
                 return
-            if not _allocate(t, c, of, density):
+            if not _allocate(t, c, of, False):
                 return
-    _end(t, c, density)
+        elif kind == _KEEP:
+            if not _is_made(t, of) and not _perform(t, c, t.tensors[of].op, of, False):
+                return
+            _lock(t, c, t.tensors[of].storage)

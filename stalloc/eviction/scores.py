@@ -12,7 +12,7 @@ and MSPS); Peng et al., "Capuchin", ASPLOS 2020 (MSPS: memory saving per second)
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Candidate(NamedTuple):
@@ -101,9 +101,12 @@ def cheapest_window(
     return found_first, found_last
 
 
-def is_costly(cost: float, size: float, limit: float) -> bool:
-    """Whether Coop keeps something with the costly ones, at the other end of memory: by its cost for each byte."""
-    return cost > limit * size
+def is_costly(cost: Any, num_bytes: Any, limit: float) -> Any:
+    """Whether an operation is one of the costly ones, whose results Coop keeps at the other end of memory.
+
+    By its cost for each byte that it makes, of one operation or of a column of them.
+    """
+    return cost > limit * num_bytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The techniques of a fit: which `--policy` names, and which are tried in which order where none is named.
+"""The techniques of a fit: what `--policy` may name, and what is tried, in which order, if nothing is named.
 
-Contract: a name is known, or refused, before anything is run. Who adds a technique names it here, and nowhere else in
-this folder.
+Contract: an unknown name is refused before anything is run. A new technique is named here, and nowhere else in this
+folder.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from stalloc.fitting.presets import all_but_attention, core_of_attention, whole
 from stalloc.fitting.proposals import Base, Known, Proposals
 from stalloc.fitting.recompute_search import by_checkmate, cheapest
 from stalloc.fitting.step_search import step_in_backward
+from stalloc.fitting.systems import SYSTEMS
 from stalloc.integer_program import find_solver
 from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, num_blocks_of
 
@@ -26,10 +27,14 @@ _RECOMPUTED: dict[str, Technique] = {
     "selective": partial(core_of_attention, is_named=True),
 }
 _OTHERS = ("step-in-backward", "compile-budget")
+_IS = {
+    "executes": "executes", "in part": "executes in part", "emulates": "is emulated", "replays": "is replayed",
+    "reports": "is reported",
+}  # fmt: skip
 
 
 def check_policy(policy: str | None) -> None:
-    """Raise BadInputError for a name that nothing is called by, or whose number is none."""
+    """Raise BadInputError for a policy that does not exist, or whose number cannot be read."""
     name = (policy or "").partition(":")[0]
     if policy == "checkmate":
         find_solver()
@@ -40,11 +45,14 @@ def check_policy(policy: str | None) -> None:
     elif tier_search.is_of_tiers(policy):
         tier_search.processor_share(policy or "")
     elif policy is not None and policy not in _RECOMPUTED and policy not in _OTHERS:
+        for system in SYSTEMS:
+            if system.name == policy:
+                raise BadInputError(f"{policy} is not tried by a fit: it {_IS[system.status]} with `{system.where}`.")
         raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
 
 
 def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
-    """What is tried, one after the other; the program as it is was run. `policy`: the only technique to try."""
+    """The ways to try, one after another, after the program as it is; `policy`: the only technique to try."""
     base, is_short = as_it_is, not known.fits(known.candidates[0])
     is_tried = policy is None and is_short
     if policy == "step-in-backward" or is_tried:
@@ -71,7 +79,7 @@ def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
 
 
 def _recomputed(policy: str) -> Technique:
-    """Ways to recompute by this name; none by that of another technique."""
+    """The ways to recompute that have this name; none for the name of another technique."""
     if policy.partition(":")[0] == BLOCKS:
         return partial(whole, num_blocks=num_blocks_of(policy))
     return _RECOMPUTED.get(policy, _nothing)

@@ -1,8 +1,9 @@
-"""Published systems that let a program need less memory, and what of each stalloc does today: `systems.csv`.
+"""Published systems that let a program need less memory, and which part of each stalloc implements: `systems.csv`.
 
 Contract: a status says what is done, not what is meant to be. "executes": runs for real; "in part": so does the part of
 it that is named, and what the system is about is not there as a whole; "emulates": runs, with a stand-in for hardware;
-"replays": on a trace; "reports": a figure from a formula.
+"replays": on a trace; "reports": a figure from a formula. Each has something to type that runs, and a test that fails
+where that is not so.
 """
 
 import csv
@@ -16,9 +17,10 @@ class System:
 
     name: str
     source: str  #: who published it
-    does: str
+    does: str  #: and, in part, what is missing
     status: str
-    where: str = ""  #: what to type
+    where: str  #: what to type
+    test: str  #: FILE::TEST in the source tree
 
 
 with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as _rows:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stalloc.runtime import Runtime
+from stalloc.runtime.captures import OF_CUPY
 
-_POOL = -1, -1  # as torch names its pools, which begin with 0
 _own: dict[str, Callable[..., Any]] = {}
 
 
@@ -29,7 +29,7 @@ def heed_captures(runtime: Runtime) -> None:
         captures = controller.captures
         if not controller.memory.is_capturing:
             controller.memory.release_unused()
-        captures.begin(_POOL)
+        captures.begin(OF_CUPY)
         try:
             return begin(stream, *args, **kwargs)
         except BaseException:

@@ -34,6 +34,9 @@ class Installation:
     cupy_pool: "Any" = None  #: the Pool that answers as CuPy's default pool
     cupy_pool_before: "Callable[[], Any] | None" = None  #: what CuPy's own is asked for by, while ours answers
 
+    # torch_allocator
+    replays: "Any" = None  #: the Replays of torch's CUDA graphs
+
     # cli.native, sizing.run_work
     is_compared = False  #: PyTorch's own allocator is tried here for comparison, so `stalloc.sleep` does nothing
 

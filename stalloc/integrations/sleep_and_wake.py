@@ -123,7 +123,7 @@ def _wanted(tags: str | Iterable[str] | None) -> frozenset[str] | None:
 
 
 def _named_addresses() -> dict[int, Tags]:
-    """What lies where that has tags."""
+    """The tags of the memory at each address that has any."""
     found: dict[int, Tags] = {}
     for name, objects in _tagged.items():
         objects[:] = [one for one in objects if one() is not None]

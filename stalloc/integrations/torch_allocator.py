@@ -15,6 +15,8 @@ from stalloc.core.entry import torch_entries, torch_record_stream
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
 from stalloc.integrations import autograd_threads, torch_answers, torch_cache_info
+from stalloc.integrations.graph_replays import Replays
+from stalloc.integrations.installation import installation
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
 from stalloc.runtime.entries import persistent_entry
@@ -73,6 +75,7 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     torch_cache_info.answer(torch, allocator)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
     torch_answers.install(torch, runtime)
+    installation.replays = Replays(torch, runtime)
     _watch_optimizers(runtime, stepped)
     _keep.append(allocator)
     autograd_threads.wait_at_exit()

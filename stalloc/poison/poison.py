@@ -1,10 +1,11 @@
 """STALLOC_POISON=1: patterns in fresh and freed memory and behind every block, and who wrote over them.
 
 Contract: every byte of the arena and of the heap's segments that no live block owns holds FREED, save in pools of CUDA
-graphs, whose replays write there rightfully. A block is filled with FRESH, and what lies behind it with GUARD, before
-its owner gets it; it is filled with FREED after its owner gave it up and before anybody else can get it. So a byte that
-differs was written by somebody who did not own it. Only owned ranges are touched: by the thread that allocates or frees
-them, or with the controller's lock held, which keeps segments in place; there is no lock of its own to wait for.
+graphs, whose replays write there rightfully; what those have lent holds it until the next replay. A block is filled
+with FRESH, and what lies behind it with GUARD, before its owner gets it; it is filled with FREED after its owner gave
+it up and before anybody else can get it. So a byte that differs was written by somebody who did not own it. Only owned
+ranges are touched: by the thread that allocates or frees them, or with the controller's lock held, which keeps segments
+in place; there is no lock of its own to wait for.
 
 What is found is one sentence on standard error at once. It is raised as CorruptionError where Python code can take it:
 at the next mark of a step, or allocation of CuPy; a free, and torch's C++ code, cannot.
@@ -73,6 +74,7 @@ class Poison:
         self._gone: deque[Owner] = deque(maxlen=_REMEMBERED)
         self._waiting: list[int] = []  # blocks that were freed while a graph was captured
         self._of_graphs: set[int] = set()  # bases of segments that hold no pattern
+        self._lent: dict[int, int] = {}  # loans of graphs that were freed since the last replay: address -> bytes
 
     def stop(self, why: str) -> None:
         """Look no further: what is free may be written to from now on."""
@@ -129,7 +131,9 @@ class Poison:
         if block is None or block.is_private:
             return
         rounded, stream = block.size_bytes, block.raw_stream
-        if memory.mismatches([(address, rounded)], FREED, stream)[0]:
+        if block.is_loan:
+            self._forget_lent(address, rounded)
+        elif memory.mismatches([(address, rounded)], FREED, stream)[0]:
             self._name_writer(memory, address, rounded, "when it was to be handed out again")
         owner = Owner(address, requested, rounded, stream, place)
         memory.fill([(address, requested)], FRESH, stream)
@@ -144,6 +148,8 @@ class Poison:
         for address in addresses:
             block = self._owner(address)
             if block is not None and not block.is_private:
+                if block.is_loan:
+                    self._lent[address] = block.size_bytes
                 by_stream.setdefault(block.raw_stream, []).append((address, block.size_bytes))
         for stream, blocks in by_stream.items():
             self._do(self._ending, stream, blocks)
@@ -170,6 +176,7 @@ class Poison:
 
     def returned(self, base: int, size_bytes: int) -> None:
         """A segment or an arena in which nothing lives is about to go back to the device."""
+        self._forget_lent(base, size_bytes)
         self._do(self._returned, base, size_bytes)
 
     def _returned(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
@@ -177,6 +184,22 @@ class Poison:
             self._of_graphs.discard(base)
         elif not self.state.record.hot.private_kind and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
             self._name_writer(memory, base, size_bytes, "when it went back to the device")
+
+    def _forget_lent(self, base: int, size_bytes: int) -> None:
+        """What was lent in this range is another's from here on."""
+        lent = self._lent.copy().items()
+        self._lent = {at: size for at, size in lent if at + size <= base or base + size_bytes <= at}
+
+    def check_loans(self) -> None:
+        """A graph is about to be replayed: nobody may have written to what was lent, after it was freed."""
+        lent, self._lent = self._lent, {}
+        if lent:
+            self._do(self._check_loans, list(lent.items()))
+
+    def _check_loans(self, memory: PoisonMemory, lent: list[tuple[int, int]]) -> None:
+        for (address, size), count in zip(lent, memory.mismatches(lent, FREED, None), strict=True):
+            if count:
+                self._name_writer(memory, address, size, "when a CUDA graph that had lent it was to be replayed")
 
     def check(self) -> None:
         """Look at everything, with the controller's lock held, which keeps segments in place."""

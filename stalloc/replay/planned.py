@@ -72,10 +72,10 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How the runtime gets its plan."""
+    """The settings of the model: how the runtime gets its plan."""
 
     mode: str = setting("observe", as_one_of("plan", "observe"))
-    """Whether the program is watched from the first event on, or everything is planned beforehand."""
+    """Whether the runtime watches the program from the first event on, instead of planning all of it beforehand."""
 
 
 class Planned:
@@ -102,7 +102,7 @@ class Planned:
             let_go(controller)
 
     def plan_for(self, events: Events) -> None:
-        """Plan a whole program and take its arena; what is fed next follows it. Nothing to do when observing."""
+        """Plan a whole program and take its arena, for the events fed next; does nothing when observing."""
         if self._planned:
             return
         from stalloc.planner import plan
@@ -195,7 +195,7 @@ class Planned:
 
     @property
     def note(self) -> str:
-        """What the runtime has to say about itself: its phase, and why it rests, if it does."""
+        """The phase of the runtime, and why it rests, if it does."""
         controller = self._controller
         return f"{controller.status.phase.value}{f': {controller.status.note}' if controller.status.note else ''}"
 
@@ -204,7 +204,7 @@ class Planned:
         return self._address.copy()
 
     def blocks(self) -> BlockMap:
-        """Where everything is. The space of the arena that nobody uses is free, whatever the plan says of it."""
+        """All blocks with their places. Unused space of the arena counts as free, whatever the plan has there."""
         held = sorted(segments(self._controller.state), key=lambda segment: segment.address)
         bases = np.array([segment.address for segment in held], np.int64)
         lengths = np.array([segment.size_bytes for segment in held], np.int64)

@@ -36,8 +36,9 @@ class CallSites:
         """`malloc`: the address of what serves; `max_calls`: that are known, a power of two."""
         self._malloc, self._max_calls = malloc, max_calls
         self._sited = 0  # the address of the same with stacks, once it is made
-        self._serving = malloc  # of the two, the one that serves, unless requests are refused
-        self._refusing = False
+        self._is_on = False
+        self._plain = malloc  # what serves while nothing is noted
+        self._refusing = 0  # what answers instead, 0: nothing does
         self._word = ctypes.c_int64(malloc)
         self._num_calls = ctypes.c_int64(0)
         self._calls: Column = np.empty((0, 4), np.int64)
@@ -53,9 +54,14 @@ class CallSites:
         return ctypes.addressof(self._word)
 
     @property
+    def malloc(self) -> int:
+        """The address of the malloc that serves now."""
+        return self._word.value
+
+    @property
     def is_on(self) -> bool:
         """Whether requests are noted."""
-        return self._serving != self._malloc
+        return self._is_on
 
     @property
     def num_calls(self) -> int:
@@ -69,21 +75,26 @@ class CallSites:
             self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
             self._sited = sited_malloc(self._malloc, self._table, self._calls, self._num_calls, self._enter)
             atexit.register(self.end)  # no thread is to wait for Python when it ends
-        self._serve(self._sited)
+        self._is_on = True
+        self._serve()
 
     def end(self) -> None:
         """Note no more."""
-        self._serve(self._malloc)
+        self._is_on = False
+        self._serve()
+
+    def stand_in(self, malloc: int) -> None:
+        """Let another malloc, at this address, serve while nothing is noted; 0: the core's."""
+        self._plain = malloc or self._malloc
+        self._serve()
 
     def refuse(self, refusing: int) -> None:
         """Let another malloc, at this address, answer every request; 0: no longer."""
-        self._refusing = refusing != 0
-        self._word.value = refusing or self._serving
+        self._refusing = refusing
+        self._serve()
 
-    def _serve(self, malloc: int) -> None:
-        self._serving = malloc
-        if not self._refusing:
-            self._word.value = malloc
+    def _serve(self) -> None:
+        self._word.value = self._refusing or (self._sited if self._is_on else self._plain)
 
     def _enter(self, key: int, *_: int) -> int:
         """The number, from 1 on, of the stack from which this is called, by its hash; 0 if there is no room for it."""
@@ -174,7 +185,7 @@ class CallSites:
         self._kept, self._kept_at = kept, calls
 
     def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
-        """The same as names of call sites."""
+        """The names of the call sites that asked for what lives at these addresses of a device."""
         names: dict[int, str] = {}
         stacks = self.stacks_at(state, addresses)
         for stack in stacks:

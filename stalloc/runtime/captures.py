@@ -8,12 +8,15 @@ import threading
 
 from stalloc.core import constants
 from stalloc.device.capture import is_captured
+from stalloc.runtime.loans import Loans
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.warm_ups import WarmUps
 
 _KINDS_APART = constants.LASTING_BIT + 1  # the bit is not a part of their names
 _NONE = 0  # no kind of pool
-_UNTOLD = -2, -1  # torch's pools begin with 0, that of CuPy's captures is -1
+_UNTOLD = -2, -1  # torch's pools begin with 0
+OF_CUPY = -1, -1  #: the pool of CuPy's captures
+_UNSEEN = _UNTOLD, OF_CUPY  # their graphs are launched without a word
 
 
 class Captures:
@@ -27,6 +30,8 @@ class Captures:
         self._times_shared = 0  # declarations under way that no two new pools are used at once
         self._shared_kind = _NONE  # of the pools that are new meanwhile
         self._warm_ups = WarmUps(memory.state)
+        self.loans = Loans(memory)
+        self._is_seen = False  # whether the graph that is captured tells when it is replayed
         self._unannounced_stream = 0  # that is captured without a word
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
@@ -37,7 +42,10 @@ class Captures:
             self._warm_ups.look()
             kind, users = self.pools.get(graph_pool, (0, 0))
             if not self._counted.get(me):
-                if users == 0 and self._shared_kind:
+                if users == 0 and graph_pool in _UNSEEN:
+                    kind = self._next_kind
+                    self._next_kind += _KINDS_APART
+                elif users == 0 and self._shared_kind:
                     kind = self._shared_kind
                 elif users == 0:
                     kind = self._spare_kinds[-1] if self._spare_kinds else self._next_kind
@@ -49,6 +57,7 @@ class Captures:
                         self._shared_kind = kind
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
+            self._is_seen = graph_pool not in _UNSEEN
             self._state.record.hot.private_kind = kind
             self._state.record.capture.capture_is_unannounced = 0
         self._counted[me] = False
@@ -56,6 +65,8 @@ class Captures:
     def end(self) -> None:
         """The capture is over; what it allocated stays where it is."""
         with self._memory.lock:
+            if self._is_seen and self._state.record.hot.private_kind:
+                self.loans.let_lend(int(self._state.record.hot.private_kind))
             self._state.write(private_kind=0, capture_is_unannounced=0)
             self._warm_ups.skip()
 

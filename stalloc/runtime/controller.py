@@ -219,7 +219,7 @@ class Controller:
             self.hear_mark(kind, name)
 
     def hear_mark(self, kind: int, name: str) -> None:
-        """The same for one that is not of a steady step: if it is of a step, look for a plan."""
+        """Note a mark that ends no steady step; at the mark of any other step, look for a plan."""
         with self.lock, self.memory.serving():
             self.steady.end()
             if kind != MARK_STEP:
@@ -316,7 +316,7 @@ class Controller:
         self._observe(anew=True)
 
     def _observe(self, *, anew: bool) -> None:
-        """The same; if not `anew` with the record that was begun beside a plan."""
+        """Any phase -> OBSERVING, with a fresh record if `anew`, else with the one that was begun beside a plan."""
         self.status.phase = Phase.OBSERVING
         self._next_plan.forget()
         self._search.begin()
@@ -332,13 +332,13 @@ class Controller:
         self._next_plan.make(job, cursor, is_sure=is_sure)
 
     def _follow_recorded(self, trace: "Trace", job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
-        """The same for what was found in a trace of the record, which is kept."""
+        """Follow a cycle that was found in `trace`, which is of the record and is kept."""
         self.status.observed_steps = job.schedule.covered_requests // job.schedule.period_requests
         self.recording.kept = KeptTrace(trace)
         self._follow(job, cursor, is_sure=is_sure)
 
     def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
-        """The same for a cycle that was found in the record."""
+        """Follow a cycle that was found in the record, and the marks of its steps if there are any."""
         self._follow_recorded(found.trace, job, cursor, is_sure=found.is_sure)
         if self.recording.marks:
             self.steps.follow_marks(found.trace, job.schedule, found.sizable, found.first)

@@ -29,7 +29,7 @@ class CpuBudget:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """What this thread does here counts."""
+        """A context in which this thread's processor time counts against the budget."""
         began, compiled = time.thread_time_ns(), compile_time().processor_ns
         try:
             yield

@@ -64,7 +64,7 @@ class CycleWatch:
 
     @property
     def is_found(self) -> bool:
-        """Whether there is one."""
+        """Whether a cycle was found."""
         return self._found is not None
 
     @property

@@ -63,7 +63,7 @@ class DeviceMemory:
         return self._is_captured or self.state.record.hot.private_kind != 0
 
     def is_captured_now(self) -> bool:
-        """The same where no request is being served."""
+        """Whether a graph is being captured, for callers outside a request."""
         with self.lock, self.serving():
             return self.is_capturing
 

@@ -34,7 +34,7 @@ class _Step:
 
     @cached_property
     def distinct(self) -> frozenset[int]:
-        """The same."""
+        """The distinct `keys`."""
         return frozenset(self.keys.tolist())
 
     def without_others(self, other: "_Step") -> Column | None:

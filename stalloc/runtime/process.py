@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
 
 _MAX_DEVICES = 128
+_MAX_LOAN_CALLS = 1 << 16  # after so many it is not known any more who has borrowed a block
 _FORKED = (
     "stalloc: this process was forked from one that had CUDA in use, which CUDA does not allow: start it with the "
     "'spawn' method (multiprocessing.get_context('spawn')), or use CUDA in the child only."
@@ -72,6 +74,10 @@ class Runtime:
         self.call_sites = CallSites(self.entries[0])
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
+            controller.captures.loans.places_of = partial(self._places_of, controller.state.address)
+        self._loan_sites = CallSites(self.entries[0], _MAX_LOAN_CALLS)  # the same of late, while somebody borrows
+        self._num_borrowing = 0  # such blocks of the program
+        self._loan_lock = threading.Lock()
         self._always_sited = settings.call_sites
         self._refusal, self._refuse = "", 0  # why no request is served, and the malloc that says so
         if settings.call_sites:
@@ -107,6 +113,25 @@ class Runtime:
         """Note it no more, unless this was asked for from the start."""
         if not self._always_sited:
             self.call_sites.end()
+
+    def begin_borrowing(self) -> None:
+        """Note from here on where memory of CUDA graphs is borrowed, until `end_borrowing`."""
+        with self._loan_lock:
+            self._num_borrowing += 1
+            self._loan_sites.begin()
+            self.call_sites.stand_in(self._loan_sites.malloc)
+
+    def end_borrowing(self) -> None:
+        """One block of the program that borrowed is over."""
+        with self._loan_lock:
+            self._num_borrowing -= 1
+            if self._num_borrowing == 0:
+                self.call_sites.stand_in(0)
+
+    def _places_of(self, state: int, addresses: list[int]) -> list[str]:
+        """The lines of the program that asked for blocks of a device."""
+        sites = self.call_sites if self.call_sites.is_on else self._loan_sites
+        return sites.names_at(state, addresses)
 
     def refuse_requests(self, sentence: str) -> None:
         """Answer every request with an out-of-memory error that says so, and ignore marks, until `serve_requests`."""
@@ -291,7 +316,7 @@ _runtime_lock = threading.Lock()
 def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> Runtime:
     """The runtime of this process, made at the first call; later calls get the same one whatever they ask for.
 
-    Arguments and errors as of `Runtime`.
+    Arguments and errors as in `Runtime`.
     """
     global _runtime
     with _runtime_lock:
@@ -306,7 +331,7 @@ def current() -> Runtime | None:
 
 
 def needed() -> Runtime | None:
-    """The same, started now if it was to start at the program's first use of CUDA."""
+    """The runtime of this process, started now if it was to start at the program's first use of CUDA; None: none."""
     if _runtime is None:
         first_use.begin()
     return _runtime

@@ -31,7 +31,7 @@ class KindOrder:
         self._last_two = -1, -1
 
     def copy(self) -> "KindOrder":
-        """As it is now, to look ahead."""
+        """A copy of this order as it is now, to look ahead with."""
         one = copy(self)
         one._followers, one._runs = self._followers.copy(), self._runs.copy()
         return one

@@ -46,7 +46,7 @@ class Tidying:
         return settles or num_segments > kept
 
     def _unmap_unused(self) -> int:
-        """The same by pages: what a deviation needed goes after iterations without any, more if they come again."""
+        """Unmap what deviations needed, after iterations without any: twice as many each time that they come again."""
         paging, record = self._arenas.memory.paging, self._state.record
         iterations, self._boundary_at = (
             record.iterations.iterations_ever - self._boundary_at,

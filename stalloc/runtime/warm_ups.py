@@ -96,6 +96,7 @@ class WarmUps:
         self._state.write(
             capture_plan=entries.ctypes.data,
             capture_plan_length=len(entries),
+            capture_plan_first=0,
             capture_plan_bytes=layout.peak_bytes,
             capture_plan_base=0,
             capture_plan_lacks=0,

@@ -40,11 +40,11 @@ class RunWork:
     gpu: VirtualGPU
     under: Literal["native", "stalloc"] = "native"
     keep_history: bool = False
-    name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    name_holders: bool = False  #: note lines, so that an out-of-memory error can say who holds memory
     watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
-    is_rank: bool = False  #: one of several, as the variables say
+    is_rank: bool = False  #: whether the run is one of several ranks, as the variables say
     completion: Completion = "at-once"  #: when its work is done
-    num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
+    num_steps: int = 0  #: steps of an optimizer after which the run ends; 0: it goes to the program's end
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -54,15 +54,15 @@ class RanOut:
 
     wanted_bytes: int
     place: str
-    """The line that asked."""
+    """The line that asked for the memory."""
     allocated_bytes: int
     reserved_bytes: int
     holders: list[tuple[str, int]]
-    """Lines and what each holds, most first."""
+    """The lines that hold memory and the bytes of each, most first."""
 
 
 def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
-    """Run the program, a function that gives its exit code, in this process, which is a fork for it."""
+    """Run the program, a function that returns its exit code, in this process, a fork made for it."""
     from stalloc.device import virtual
 
     virtual.become(work.gpu)
@@ -125,7 +125,7 @@ class _Run:
             self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
 
     def _end(self, code: int) -> None:
-        """Write what came of it; the process is over."""
+        """Write the result and end the process."""
         from stalloc.device import virtual
 
         process = process_told(self._host)

@@ -26,7 +26,7 @@ def checkpoint(
 
     `keep`: operations whose results are saved all the same, by name ("aten.mm", or "mm") or by position in the block,
     counted below autograd. `blocks`: how many, from the first, or their names; all by default. `policy` is a name in
-    their place, as of `stalloc fit --policy`: "keep-attention" (LoongTrain; the same as DistFlashAttn's "remat-aware"),
+    their place, as in `stalloc fit --policy`: "keep-attention" (LoongTrain; the same as DistFlashAttn's "remat-aware"),
     "blocks:N". What is done comes back, with `undo()`. Gradients are those without it, to the last bit; what cannot be
     computed twice with the same result is a RecomputeError. What the program itself calls in a checkpoint runs as it
     is.

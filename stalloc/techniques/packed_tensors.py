@@ -17,10 +17,10 @@ Memory = TypeVar("Memory", contravariant=True)
 
 
 class Keeper(Protocol[Memory]):
-    """Who keeps the memory of packed tensors."""
+    """The technique that keeps the memory of packed tensors."""
 
     def needed(self, memory: Memory, /) -> torch.UntypedStorage:
-        """Where it is on the device, now that backward asks for it."""
+        """Its memory on the device, now that backward asks for it."""
 
 
 def may_be_kept_elsewhere(tensor: torch.Tensor, device_type: str) -> bool:
@@ -68,7 +68,7 @@ _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of a tensor that knows how often it is changed in place, and holds no memory."""
+    """An alias of a tensor that shares its count of changes in place, and holds no memory."""
     kind = tensor.dtype, tensor.device
     if kind not in _empty:
         with unseen():  # by the tape of a block that is running

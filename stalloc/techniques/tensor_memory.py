@@ -13,12 +13,12 @@ from stalloc.sizes import aligned
 
 
 def storages_of(values: Any) -> set[int]:
-    """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
+    """Numbers for the memory of all tensors in nested containers; a tensor not in one piece of memory has none."""
     return {storage for storage, _ in versions_of(values) if storage}
 
 
 def versions_of(values: Any) -> list[tuple[int, int]]:
-    """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
+    """The memory, as a number, of all tensors in lists and dictionaries, and how often autograd saw each changed."""
     found = []
     for value in tensors_of(values):
         storage = 0
@@ -43,7 +43,7 @@ def tensors_of(values: Any) -> list[Any]:
 
 
 def sizes_of(values: Any) -> dict[int, int]:
-    """The bytes of the memory of all tensors, by the same number."""
+    """The bytes of the memory of all tensors, by the numbers of `storages_of`."""
     return {
         one.untyped_storage()._cdata: aligned(one.untyped_storage().nbytes())
         for one in tree_leaves(values)

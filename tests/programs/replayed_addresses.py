@@ -2,7 +2,7 @@
 
 The simulator knows addresses and sizes only: each cell of memory remembers who wrote it last, and each read says whose
 value it has to find. `captured` captures random graphs under whatever allocator serves torch, and `wrong_reads`
-simulates their replays.
+simulates their replays. `lent_replays` lets requests of other work between them borrow the graphs' memory.
 """
 
 import bisect
@@ -94,6 +94,35 @@ def random_replays(torch: Any, works: list[Work], count: int, seed: int) -> list
     return history
 
 
+def lent_replays(torch: Any, stalloc: Any, works: list[Work], count: int, seed: int) -> tuple[list[Any], int]:
+    """Replay in random order, with work between that borrows: the history, and how often it got a graph's memory."""
+    draw, history, num_lent = random.Random(seed), [], 0
+    written = [(at, at + n) for work in works for writes, at, n, _ in work.steps if writes]
+    own = range(min(begin for begin, _ in written), max(end for _, end in written))
+    for _ in range(count):
+        which = draw.randrange(len(works))
+        works[which].graph.replay()
+        history.append(("replay", which))
+        live: list[Any] = []
+        with stalloc.borrow_graph_memory():
+            for _ in range(draw.randrange(4)):
+                made = torch.empty(draw.choice((300, 2000, 90_000, 1 << 20, 5 << 20)), dtype=torch.uint8, device="cuda")
+                num_lent += made.data_ptr() in own
+                history.append(("made", made.data_ptr(), made.numel()))
+                live.append(made)
+                del made
+                while len(live) > draw.randrange(1, 4):
+                    history.append(_gone(live.pop(draw.randrange(len(live)))))
+        history += [_gone(one) for one in live]
+        live.clear()
+        history.append(("kept",))
+    return history, num_lent
+
+
+def _gone(tensor: Any) -> tuple[str, int, int]:
+    return "gone", tensor.data_ptr(), tensor.numel()
+
+
 class _Cells:
     """Who wrote each cell last, of the pages that anybody touches; neighbouring pages stay neighbours."""
 
@@ -111,12 +140,14 @@ def wrong_reads(works: list[Work], inputs: list[Any], history: list[Any]) -> tup
     """How many reads there were, and how many found another's value."""
     given = [(one.data_ptr(), one.numel(), name) for one, name in inputs]
     touched = [(at, n) for work in works for _, at, n, _ in work.steps] + [(at, n) for at, n, _ in given]
-    cells = _Cells(touched + [(entry[1], entry[2]) for entry in history if entry[0] != "replay"])
+    cells = _Cells(touched + [(entry[1], entry[2]) for entry in history if entry[0] in ("made", "gone")])
     plans = [[(writes, cells.place(at, n), name) for writes, at, n, name in work.steps] for work in works]
     for at, n, name in given:
         cells.names[cells.place(at, n)] = name
     reads = wrong = 0
     eager: dict[int, int] = {}
+    # what the program holds on to of graphs that were replayed, as long as none that was captured before is
+    outputs: dict[int, list[tuple[slice, int]]] = {}
     for number, entry in enumerate(history):
         if entry[0] == "made":
             eager[entry[1]] = _BY_EAGER - number
@@ -124,7 +155,15 @@ def wrong_reads(works: list[Work], inputs: list[Any], history: list[Any]) -> tup
         elif entry[0] == "gone":
             reads += 1
             wrong += bool((cells.names[cells.place(*entry[1:])] != eager.pop(entry[1])).any())
+        elif entry[0] == "kept":
+            for place, name in (one for kept in outputs.values() for one in kept):
+                reads += 1
+                wrong += bool((cells.names[place] != name).any())
         else:
+            names = {(at, n): name for writes, at, n, name in works[entry[1]].steps if writes}
+            kept = [(one.data_ptr(), one.numel()) for one in works[entry[1]].kept]
+            outputs = {which: places for which, places in outputs.items() if which < entry[1]}
+            outputs[entry[1]] = [(cells.place(at, n), names[at, n]) for at, n in kept if (at, n) in names]
             for writes, place, name in plans[entry[1]]:
                 if writes:
                     cells.names[place] = name

@@ -47,12 +47,12 @@ def best_amount(layers: Sequence[LayerCost], link: LinkCost) -> SwapAmount:
 
 
 def step_seconds(layers: Sequence[LayerCost], link: LinkCost, amount_bytes: int) -> float:
-    """Of a step that swaps so many bytes beyond what layers are given, first what takes longest to compute again."""
+    """Seconds of a step that swaps so many bytes beyond the layers' inputs, first what takes longest to recompute."""
     return passes_seconds(layers, link, _given_bytes(layers) + amount_bytes, _recomputed_seconds(layers, amount_bytes))
 
 
 def passes_seconds(layers: Sequence[LayerCost], link: LinkCost, swapped_bytes: int, recomputed: float) -> float:
-    """Of both passes, each as long as what takes longest in it: computing, a way of the link, or the processor."""
+    """Seconds of both passes, each as long as its slowest part: computing, one way of the link, or the processor."""
     parameters = sum(one.parameter_bytes for one in layers)
     forward = max(sum(one.forward_seconds for one in layers), link.seconds(swapped_bytes), link.seconds(parameters))
     computed = sum(one.backward_seconds for one in layers) + recomputed
@@ -69,7 +69,7 @@ def _optional_bytes(layer: LayerCost) -> int:
 
 
 def _recomputed_seconds(layers: Sequence[LayerCost], amount_bytes: int) -> float:
-    """Of what is not swapped."""
+    """Seconds to compute again what is not swapped."""
     seconds = 0.0
     for one in sorted(layers, key=lambda one: -one.forward_seconds / max(1, _optional_bytes(one))):
         taken = min(amount_bytes, _optional_bytes(one))

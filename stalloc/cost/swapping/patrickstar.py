@@ -52,14 +52,14 @@ def in_chunks(data: ModelData, chunk_bytes: int) -> Chunks:
 
 @dataclass(frozen=True)
 class Moved:
-    """Chunks that a step moves."""
+    """How many chunks a step moves."""
 
     to_device: int
     to_host: int
 
     @property
     def chunks(self) -> int:
-        """Both ways."""
+        """Chunks moved both ways together."""
         return self.to_device + self.to_host
 
 

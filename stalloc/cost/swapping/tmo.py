@@ -1,6 +1,6 @@
 """Ranks that swap what they save for backward over one host link: all the same at once, or in turn.
 
-Source: as of `disjoint_sets`: copies that take turns, and sets of tensors that have as little in common as can be.
+Source: as in `disjoint_sets`: copies that take turns, and sets of tensors that have as little in common as can be.
 Which of the two helps depends on the model, so each is tried.
 Contract: a rank's device holds no more saved bytes than its budget at any moment; a rank waits where there is no room
 for what it saves, or where what it needs is not back yet. A copy that has its turn has one way of the link to itself;
@@ -47,7 +47,7 @@ class RanksSwap:
 
 @dataclass(frozen=True)
 class LinkSharing:
-    """The same step both ways."""
+    """One step of all ranks, with their copies at once and with their copies in turn."""
 
     num_ranks: int
     tensors: tuple[SavedTensor, ...]  #: that each rank saves; they are known by their numbers
