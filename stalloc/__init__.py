@@ -65,6 +65,7 @@ _MODULES = {
     "budget": ".fitting",
     "cap": ".fitting",
     "fit": ".fitting",
+    "sweep": ".sizing.sweep",
 }
 
 __all__ = [

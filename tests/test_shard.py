@@ -3,6 +3,7 @@
 import itertools
 import json
 import tomllib
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def shard(folder: Path, *words: object) -> dict[str, Any]:
     + [
         pytest.param(program, way, marks=pytest.mark.slow)
         for program in ("gpt", "convolutions")
-        for way in ("zero-3", "zero-2+blocks", "zero-1", "hpz:2+blocks", "mics:2", "ddp")
+        for way in ("zero-3", "zero-2+blocks", "zero-1", "hpz:2+blocks", "mics:2", "2/4/8", "1/2/4", "ddp")
     ],
 )
 def test_what_is_foreseen_is_what_a_rank_holds(program: str, way: str, tmp_path: Path) -> None:
@@ -104,7 +105,13 @@ def test_a_budget_that_nothing_keeps_is_said_with_exit_code_1(tmp_path: Path) ->
         (("--per-node", "3"), "--per-node is 3"),
         (("--export", "fsdp2"), "--export needs --way"),
         (("--way", "zero-1", "--export", "fsdp2"), "fsdp2 has nothing for zero-1"),
+        (("--way", "4/4/8", "--export", "fsdp2"), "fsdp2 has nothing for 4/4/8"),
+        (("--way", "4/4/8", "--export", "accelerate"), "accelerate has nothing for 4/4/8"),
+        (("--way", "4/4/8", "--export", "torchtitan"), "torchtitan has nothing for 4/4/8"),
         (("--way", "1/1/4", "--export", "deepspeed"), "deepspeed has nothing for 1/1/4"),
+        (("--way", "mics:4", "--export", "deepspeed"), "deepspeed has nothing for mics:4"),
+        (("--way", "zero-3+blocks", "--export", "deepspeed"), "deepspeed has nothing for zero-3+blocks"),
+        (("--way", "ddp+blocks", "--export", "accelerate"), "accelerate has nothing for ddp+blocks"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words: tuple[str, ...], said: str) -> None:
@@ -138,22 +145,77 @@ def test_files_for_other_frameworks_say_what_the_way_is() -> None:
     assert "  fsdp_transformer_layer_cls_to_wrap: Block" in lines
 
 
-LOADED_BY_ACCELERATE = """
-import sys
+LOADED_BY = {
+    "accelerate": """
 from accelerate.commands.config.config_args import load_config_from_file
 found = load_config_from_file(sys.argv[1])
-assert found.distributed_type.value == "FSDP" and found.num_processes == 8
-assert found.fsdp_config["fsdp_version"] == 2 and found.fsdp_config["fsdp_activation_checkpointing"] is True
-print("loaded")
-"""
+fsdp = found.fsdp_config or {}
+names = ("version", "reshard_after_forward", "activation_checkpointing")
+told = [found.distributed_type.value, found.num_processes, *(fsdp.get(f"fsdp_{name}") for name in names)]
+""",
+    "deepspeed": """
+from deepspeed.runtime.config import DeepSpeedConfig
+zero = DeepSpeedConfig(sys.argv[1]).zero_config
+told = [int(zero.stage), zero.zero_hpz_partition_size]
+""",
+    "torchtitan": """
+import logging
+from torchtitan.config import ConfigManager
+found = ConfigManager().parse_args(["--job.config_file", sys.argv[1]])
+at = found.parallelism
+told = [at.data_parallel_replicate_degree, at.data_parallel_shard_degree, at.fsdp_reshard_after_forward]
+told += [found.activation_checkpoint.mode]
+""",
+    "torchtitan 0.3": """
+from dataclasses import dataclass, field
+import tyro
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC
+@dataclass
+class Config:
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    activation_checkpoint: ActivationCheckpointingConfig = field(default_factory=FullAC.Config)
+found = tyro.cli(Config, args=open(sys.argv[1]).read().splitlines()[1].split()[1:])
+at = found.parallelism
+told = [at.data_parallel_replicate_degree, at.data_parallel_shard_degree, at.fsdp_reshard_after_forward]
+told += ["none" if found.activation_checkpoint is None else "full"]
+""",
+}
 
 
-def test_accelerate_loads_its_file(tmp_path: Path) -> None:
-    if find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed")
-    (tmp_path / "accelerate.yaml").write_text(exported("accelerate", "zero-3+blocks"))
-    done = run_warm(LOADED_BY_ACCELERATE, tmp_path / "accelerate.yaml")
-    assert "loaded" in done.stdout, done.stderr
+def _has(framework: str) -> bool:
+    name, _, release = framework.partition(" ")
+    if find_spec(name) is None:
+        return False
+    return name != "torchtitan" or version(name).startswith("0.2") == (release == "")
+
+
+@pytest.mark.parametrize(
+    ("framework", "way", "said"),
+    [
+        ("accelerate", "zero-3+blocks", ["FSDP", 8, 2, True, True]),
+        ("accelerate", "zero-2", ["FSDP", 8, 2, False, False]),
+        ("accelerate", "ddp", ["MULTI_GPU", 8, None, None, None]),
+        ("deepspeed", "ddp", [0, 1]),
+        ("deepspeed", "zero-1", [1, 1]),
+        ("deepspeed", "zero-2", [2, 1]),
+        ("deepspeed", "zero-3", [3, 1]),
+        ("deepspeed", "hpz:4", [3, 4]),
+        ("torchtitan", "ddp", [8, 1, "never", "none"]),
+        ("torchtitan", "zero-3+blocks", [1, 8, "always", "full"]),
+        ("torchtitan", "mics:4", [2, 4, "always", "none"]),
+        ("torchtitan 0.3", "mics:4", [2, 4, "always", "none"]),
+        ("torchtitan 0.3", "zero-2+blocks", [1, 8, "never", "full"]),
+    ],
+)
+def test_a_framework_loads_its_file(tmp_path: Path, framework: str, way: str, said: list[object]) -> None:
+    if not _has(framework):
+        pytest.skip(f"{framework} is not installed")
+    file = tmp_path / ("file.json" if framework == "deepspeed" else "file")
+    file.write_text(exported(framework.partition(" ")[0], way))
+    done = run_warm(f"import json, sys\n{LOADED_BY[framework]}\nprint(json.dumps(told))", file)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == said
 
 
 SHARDED_BY_HAND = """

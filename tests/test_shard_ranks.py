@@ -87,7 +87,9 @@ def alone(folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("way", ["zero-3", "zero-2+blocks", "zero-1", "zero-1+blocks", "mics:2+blocks", "hpz:2", "ddp"])
+@pytest.mark.parametrize(
+    "way", ["zero-3", "zero-2+blocks", "zero-1", "zero-1+blocks", "mics:2+blocks", "hpz:2", "2/2/4", "ddp"]
+)
 def test_four_processes_train_as_one(way: str, tmp_path: Path) -> None:
     alone(tmp_path)
     words = ["-m", "stalloc", "run", "--device", "virtual", "--keep-files", "--shard", way, str(PROGRAM)]

@@ -8,8 +8,10 @@ import re
 import resource
 import struct
 
+import numpy as np
 import pytest
 from properties import variants
+from recordings import path_of
 
 from stalloc.errors import BadInputError
 from stalloc.trace import load_traces
@@ -179,3 +181,59 @@ def test_more_containers_than_the_tables_of_the_scan_hold_at_first_are_read(tmp_
     path.write_bytes(file.getvalue())
     (trace,) = load_traces(path)
     assert len(trace.action) == 100_001
+
+
+def assert_the_same_without_stacks(path) -> bool:
+    """Whether stacks were skipped."""
+    skipped = False
+    for whole, quick in zip(load_traces(path), load_traces(path, call_sites=False), strict=True):
+        for column in ("start", "end", "size", "stream", "action", "address", "event_size", "time_us", "segment_size"):
+            assert np.array_equal(getattr(whole, column), getattr(quick, column))
+        assert (whole.names, whole.info) == (quick.names, quick.info)
+        skipped |= "site" in whole.extra and "site" not in quick.extra
+    return skipped
+
+
+@variants("name", ["rank0.pickle.gz", "rank1.pickle.gz"])
+def test_a_real_snapshot_says_the_same_where_its_stacks_are_skipped(name):
+    assert assert_the_same_without_stacks(path_of(name))
+
+
+FRAME = {"filename": "train.py", "line": 3, "name": "step"}
+MANY_FRAMES = [{"filename": f"{number}.py", "line": number, "name": "f"} for number in range(3000)]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [FRAME],
+        [],
+        MANY_FRAMES,  # several APPENDS, and several frames of the fourth protocol
+        [FRAME | {"frames": [FRAME, {"frames": [FRAME, FRAME]}]}],
+        [FRAME, "frames", [FRAME]],
+        FRAME,
+        None,
+    ],
+)
+def test_stacks_of_any_form_are_skipped_or_read(tmp_path, protocol, frames):
+    free = [EVENT | {"action": action, "frames": list(frames or [])} for action in ("free_requested", "free_completed")]
+    snapshot = with_event(frames=frames)
+    snapshot["device_traces"][0] += [*free, dict(EVENT)]
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot, protocol))
+    assert_the_same_without_stacks(path)
+
+
+@pytest.mark.parametrize("times", [2, 300])
+def test_what_a_stack_shares_with_the_rest_is_not_lost(tmp_path, times):
+    """A text is written out again; of a container, or where that would be more than the file, all is read."""
+    text = "a name that a frame and annotations share " + "x" * 10_000
+    shared = [{"stage": "START", "name": text, "time_us": 1, "frame": frame} for frame in (FRAME, None)]
+    for annotations in (shared, shared[1:] * times):
+        snapshot = with_event(frames=[FRAME | {"name": text}, FRAME])
+        path = tmp_path / "s.pickle"
+        path.write_bytes(pickle.dumps({**snapshot, "external_annotations": annotations}))
+        assert_the_same_without_stacks(path)
+        (trace,) = load_traces(path, call_sites=False)
+        assert text[:20] in trace.names[0]

@@ -12,8 +12,9 @@ or with DDP and ZeroRedundancyOptimizer; bytes are measured, and nothing is comp
 
 Each rank has batches as large as the program's. A way is a triple P/G/O: so many ranks share one copy of the parameters
 between forward and backward, of gradients, of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2 1/N/N, zero-3 (FSDP)
-N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K; triples that nothing in PyTorch does are
-foreseen only. --factors all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all (PaRO).
+N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K; triples with gradients over fewer ranks than
+parameters, which nothing in PyTorch does, are foreseen only. --factors all tries every divisor of the number of ranks
+(AMSP) instead of 1, a node and all (PaRO).
 
 What is needed is what the program asked for; PyTorch's allocated_bytes has up to 1 MiB more for each block that it does
 not split. Seconds are estimates: computing, then communication, nothing beside each other. --export prints what a way

@@ -83,7 +83,9 @@ def _leave_interrupts_to_the_parent() -> None:
 
 def _read(file: str, rank: int | None, alignment: int) -> _Read:
     try:
-        return [rank_figures(file, rank, trace, alignment) for trace in load_traces(file, history=False)]
+        return [
+            rank_figures(file, rank, trace, alignment) for trace in load_traces(file, history=False, call_sites=False)
+        ]
     except BadInputError as error:
         return str(error)
 

@@ -2,7 +2,8 @@
 
 Contract: a rank uses another's plan only if it was made for exactly its own schedule (sizes, streams and lifespans),
 and after the validator has passed it; whatever is amiss (no job, no store, a rank that died, other versions), it plans
-for itself. The store is only asked, never waited in, since other threads of the rank share its connection.
+for itself. The store is only asked, never waited in, since other threads of the rank share its connection. It is a
+process of one rank, so each rank asks in its turn: however many there are, few ask at a time.
 """
 
 import dataclasses
@@ -21,19 +22,23 @@ if TYPE_CHECKING:
 _COLUMNS = ("size", "stream", "start", "end", "planned")
 _PATIENCE_SECONDS = 60.0  # for a rank that said it would plan
 _POLL_SECONDS = 0.02
+#: a rank's turn: torch's TCPStore took 0.02 ms to answer that a plan is not there, 1.4 ms to hand over a megabyte
+_TURN_SECONDS = 0.002
 
 
 def plan_together(schedule: "Schedule", *, streams: "Streams" = "separate") -> "Plan":
     """The plan of a schedule (options: plan_schedule's), made here or by another rank that has the same schedule."""
     from stalloc.planner import plan_schedule, plans_to_bytes
 
-    store = _store()
-    if store is None:
+    job = _job()
+    if job is None:
         return plan_schedule(schedule, streams=streams)
+    store, rank, num_ranks = job
     key = f"stalloc/plan/{streams}/{digest(schedule)}"
     try:
+        _wait_for_turn(rank, num_ranks)
         mine = store.add(f"{key}/ranks", 1) == 1
-        found = None if mine else _take(store, key, schedule, handovers=streams != "separate")
+        found = None if mine else _take(job, key, schedule, handovers=streams != "separate")
     except Exception:  # of many kinds: a store whose server is gone, a backend that cannot add
         mine, found = False, None
     if found is not None:
@@ -75,25 +80,38 @@ def fits(plan: "Plan", schedule: "Schedule", *, handovers: bool = False) -> bool
     return same and validate(plan, handovers=handovers).ok
 
 
-def _store() -> Any:
-    """The store of this job, None outside of one or with a single rank."""
+def seconds_to_turn(now: float, rank: int, num_ranks: int) -> float:
+    """How long until a rank's next turn to ask the store, by the clock that all ranks have in common."""
+    return (rank * _TURN_SECONDS - now) % max(_POLL_SECONDS, num_ranks * _TURN_SECONDS)
+
+
+def _wait_for_turn(rank: int, num_ranks: int) -> None:
+    time.sleep(seconds_to_turn(time.time(), rank, num_ranks))
+
+
+def _job() -> tuple[Any, int, int] | None:
+    """The store of this job, this rank, and how many there are; None outside of one or with a single rank."""
     distributed = sys.modules.get("torch.distributed")
     try:
         if distributed is None or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return None
-        return distributed.distributed_c10d._get_default_store()
+        store = distributed.distributed_c10d._get_default_store()
+        return store, distributed.get_rank(), distributed.get_world_size()
     except Exception:  # a build without it, or a job that is just ending
         return None
 
 
-def _take(store: Any, key: str, schedule: "Schedule", *, handovers: bool) -> "Plan | None":
+def _take(job: tuple[Any, int, int], key: str, schedule: "Schedule", *, handovers: bool) -> "Plan | None":
     from stalloc.planner import plans_from_bytes
 
+    store, rank, num_ranks = job
     end = time.monotonic() + _PATIENCE_SECONDS
-    while not store.check([key]):
+    while True:
+        _wait_for_turn(rank, num_ranks)
+        if store.check([key]):
+            break
         if time.monotonic() > end:
             return None
-        time.sleep(_POLL_SECONDS)
     [plan] = plans_from_bytes(bytes(store.get(key)), "what another rank handed over")
     return (
         dataclasses.replace(plan, method=f"{plan.method}, by another rank")

@@ -39,12 +39,13 @@ def exported(form: str, layout: Layout, num_ranks: int, blocks: Sequence[str], *
     return makers[form](layout, num_ranks, blocks, recompute, kind)
 
 
-def _refused(form: str, layout: Layout, num_ranks: int, why: str) -> BadInputError:
-    return BadInputError(f"{form} has nothing for {layout.name(num_ranks)}: {why}.")
+def _refused(form: str, layout: Layout, num_ranks: int, why: str, recompute: bool = False) -> BadInputError:
+    name = layout.name(num_ranks) + ("+blocks" if recompute else "")
+    return BadInputError(f"{form} has nothing for {name}: {why}.")
 
 
 def _fsdp2(layout: Layout, num_ranks: int, blocks: Sequence[str], recompute: bool, _: str) -> str:
-    if layout.executor != "fully_shard":
+    if layout.executor != "fully_shard" or layout.divides_optimizer:
         raise _refused("fsdp2", layout, num_ranks, "fully_shard divides parameters, gradients and state together")
     whole = layout.state == num_ranks
     shape = (num_ranks,) if whole else (num_ranks // layout.state, layout.state)
@@ -66,8 +67,10 @@ def _fsdp2(layout: Layout, num_ranks: int, blocks: Sequence[str], recompute: boo
     return text
 
 
-def _deepspeed(layout: Layout, num_ranks: int, *_: object) -> str:
+def _deepspeed(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, __: str) -> str:
     n = num_ranks
+    if recompute:
+        raise _refused("deepspeed", layout, n, "recomputing is not in its file", recompute)
     stages = {(1, 1, 1): 0, (1, 1, n): 1, (1, n, n): 2, (n, n, n): 3}
     factors = (layout.parameters, layout.gradients, layout.state)
     zero: dict[str, object] = {"overlap_comm": True}
@@ -75,17 +78,18 @@ def _deepspeed(layout: Layout, num_ranks: int, *_: object) -> str:
         zero["stage"] = stages[factors]
     elif layout.gradients == layout.state == n:
         zero |= {"stage": 3, "zero_hpz_partition_size": layout.parameters}
-    elif layout.parameters == layout.state:
-        zero |= {"stage": 3, "mics_shard_size": layout.state}
     else:
-        raise _refused("deepspeed", layout, n, "it has stages, zero_hpz_partition_size and mics_shard_size")
+        raise _refused("deepspeed", layout, n, "it has stages and zero_hpz_partition_size, and MiCS no more")
     return json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}, indent=2) + "\n"
 
 
 def _accelerate(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, kind: str) -> str:
+    if layout.executor == "ddp" and recompute:
+        raise _refused("accelerate", layout, num_ranks, "its file recomputes blocks with FSDP2 only", recompute)
     if layout.executor == "ddp" and layout.state == 1:
         return f"distributed_type: MULTI_GPU\nnum_processes: {num_ranks}\n"
-    if layout.executor != "fully_shard" or layout.state != num_ranks or 1 < layout.parameters < num_ranks:
+    whole = layout.gradients == layout.state == num_ranks
+    if layout.executor != "fully_shard" or not whole or 1 < layout.parameters < num_ranks:
         raise _refused("accelerate", layout, num_ranks, "its file has FSDP2 over all ranks, or DDP")
     lines = (
         "distributed_type: FSDP",
@@ -102,16 +106,21 @@ def _accelerate(layout: Layout, num_ranks: int, _: Sequence[str], recompute: boo
 
 
 def _torchtitan(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, __: str) -> str:
-    if layout.executor == "ddp" and layout.state > 1:
+    if layout.divides_optimizer:
         raise _refused("torchtitan", layout, num_ranks, "it has DDP, FSDP2 and HSDP")
     if 1 < layout.parameters < layout.state:
         raise _refused("torchtitan", layout, num_ranks, "fsdp_reshard_after_forward is always or never")
-    reshard = "always" if layout.parameters > 1 else "never"
+    parallelism: dict[str, int | str] = {
+        "data_parallel_replicate_degree": num_ranks // layout.state,
+        "data_parallel_shard_degree": layout.state,
+        "fsdp_reshard_after_forward": "always" if layout.parameters > 1 else "never",
+    }
+    words = " ".join(f"--parallelism.{name} {value}" for name, value in parallelism.items())
     lines = (
+        "# --job.config_file for torchtitan up to 0.2; later ones take no file, but these words:",
+        f"# {words} activation-checkpoint:{'full' if recompute else 'none'}",
         "[parallelism]",
-        f"data_parallel_replicate_degree = {num_ranks // layout.state}",
-        f"data_parallel_shard_degree = {layout.state}",
-        f'fsdp_reshard_after_forward = "{reshard}"',
+        *(f"{name} = {json.dumps(value)}" for name, value in parallelism.items()),
         "",
         "[activation_checkpoint]",
         f'mode = "{"full" if recompute else "none"}"',

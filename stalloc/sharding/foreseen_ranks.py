@@ -31,13 +31,17 @@ def foresee(step: StepMarks, layout: Layout) -> Foreseen:
     return _replicated(step, layout) if layout.executor == "ddp" else _Sharded(step, layout).foreseen()
 
 
-def owned_parameters(step: StepMarks, num_ranks: int) -> list[Parameter]:
-    """Those whose state the first rank has under ZeroRedundancyOptimizer: largest first, to who has least."""
+def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> list[Parameter]:
+    """Those whose state the first rank has under ZeroRedundancyOptimizer: largest first, to who has least.
+
+    `num_parts`: each is in so many parts, of which the first are divided.
+    """
     totals = [0] * num_ranks
     owned = []
-    for one in sorted((one for one in step.parameters if one.is_trained), key=lambda one: -one.num_items):
+    trained = [one for one in step.parameters if one.is_trained]
+    for one in sorted(trained, key=lambda one: -one.part_items(num_parts)):
         rank = totals.index(min(totals))
-        totals[rank] += one.num_items
+        totals[rank] += one.part_items(num_parts)
         if rank == 0:
             owned.append(one)
     return owned
@@ -75,7 +79,7 @@ class _Sharded:
     def __post_init__(self) -> None:
         step, layout = self.step, self.layout
         self.root = len(step.units) - 1
-        self.stored = layout.state if layout.executor else layout.parameters  # ranks that share one copy between steps
+        self.stored = layout.stored
         self.owned = [[one for one in step.parameters if one.unit == unit] for unit in range(self.root + 1)]
         self.whole = [sum(map(self._padded, owned)) for owned in self.owned]
         trained = [[one for one in owned if one.is_trained] for owned in self.owned]
@@ -84,12 +88,17 @@ class _Sharded:
             for owned in trained
         ]
         self.parameters = sum(one.part_items(self.stored) * one.item_bytes for one in step.parameters)
-        self.state = sum(_state_bytes(one, one.part_items(layout.state)) for one in step.parameters)
+        if layout.executor and layout.divides_optimizer:
+            owned = owned_parameters(step, layout.state // layout.gradients, layout.gradients)
+            self.updated = [(one, one.part_items(layout.gradients)) for one in owned]
+        else:
+            self.updated = [(one, one.part_items(layout.state)) for one in step.parameters]
+        self.state = sum(_state_bytes(one, num_items) for one, num_items in self.updated)
 
     def foreseen(self) -> Foreseen:
         step = self.step
         parameters, state = whole_bytes(step)
-        updated = sum(one.part_items(self.layout.state) * one.item_bytes for one in step.parameters)
+        updated = sum(num_items * one.item_bytes for one, num_items in self.updated)
         share, updating, former = updated / max(1, parameters), True, step.marks[-1]
         for mark in step.marks:
             rise = mark.peak_bytes - former.live_bytes
@@ -151,8 +160,7 @@ class _Sharded:
 
     def _forward(self, unit: int) -> None:
         self._gather(unit)
-        if unit in self.buffers:
-            self.copied = 0  # only now, so that the next all-gather need not wait for the last copy
+        if unit in self.buffers:  # only after it the last one is let go of: a local name holds it until then
             self.copied = self._copy_out(unit)
 
     def _forwarded(self, unit: int) -> None:

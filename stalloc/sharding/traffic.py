@@ -59,7 +59,7 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, q
     weights = sum(one.size_bytes for one in step.parameters)
     gradients = sum(one.size_bytes for one in step.parameters if one.is_trained)
     forward = sum(quantised_bytes(one.num_items) for one in step.parameters) if quantised else weights
-    stored = layout.state if layout.executor == "fully_shard" else layout.parameters
+    stored = layout.stored
     counted = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "broadcast": 0.0}
     between = 0.0
 
@@ -77,7 +77,7 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, q
         for _ in range(2):
             add("all_reduce", gradients / layout.gradients, others, layout.gradients)
     if stored < layout.state:  # once updated, parameters go to those that have other parts of the state
-        kind = "broadcast" if layout.executor == "ddp" else "all_gather"
+        kind = "broadcast" if layout.executor else "all_gather"
         add(kind, weights / stored, layout.state // stored, stored)
     return Traffic(**{kind: round(value) for kind, value in counted.items()}, between=round(between))
 

@@ -34,12 +34,22 @@ class Layout:
         """The part of PyTorch that executes the layout; None if there is none."""
         if self.parameters == self.gradients == 1:
             return "ddp"
-        return "fully_shard" if self.gradients == self.state else None
+        return "fully_shard" if self.gradients % self.parameters == 0 else None
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether the optimizer is divided further than what executes the layout does."""
+        return self.state > (1 if self.executor == "ddp" else self.gradients)
+
+    @property
+    def stored(self) -> int:
+        """Ranks that share one copy of the parameters between two steps."""
+        return self.gradients if self.executor == "fully_shard" else self.parameters
 
     @property
     def reshard_after_forward(self) -> bool | int:
-        """The option of this name of `fully_shard` for blocks, where gradients are divided like the state."""
-        return self.parameters if 1 < self.parameters < self.state else self.parameters == self.state
+        """The option of this name of `fully_shard` for blocks."""
+        return self.parameters if 1 < self.parameters < self.stored else self.parameters == self.stored
 
     def name(self, num_ranks: int) -> str:
         """What people call it, or the three numbers."""
@@ -64,7 +74,10 @@ def parse_way(text: str, num_ranks: int, *, must_run: bool = True) -> ShardWay:
     """The way of a name, such as "zero-3" or "zero-3+blocks". Raises BadInputError for others, or what cannot run."""
     layout = parse_layout(text.removesuffix(_BLOCKS), num_ranks)
     if must_run and layout.executor is None:
-        raise BadInputError(f"PyTorch has nothing that does {text}: gradients must be divided as the state is.")
+        raise BadInputError(
+            f"PyTorch has nothing that does {text}: gradients must be divided over as many ranks as parameters are, "
+            "or a multiple."
+        )
     return ShardWay(layout, text.endswith(_BLOCKS))
 
 

@@ -54,7 +54,6 @@ class Sharding:
         if (place := int(os.environ.get("LOCAL_RANK", "0"))) < torch.cuda.device_count():
             torch.cuda.set_device(place)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._divided: Any = None  # optimizers in parts, of layouts that replicate parameters
         self._is_done = False
         when_optimizers_are_made(self._made)
         when_models_appear(self._appeared)
@@ -98,6 +97,10 @@ class Sharding:
                 group["params"] = [parts[names[id(one)]] if id(one) in names else one for one in group["params"]]
         del names
         keep_whole(model, self._optimizers)
+        if layout.divides_optimizer:
+            group = _group(layout, self.num_ranks)
+            for optimizer in self._optimizers:
+                _divide_parts(optimizer, group)
         gc.collect()
         if still := [name for name, one in former.items() if one() is not None]:
             raise SetupError(
@@ -112,7 +115,8 @@ class Sharding:
         replicate.state(model).lazy_init()
         if self.layout.state > 1:
             group = _group(self.layout, self.num_ranks)
-            self._divided = [_divide(optimizer, group) for optimizer in self._optimizers]
+            for optimizer in self._optimizers:
+                _divide(optimizer, group, [dict(one) for one in optimizer.param_groups])
 
 
 def units_within(model: Any, blocks: list[Block]) -> list[Block]:
@@ -141,27 +145,76 @@ def _agree(model: Any) -> None:
 def _mesh(layout: Layout, num_ranks: int, device_type: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    if layout.state == num_ranks:
+    if layout.gradients == num_ranks:
         return init_device_mesh(device_type, (num_ranks,))
-    shape = (num_ranks // layout.state, layout.state)
+    shape = (num_ranks // layout.gradients, layout.gradients)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _group(layout: Layout, num_ranks: int) -> Any:
-    if layout.state == num_ranks:
+    """The ranks that have one copy of the optimizer's state among them, and the same part of the parameters."""
+    if layout.state == num_ranks and layout.stored == 1:
         return dist.group.WORLD
-    starts = range(0, num_ranks, layout.state)
-    groups = [dist.new_group(list(range(start, start + layout.state))) for start in starts]
-    return groups[dist.get_rank() // layout.state]
+    own, mine = dist.get_rank(), None
+    for start in range(0, num_ranks, layout.state):
+        for first in range(start, start + layout.stored):
+            ranks = list(range(first, start + layout.state, layout.stored))
+            group = dist.new_group(ranks)
+            mine = group if own in ranks else mine
+    return mine
 
 
-def _divide(optimizer: Any, group: Any) -> Any:
-    """The optimizer divided over the ranks; the program's own makes its steps, and is saved, through it."""
+def _divide_parts(optimizer: Any, group: Any) -> None:
+    """Divide an optimizer of parameters in shards among the ranks that have the same shards."""
+    parts = [one for of_group in optimizer.param_groups for one in of_group["params"]]
+    local = {id(one): torch.nn.Parameter(_local(one), one.requires_grad) for one in parts}
+    groups = [{**one, "params": [local[id(part)] for part in one["params"]]} for one in optimizer.param_groups]
+    divided = _divide(optimizer, group, groups)
+    step = optimizer.step
+
+    def step_of_parts(_: Any, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for one in parts:
+            local[id(one)].grad = None if one.grad is None else _local(one.grad)
+        step()
+        for one in parts:
+            local[id(one)].grad = None
+        return loss
+
+    def state_dict(_: Any) -> Any:
+        divided.consolidate_state_dict(to=0)
+        if dist.get_rank(group) != 0:
+            return {}
+        told = divided.state_dict()
+        for number, state in told["state"].items():
+            state.update({name: _whole_of(value, parts[number]) for name, value in state.items()})
+        return told
+
+    optimizer.step, optimizer.state_dict = MethodType(step_of_parts, optimizer), MethodType(state_dict, optimizer)
+
+
+def _local(one: Any) -> Any:
+    """The part of this rank; the optimizer may have parameters that are no model's, which are not divided."""
+    return one.to_local() if hasattr(one, "to_local") else one.detach()
+
+
+def _whole_of(value: Any, part: Any) -> Any:
+    """What the ranks with the other shards of a parameter have together, in host memory, of state that has its form."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(part, DTensor) or not torch.is_tensor(value) or value.shape != part.to_local().shape:
+        return value
+    value = value.to(part.device)
+    made = DTensor.from_local(value, part.device_mesh, part.placements, shape=part.shape, stride=part.stride())
+    return made.full_tensor().cpu()
+
+
+def _divide(optimizer: Any, group: Any, groups: list[dict[str, Any]]) -> Any:
+    """Let the same optimizer in parts, with these groups of parameters, make the steps of the program's own."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     _making.append(True)
     try:
-        groups = [dict(one) for one in optimizer.param_groups]
         taken = inspect.signature(type(optimizer).__init__).parameters
         given = {name: value for name, value in optimizer.defaults.items() if name in taken}
         divided = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **given)

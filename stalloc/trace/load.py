@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -54,15 +55,16 @@ def record_of(trace: Trace) -> DeviceRecord:
     return DeviceRecord(trace.device, trace, read_activity(trace), trace.info)
 
 
-def load_traces(path: str | os.PathLike[str], *, history: bool = True) -> list[Trace]:
+def load_traces(path: str | os.PathLike[str], *, history: bool = True, call_sites: bool = True) -> list[Trace]:
     """The traces of a file, one for each device that has events, ordered by device.
 
     Reads `.trace.npz` and, plain or packed: snapshots of torch as pickles, JSON and HTML pages; traces (JSON with
     `[memory]` events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
-    `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Raises BadInputError for everything else,
-    and, unless `history` is false, for a snapshot of one moment.
+    `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Snapshots are read several times as fast
+    where `call_sites` may be missing. Raises BadInputError for everything else, and, unless `history` is false, for a
+    snapshot of one moment.
     """
-    traces = _load(path, read_npz, _read_content)
+    traces = _load(path, read_npz, partial(_read_content, call_sites=call_sites))
     if history:
         refuse_without_history(shown_name(path), traces)
     return traces
@@ -161,7 +163,7 @@ def _without_mark(data: bytes) -> bytes:
     return text if encoding in ("", "utf-8") else text.decode(encoding, "replace").encode()
 
 
-def _read_content(path: Path, data: bytes) -> list[Trace]:
+def _read_content(path: Path, data: bytes, *, call_sites: bool = True) -> list[Trace]:
     head = data[:4096].lstrip()
     if not head:
         raise BadInputError(f"{path} is empty: record it again.")
@@ -170,7 +172,7 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
     if _PPROF.match(data):
         raise BadInputError(f"{path}: a profile of pprof, as JAX writes: see `pprof -top`, stalloc does not read it.")
     if data[0] == 0x80 or {".pickle", ".pkl"} & set(path.suffixes):
-        return read_torch_snapshot(path, data)
+        return read_torch_snapshot(path, data, call_sites=call_sites)
     if looks_like_planning_csv(head):
         return [read_planning_csv(path, data)]
     if looks_like_rmm_log(head):

@@ -8,9 +8,11 @@ shared, as snapshots share their stacks: to walk all of them again and again is 
 """
 
 import enum
+from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.trace.sources import pickle_opcodes as op
 
@@ -19,6 +21,8 @@ MAX_TUPLE = 16
 MAX_GLOBALS = 16
 _MAX_INTEGER_BYTES = 9  # 64 bits and a sign
 _MAX_NUMBER_CHARACTERS = 40
+_BYTES_A_VALUE = 12  # remembered, or a container: in snapshots there are 14 and more
+_MAX_SKIPPED = 256  # numbers of remembered values that are not used
 
 # Estimates of the bytes that CPython takes.
 _ITEM_BYTES, _PAIR_BYTES, _TABLE_BYTES = 9, 36, 100
@@ -39,7 +43,7 @@ class Verdict(enum.IntEnum):
     CYCLE = 9
     INCONSISTENT = 10
     NO_ROOM = 11
-    """The tables of the scan are too small: it is done again with larger ones."""
+    """The tables of the scan are too small: it goes on with larger ones."""
 
 
 (
@@ -70,77 +74,134 @@ _STATE = np.dtype(
         ("num_containers", np.int64),
         ("num_globals", np.int64),
         ("estimate", np.int64),  # bytes of memory
+        ("position", np.int64),  # of the next opcode
+        ("num_opcodes", np.int64),
+        ("num_cuts", np.int64),
+        ("key", np.int64),  # the string that was last seen to be the key of what is left out
+        ("is_key_last", np.bool_),  # it was pushed by the last opcode
+        ("cut_list", np.int64),  # the list that is left out, -1: none
+        ("cut_height", np.int64),  # the height with it on top
+        ("cut_from", np.int64),  # where its next items begin
+        ("cut_memoized", np.int64),  # num_memoized there
+        ("num_copied", np.int64),  # bytes
+        ("missing_at", np.int64),  # the first opcode that is kept and refers to what is not, -1: none
     ]
 )
+_CUT = np.dtype([(name, np.int64) for name in ("begin", "end", "num_memoized", "copy_begin", "copy_end")])
+"""A range that is left out. In its place stand so many MEMOIZE, or the copy of a string that was left out before."""
 
 
-def scan(data: bytes) -> tuple[Verdict, list[tuple[int, int]], int]:
-    """(verdict, the globals asked for, bytes that the contents take in memory).
+class Scanned(NamedTuple):
+    """What a pickle would build."""
 
-    A global is a pair of positions in the data: of two lines that follow each other (the second is -1), or of the
-    opcodes of two strings.
+    verdict: Verdict
+    wanted: list[tuple[int, int]]
+    """The globals asked for, each a pair of positions in the data: of two lines that follow each other (the second is
+    -1), or of the opcodes of two strings."""
+    memory_bytes: int
+    """What the contents take."""
+    cuts: Column | None
+    """(k,) ranges of the data to leave out, and what to put in their place; None: it has to be whole."""
+
+
+def scan(data: bytes, left_out: bytes = b"") -> Scanned:
+    """Follow the opcodes of a pickle, and find the contents of lists that are under the key `left_out`.
+
+    Without the cuts the same is built, but those lists are empty. The data has to be whole where something else refers
+    to a container in them, or to more text than there is data, and where a pickle numbers what it remembers by itself,
+    as protocols before the fourth do.
     """
-    num_containers = sum(data.count(code) for code in (b"]", b"}", b"l", b"d", b"R", b"t", b"\x85", b"\x86", b"\x87"))
-    containers, marks = np.zeros(num_containers, _CONTAINER), np.zeros(MAX_DEPTH, np.int64)
-    found = np.full((MAX_GLOBALS, 2), -1, np.int64)
-    room = 1 << 16
-    while True:
-        so_far = np.zeros(1, _STATE)
-        stack, memo = np.empty(room, np.int64), np.full(room, op.NOTHING, np.int64)
-        verdict = _scan(np.frombuffer(data, np.uint8), op.OPCODES, stack, memo, marks, containers, found, so_far)
-        if verdict != _NO_ROOM:
-            return Verdict(verdict), found[: so_far["num_globals"][0]].tolist(), int(so_far["estimate"][0])
-        room *= 8
+    marks, found = np.zeros(MAX_DEPTH, np.int64), np.full((MAX_GLOBALS, 2), -1, np.int64)
+    state = np.zeros(1, _STATE)
+    for name in ("key", "cut_list", "missing_at"):
+        state[name] = -1
+    room, key = 1024 + len(data) // _BYTES_A_VALUE, np.frombuffer(left_out, np.uint8)
+    stack, memo, is_cut = np.zeros(room, np.int64), np.full(room, op.NOTHING, np.int64), np.zeros(room, np.bool_)
+    containers, cuts = np.zeros(room, _CONTAINER), np.zeros(room, _CUT)
+    content = np.frombuffer(data, np.uint8)
+    told = state[0]
+    while (
+        verdict := _scan(content, op.OPCODES, stack, memo, is_cut, marks, containers, found, cuts, key, state)
+    ) == _NO_ROOM:
+        if told["height"] == len(stack):
+            stack = _longer(stack)
+        elif told["num_containers"] == len(containers):
+            containers = _longer(containers)
+        elif told["num_cuts"] == len(cuts):
+            cuts = _longer(cuts)
+        else:
+            memo, is_cut = _longer(memo, op.NOTHING), _longer(is_cut)
+    kept = cuts[: told["num_cuts"]] if left_out and told["missing_at"] < 0 else None
+    return Scanned(Verdict(verdict), found[: told["num_globals"]].tolist(), int(told["estimate"]), kept)
+
+
+def _longer(column: Column, rest: int = 0) -> Column:
+    longer = np.full(4 * len(column), rest, column.dtype) if rest else np.zeros(4 * len(column), column.dtype)
+    longer[: len(column)] = column
+    return longer
 
 
 @njit(**BORROWING)
-def _scan(data, rules, stack, memo, marks, containers, found, state):
-    """The verdict; a record of what the pickle has done so far is `state[0]`."""
+def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key, state):
+    """The verdict; `state[0]` has what the pickle has done so far, from which it goes on where there was no room."""
     s = state[0]
-    position = num_opcodes = 0
+    position, num_opcodes = s.position, s.num_opcodes
     while position < len(data):
-        at, argument = position, position + 1
-        rule = rules[data[at]]
+        at, argument, rule = position, position + 1, rules[data[position]]
         what, value = rule.what, rule.value
-        num_opcodes += 1
-        # the number in the argument, or the length of what follows
         verdict, position, number = _read_argument(data, rule.argument, argument)
         if verdict != _FINE:
             return verdict
+        if what == op.MEMOIZE:
+            number = s.num_memoized
+        is_full = s.height == len(stack) or s.num_containers == len(containers) or s.num_cuts == len(cuts)
+        num_opcodes += 1
+        if is_full or (what in (op.PUT, op.MEMOIZE) and len(memo) <= number <= num_opcodes + _MAX_SKIPPED):
+            s.position, s.num_opcodes = at, num_opcodes - 1
+            return _NO_ROOM
         s.estimate += rule.memory_bytes
+        was_key_last, s.is_key_last = s.is_key_last, False
         if what in (op.PUT, op.MEMOIZE):
-            verdict = _memoize(s.num_memoized if what == op.MEMOIZE else number, num_opcodes, stack, memo, s)
-            value = op.NOTHING
+            verdict, value = _memoize(number, num_opcodes, stack, memo, s), op.NOTHING
+            s.is_key_last = was_key_last
+            if what == op.PUT:
+                s.missing_at = 0
+            elif at == s.cut_from:
+                _keep_list(position, stack, s)
         elif what == op.GET:
             value = memo[number] if number < len(memo) else op.NOTHING
             verdict = _BAD_MEMO if value == op.NOTHING else _FINE
+            s.is_key_last = value == s.key
+            if verdict == _FINE and s.missing_at < 0 and is_cut[number]:
+                _refer(data, rules, value, at, position, stack, cuts, s)
         elif what == op.STRING:
             value = op.FIRST_STRING - at
-            s.estimate += position - argument
+            _push_string(data, key, argument, position, value, s)
         elif what in (op.SKIP, op.FRAME, op.MARK):
             value = op.NOTHING
             if what == op.MARK:
                 verdict = _mark(marks, s)
-            elif what == op.FRAME and not 0 <= number <= len(data) - position:
-                verdict = _CUT_SHORT
-        elif what == op.LONG:
-            verdict = _LONG_NUMBER if number > _MAX_INTEGER_BYTES else _FINE
-        elif what == op.LINE_NUMBER:
-            verdict = _LONG_NUMBER if position - argument > _MAX_NUMBER_CHARACTERS else _FINE
+            elif what == op.FRAME:
+                verdict = _FINE if 0 <= number <= len(data) - position else _CUT_SHORT
+                _cut(cuts, at, position, s)  # its length would be another one
+        elif what in (op.LONG, op.LINE_NUMBER):
+            is_long = number > _MAX_INTEGER_BYTES if what == op.LONG else position - argument > _MAX_NUMBER_CHARACTERS
+            verdict = _LONG_NUMBER if is_long else _FINE
         elif what == op.STOP:
             return _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
         elif what == op.REFUSE:
             return _UNUSUAL
         elif what != op.PUSH:
             verdict, value = _take(rule, argument, stack, marks, containers, found, s)
+            if was_key_last and what == op.MAKE and rule.takes == 0 and rule.value == op.LIST:
+                _begin_list(value, position, s)
+            if what == op.FILL and s.cut_list >= 0 and stack[s.height - 1] == s.cut_list:
+                _leave_out(cuts, is_cut, position, s)
         if verdict != _FINE:
             return verdict
-        if value == op.NOTHING:
-            continue
-        if s.height == len(stack):
-            return _NO_ROOM
-        stack[s.height] = value
-        s.height += 1
+        if value != op.NOTHING:
+            stack[s.height] = value
+            s.height += 1
     return _CUT_SHORT
 
 
@@ -177,6 +238,75 @@ def _read_argument(data, layout, argument):
     return _FINE, position, number
 
 
+@inner(forceinline=True, **BORROWING)
+def _push_string(data, key, argument, position, value, s):
+    """Note whether it is the key: before the text, its length takes up to eight bytes of the argument."""
+    s.estimate += position - argument
+    begin = position - len(key)
+    if len(key) == 0 or not argument < begin <= argument + 8 or data[argument] != len(key):
+        return
+    for i in range(len(key)):
+        if data[begin + i] != key[i]:
+            return
+    s.key, s.is_key_last = value, True
+
+
+@inner(**BORROWING)
+def _cut(cuts, begin, end, s):
+    """Leave a range out, in place of those that lie in it."""
+    while s.num_cuts and cuts[s.num_cuts - 1].begin >= begin:
+        s.num_cuts -= 1
+        s.num_copied -= cuts[s.num_cuts].copy_end - cuts[s.num_cuts].copy_begin
+    cut = cuts[s.num_cuts]
+    cut.begin, cut.end, cut.num_memoized, cut.copy_begin, cut.copy_end = begin, end, 0, 0, 0
+    s.num_cuts += 1
+
+
+@inner(**BORROWING)
+def _leave_out(cuts, is_cut, position, s):
+    """Cut what was just put into the list, and note the remembered values that go with it."""
+    _cut(cuts, s.cut_from, position, s)
+    cuts[s.num_cuts - 1].num_memoized = s.num_memoized - s.cut_memoized
+    is_cut[s.cut_memoized : s.num_memoized] = True
+    if s.missing_at >= s.cut_from:
+        s.missing_at = -1
+    _begin_items(position, s)
+
+
+@inner(**BORROWING)
+def _begin_list(container, position, s):
+    """An empty list that is to stay so is pushed."""
+    s.cut_list, s.cut_height = container, s.height + 1
+    _begin_items(position, s)
+
+
+@inner(**BORROWING)
+def _keep_list(position, stack, s):
+    """What was just remembered may be the list itself, which stays."""
+    if s.height and stack[s.height - 1] == s.cut_list:
+        _begin_items(position, s)
+
+
+@inner(**BORROWING)
+def _begin_items(position, s):
+    s.cut_from, s.cut_memoized = position, s.num_memoized
+
+
+@inner(**BORROWING)
+def _refer(data, rules, value, at, position, stack, cuts, s):
+    """An opcode refers to a value that was left out: copy it, or note that it is missing."""
+    goes_into_list = s.cut_list >= 0 and s.floor >= s.cut_height and stack[s.cut_height - 1] == s.cut_list
+    if not goes_into_list and value <= op.FIRST_STRING:
+        begin = op.FIRST_STRING - value
+        _, end, _ = _read_argument(data, rules[data[begin]].argument, begin + 1)
+        if s.num_copied + end - begin <= len(data):
+            _cut(cuts, at, position, s)
+            cuts[s.num_cuts - 1].copy_begin, cuts[s.num_cuts - 1].copy_end = begin, end
+            s.num_copied += end - begin
+            return
+    s.missing_at = at
+
+
 @inner(**BORROWING)
 def _mark(marks, s):
     if s.num_marks == MAX_DEPTH:
@@ -189,10 +319,8 @@ def _mark(marks, s):
 @inner(**BORROWING)
 def _memoize(number, num_opcodes, stack, memo, s):
     """Keep the value on top of the stack under a number."""
-    if number > num_opcodes + 256 or s.height == s.floor:
+    if number > num_opcodes + _MAX_SKIPPED or s.height == s.floor:
         return _BAD_MEMO
-    if number >= len(memo):
-        return _NO_ROOM
     if memo[number] == op.NOTHING:
         s.num_memoized += 1
     memo[number] = stack[s.height - 1]

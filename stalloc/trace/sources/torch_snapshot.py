@@ -52,13 +52,14 @@ class _Segments:
 
 
 @without_collection()
-def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
+def read_torch_snapshot(path: Path, data: bytes, *, call_sites: bool = True) -> list[Trace]:
     """The traces of a snapshot, one for each device with events.
 
-    Without history on any device they hold one event, the snapshot, and what lives then: see `has_history`. Raises
-    BadInputError when it is no snapshot, or it contradicts itself.
+    Without history on any device they hold one event, the snapshot, and what lives then: see `has_history`. Nearly all
+    of a snapshot is stacks: without `call_sites` most are skipped. Raises BadInputError when it is no snapshot, or it
+    contradicts itself.
     """
-    return _traces(path, load_plain_pickle(path, data), len(data))
+    return _traces(path, load_plain_pickle(path, data, left_out="" if call_sites else "frames"), len(data))
 
 
 @without_collection()

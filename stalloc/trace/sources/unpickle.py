@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
 from stalloc.trace.sources.pickle_scan import MAX_DEPTH, Verdict, scan
@@ -52,12 +53,12 @@ class _Forbidden(Exception):
     pass
 
 
-def load_plain_pickle(path: Path, data: bytes) -> Any:
-    """What a pickle of plain containers, numbers and strings holds.
+def load_plain_pickle(path: Path, data: bytes, left_out: str = "") -> Any:
+    """What a pickle of plain containers, numbers and strings holds; lists under the key `left_out` may be empty.
 
     Raises BadInputError when it asks for anything else, is damaged, or is built to exhaust memory, time or the stack.
     """
-    verdict, wanted, memory_bytes = scan(data)
+    verdict, wanted, memory_bytes, cuts = scan(data, left_out.encode())
     for name in (_name(data, *places) for places in wanted):
         if name not in _ADMITTED:
             raise _refusal(path, ".".join(name))
@@ -70,7 +71,7 @@ def load_plain_pickle(path: Path, data: bytes) -> Any:
     if memory_bytes > memory_limit_bytes():
         raise BadInputError(f"{path}: the pickle does not fit into memory: record fewer steps.")
     try:
-        return _PlainUnpickler(io.BytesIO(data)).load()
+        return _PlainUnpickler(io.BytesIO(data if cuts is None else _without(data, cuts))).load()
     except _Forbidden as error:
         raise _refusal(path, str(error)) from error
     except MemoryError as error:
@@ -79,6 +80,15 @@ def load_plain_pickle(path: Path, data: bytes) -> Any:
         raise BadInputError(
             f"{path}: damaged pickle ({type(error).__name__}): give an intact torch.cuda.memory snapshot."
         ) from error
+
+
+def _without(data: bytes, cuts: Column) -> bytes:
+    """The data without these ranges; what each would remember is remembered of the list before it."""
+    pieces, at = [], 0
+    for begin, end, num_memoized, copy_begin, copy_end in cuts.tolist():
+        pieces += (data[at:begin], pickle.MEMOIZE * num_memoized, data[copy_begin:copy_end])
+        at = end
+    return b"".join([*pieces, data[at:]])
 
 
 def _name(data: bytes, module: int, name: int) -> tuple[str, str]:
