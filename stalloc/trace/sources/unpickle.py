@@ -84,7 +84,8 @@ def load_plain_pickle(path: Path, data: bytes, left_out: str = "") -> Any:
 
 def _without(data: bytes, cuts: Column) -> bytes:
     """The data without these ranges; what each would remember is remembered of the list before it."""
-    pieces, at = [], 0
+    pieces: list[bytes] = []
+    at = 0
     for begin, end, num_memoized, copy_begin, copy_end in cuts.tolist():
         pieces += (data[at:begin], pickle.MEMOIZE * num_memoized, data[copy_begin:copy_end])
         at = end
