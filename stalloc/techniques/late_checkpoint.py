@@ -128,7 +128,7 @@ class Region:
         if saved is not None and saved.region is None and self._tape.own({tensor.untyped_storage()._cdata}):
             saved.region = self
         self._packed.append((None if saved is None else weakref.ref(saved), _like(tensor)))
-        return PackedTensor(self._memory, saved, tensor)
+        return self._memory.packed(tensor, saved)
 
     def finish(self, results: Any) -> None:
         """The first run is over."""
@@ -197,7 +197,7 @@ class Region:
         saved = self._missing.pop(place, None)
         if saved is not None:
             saved.here = tensor.untyped_storage()
-            saved.streams = [saved.current_stream()]
+            saved.streams = [saved.stream_number()]
         if not self._missing:
             raise _AllIsThere
 
@@ -210,7 +210,7 @@ class _Input:
     """A tensor that a block was given."""
 
     def __init__(self, memory: EvictableMemory, tensor: torch.Tensor) -> None:
-        self._packed = PackedTensor(memory, memory.saved(tensor), tensor)
+        self._packed = memory.packed(tensor, memory.saved(tensor))
         self._requires_grad = tensor.requires_grad
 
     def again(self) -> torch.Tensor:
