@@ -33,6 +33,7 @@ def keeps_nothing(position: int, name: str) -> bool:
     return False
 
 
+_NOTHING: frozenset[int] = frozenset()  # no storage
 _OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
 
 
@@ -127,7 +128,7 @@ class BlockTape:
         self._reads.append(self._former.reads(versions_of((args, kwargs))))
         read = {one for one, *_ in self._reads[position]}
         # asked for before, as set_ exchanges the memory of a tensor
-        written = storages_of(changed_by(facts, args, kwargs))
+        written = storages_of(changed_by(facts, args, kwargs)) if facts.mutated else _NOTHING
         outside = written - self._own
         if outside:
             self._check_given(outside, facts)
@@ -152,7 +153,7 @@ class BlockTape:
                     f"{self.block} cannot be computed twice: {facts.name} changes memory of its own and something "
                     "outside in one operation. Leave this block as it is."
                 )
-        made = storages_of(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
+        made = storages_of(results) if facts.is_fresh or facts.name == _OF_PYTHON else _NOTHING
         if lasting:
             self._effects[position] = outside
             self._keep(position, results)
@@ -163,7 +164,7 @@ class BlockTape:
                 self._random.append(position)
         elif random:
             self._draw_again(facts, results)
-        self._own |= made if facts.name == _OF_PYTHON else made - read
+        self._own.update(made if facts.name == _OF_PYTHON else made - read)
         return results
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -260,6 +261,9 @@ class BlockTape:
             )
 
 
+_OF_CHECKPOINTS = frozenset(map(id, SAC_IGNORED_OPS))  # operators are objects that stay; hashing one takes longer
+
+
 class _Mode(TorchDispatchMode):
     """Hands each operation to a function, but for those that torch's checkpoints themselves make."""
 
@@ -268,7 +272,7 @@ class _Mode(TorchDispatchMode):
         self.block, self._do = block, do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAC_IGNORED_OPS:
+        if id(func) in _OF_CHECKPOINTS:
             return func(*args, **(kwargs or {}))
         return self._do(func, args, kwargs or {})
 

@@ -4,6 +4,7 @@ Contract: blocks do not lie within each other. A module that is called several t
 recurrent network or of a tree, is one block a call.
 """
 
+import functools
 from typing import Any
 
 from stalloc.techniques.appearing import when_models_appear
@@ -16,9 +17,9 @@ from stalloc.techniques.repeated_blocks import Block, held_modules, is_leaf
 def drop_blocks_of_models(checkpoint: LateCheckpoint) -> None:
     """Make the blocks of the models of this program droppable, as they appear."""
 
-    def appeared(_: int, blocks: list[Block], model: Any) -> None:
+    def appeared(number: int, blocks: list[Block], model: Any) -> None:
         chosen = blocks + _beside(model, blocks)
-        wrap(chosen, [keeps_nothing] * len(chosen), checkpoint.make_tape, checkpoint)
+        wrap(chosen, [keeps_nothing] * len(chosen), functools.partial(checkpoint.make_tape, number), checkpoint)
 
     when_models_appear(appeared)
 

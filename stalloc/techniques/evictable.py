@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,7 +25,7 @@ from stalloc.techniques.former_values import unseen
 from stalloc.techniques.host_copy import HostCopy
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
-from stalloc.techniques.packed_tensors import PackedTensor, let_go_of, may_be_kept_elsewhere
+from stalloc.techniques.packed_tensors import PackedTensor, alias_of, let_go_of, may_be_kept_elsewhere
 from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.transfers import Transfers, phase, settle_all
 
@@ -72,6 +72,7 @@ class EvictableMemory:
         self.slots = HostSlots(store, self._settle, pinned=device_type == "cuda", changing=True)
         self._transfers: dict[torch.device, Transfers] = {}
         self._known: dict[tuple[int, int], ref[Saved]] = {}  # by memory and version
+        self._blocks: WeakSet[Any] = WeakSet()  # of which something had to go
         self._uses = self._num_saved = 0
         self._entered: list[saved_tensors_hooks] = []
 
@@ -83,10 +84,20 @@ class EvictableMemory:
     def __exit__(self, *_: object) -> None:
         self._entered.pop().__exit__()
 
-    @property
-    def pinches(self) -> bool:
-        """Whether blocks are to be made ready to be dropped: something had to go before, or the host takes nothing."""
-        return bool(self._entered) and (self.evicted.num_evictions > 0 or self.store.limit_bytes == 0)
+    def goes_from(self, block: Any) -> bool:
+        """Whether a block that is about to run is to be made ready to be dropped: something of it had to go before.
+
+        Where the host takes only so much, every block is, once anything had to go; where it takes nothing, always.
+        """
+        _thread.block = ref(block)
+        limit_bytes = self.store.limit_bytes
+        if limit_bytes is None:
+            return bool(self._entered) and block in self._blocks
+        return bool(self._entered) and (self.evicted.num_evictions > 0 or limit_bytes == 0)
+
+    def went_from(self, block: Any) -> None:
+        """Something that a block saved, or the program after it, had to go."""
+        self._blocks.add(block)
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor:
         return self.packed(tensor, self.saved(tensor))
@@ -247,8 +258,13 @@ class EvictableMemory:
         settle_all(self._transfers)
 
 
+def _no_block() -> None:
+    """Before any began."""
+
+
 class _Thread(threading.local):
     evicts = False
+    block: Callable[[], Any] = _no_block  # the last one that began, as long as it lives
 
 
 _thread = _Thread()
@@ -281,13 +297,14 @@ class Saved(HostCopy):
         self.here: torch.UntypedStorage | None = storage
         self.region: Region | None = None  #: the block that made it, if that may compute it again
         self.last_use = 0
+        self._block = _thread.block
         self.streams: list[tuple[int, int, int]] = []  #: that it was used on, the one that asked for it first
         self._owner = owner
         self._aliases: list[torch.Tensor] = []  # of packed tensors, which hold it as long as it is here
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of a tensor that lies in it, which is empty once it is let go of."""
-        alias = tensor.detach()
+        alias = alias_of(tensor)
         self._aliases.append(alias)
         return alias
 
@@ -324,6 +341,9 @@ class Saved(HostCopy):
             let_go_of(alias)
         self._aliases.clear()
         self.here = None
+        block = self._block()
+        if block is not None:
+            self._owner.went_from(block)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
 from stalloc.techniques.block_tape import BlockTape, current_block
@@ -31,11 +32,12 @@ _MOST_CALLS = 10_000  # whose seconds are remembered
 class TimedTape(BlockTape):
     """A tape of a call that may turn out to be one that cannot be made twice, with about how long it takes."""
 
-    def __init__(self, block: str, wanted: Any, inputs: Any = (), *, timed: Callable[..., float]) -> None:
+    def __init__(self, block: str, wanted: Any, inputs: Any, times: "_Times", key: Any) -> None:
         super().__init__(block, wanted, inputs)
-        self.seconds = 0.0
         self.refusal = ""  #: why it cannot be made twice
-        self._timed = timed
+        self._times, self._key = times, key
+        self._is_timed = key not in times.seconds
+        self.seconds = times.seconds.get(key, 0.0)
         self._state: ModuleState | None = None
         self._sizes: list[tuple[str, int]] = []
 
@@ -49,6 +51,8 @@ class TimedTape(BlockTape):
             super().finish(outputs)
             if self._state is not None and self._state.sizes() != self._sizes:
                 self.refusal = f"{self.block} lets a list or a dictionary grow"
+            if self._is_timed:
+                self._times.note(self._key, self.seconds)
         self._state = None
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -66,8 +70,23 @@ class TimedTape(BlockTape):
         except RecomputeError as error:
             self.refusal = str(error)
             return made[0] if made else operator(*args, **kwargs)
-        self.seconds += self._timed(operator, args, kwargs, results)
+        if self._is_timed:
+            self.seconds += operator_seconds(operator, args, kwargs, results, self._times.rates)
         return results
+
+
+class _Times:
+    """About how long calls of blocks take: as long as the first one with the same shapes did."""
+
+    def __init__(self, rates: GpuRates) -> None:
+        self.rates = rates
+        self.seconds: dict[Any, float] = {}  #: by block and what it was given
+
+    def note(self, key: Any, seconds: float) -> None:
+        """A call took so long."""
+        if len(self.seconds) >= _MOST_CALLS:
+            self.seconds.clear()
+        self.seconds[key] = seconds
 
 
 class LateCheckpoint:
@@ -75,29 +94,20 @@ class LateCheckpoint:
 
     def __init__(self, memory: EvictableMemory) -> None:
         self._memory = memory
-        self._seconds: dict[Any, float] = {}
+        self._times = _Times(memory.rates)
 
     def __deepcopy__(self, _: Any) -> "LateCheckpoint":
         """A copied model is evicted with the others."""
         return self
 
-    def is_wanted(self) -> bool:
-        """Not while nothing had to go; and of a block that calls itself the outermost call is the one."""
-        return self._memory.pinches and not current_block()
+    def is_wanted(self, block: Any) -> bool:
+        """Not while nothing of it had to go; and of a block that calls itself the outermost call is the one."""
+        return self._memory.goes_from(block) and not current_block()
 
-    def make_tape(self, block: str, wanted: Any, inputs: Any) -> TimedTape:
-        """As of `MakeTape`."""
-        return TimedTape(block, wanted, inputs, timed=self._timed)
-
-    def _timed(self, operator: Any, args: Any, kwargs: Any, results: Any) -> float:
-        """About how long a call takes; of calls with the same shapes it is asked once."""
-        shapes = tuple((one.shape, one.dtype) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
-        key = operator, shapes
-        if key not in self._seconds:
-            if len(self._seconds) >= _MOST_CALLS:
-                self._seconds.clear()
-            self._seconds[key] = operator_seconds(operator, args, kwargs, results, self._memory.rates)
-        return self._seconds[key]
+    def make_tape(self, model: int, block: str, wanted: Any, inputs: Sequence[torch.Tensor]) -> TimedTape:
+        """As of `MakeTape`, for a model of the program's."""
+        key = model, block, tuple((one.shape, one.dtype) for one in inputs)
+        return TimedTape(block, wanted, inputs, self._times, key)
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
         """As of `Checkpoint`."""

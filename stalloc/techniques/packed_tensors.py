@@ -56,10 +56,10 @@ class PackedTensor:
         if alias is not None:
             self._alias = alias
         elif memory is not None:
-            self._alias = tensor.detach()
+            self._alias = alias_of(tensor)
             let_go_of(self._alias)
         else:
-            self._alias = tensor if tensor.is_leaf else tensor.detach()  # a result itself would hold what made it
+            self._alias = tensor if tensor.is_leaf else alias_of(tensor)  # a result itself would hold what made it
 
     def unpacked(self) -> torch.Tensor:
         """The tensor as it was saved."""
@@ -80,6 +80,12 @@ class PackedTensor:
 
 
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the memory of another and its count of changes."""
+    with unseen():
+        return tensor.detach()
 
 
 def let_go_of(alias: torch.Tensor) -> None:

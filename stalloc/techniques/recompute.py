@@ -32,8 +32,8 @@ MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
 class Checkpoint(Protocol):
     """How what the first run would save is let go of, and when the second run is made."""
 
-    def is_wanted(self) -> bool:
-        """Whether a block that is about to run is to be run in this way."""
+    def is_wanted(self, block: Any) -> bool:
+        """Whether a block (a module) that is about to run is to be run in this way."""
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape, /) -> Any:
         """The results of `run(*values)`, of which the tape is recorded; the later run repeats it."""
@@ -42,7 +42,7 @@ class Checkpoint(Protocol):
 class AlwaysRecomputed:
     """torch's checkpoint: all is let go of at once, and computed again when backward asks for the first of it."""
 
-    def is_wanted(self) -> bool:
+    def is_wanted(self, block: Any) -> bool:
         """Every block is."""
         return True
 
@@ -70,7 +70,7 @@ class RecomputedForward:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
             return self.original(*args, **kwargs)
-        if in_program_checkpoint() or not self._checkpoint.is_wanted() or self._is_hooked():
+        if in_program_checkpoint() or not self._checkpoint.is_wanted(self._block) or self._is_hooked():
             return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])

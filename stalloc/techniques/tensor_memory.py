@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from stalloc.sizes import aligned
 
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what operators are given
+
 
 def storages_of(values: Any) -> set[int]:
     """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
@@ -34,9 +36,11 @@ def tensors_of(values: Any) -> list[Any]:
     found: list[Any] = []
     rest = [values]
     for value in rest:  # which grows meanwhile
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, (list, tuple)):  # a union of types takes four times as long
+        elif isinstance(value, (list, tuple)):  # asking for a union of types takes four times as long
             rest += value
         elif isinstance(value, dict):
             rest += value.values()
