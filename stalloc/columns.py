@@ -18,7 +18,7 @@ Sizes = NDArray[np.int64]
 Offsets = NDArray[np.int64]
 """Bytes from the begin of an arena or a packing; -1 where there is none."""
 Times = NDArray[np.int64]
-"""Moments on one clock: event indices of a trace, tape time, or epochs of a problem."""
+"""Moments on one clock: event indices of a trace, schedule time, or epochs of a problem."""
 Rows = NDArray[np.int64]
 """Rows of another table."""
 

@@ -38,7 +38,7 @@ for nth in range(14):
         stalloc.step()
 moved = len(allowed.relocations) if sys.argv[1] == "allowed" else 0
 print(json.dumps([CONTROLLER.status.phase.name, moved, CONTROLLER.status.note,
-    STATE.record.total.allocated_bytes // MIB, STATE.record.num_ooms]))
+    STATE.record.total.allocated_bytes // MIB, STATE.record.statistics.num_ooms]))
 """
 )
 
@@ -94,7 +94,7 @@ alive = weakref.ref(module)
 del module
 gc.collect()
 results += [alive() is None]       # allowing it keeps nothing alive
-results += [STATE.record.total.allocated_bytes, STATE.record.num_unknown_frees]
+results += [STATE.record.total.allocated_bytes, STATE.record.statistics.num_unknown_frees]
 print(json.dumps(results))
 """,
         MEMORY=str(1 << 30),
@@ -151,7 +151,7 @@ except torch.OutOfMemoryError:
 stalloc.compact(kept, needed_bytes=230 * MIB)
 large = new(230 * MIB)
 limit = CONTROLLER.memory.source.limit_bytes
-print(json.dumps([refused, large.numel() // MIB, limit, STATE.record.reserved_peak.total]))
+print(json.dumps([refused, large.numel() // MIB, limit, STATE.record.statistics.reserved_peak.total]))
 """,
         MEMORY=str(1 << 30),
     )

@@ -59,7 +59,7 @@ phase = CONTROLLER.status.phase.name
 found, moved, elsewhere = train(moves=True)
 torch.cuda.empty_cache()
 print(json.dumps([found == expected, nothing, moved, elsewhere, phase,
-    STATE.record.num_unknown_frees, STATE.record.total.allocated_bytes]))
+    STATE.record.statistics.num_unknown_frees, STATE.record.total.allocated_bytes]))
 """
 
 
@@ -121,14 +121,15 @@ def test_where_there_is_no_room_for_a_copy_blocks_slide_inside_their_segments(ru
         _FULL_DEVICE
         + """
 result = stalloc.compact(tensors, copy=kernels.host_copy)
-intact, live, held = whole(), STATE.record.total.allocated_bytes, STATE.record.reserved_bytes
+intact, live, held = whole(), STATE.record.total.allocated_bytes, STATE.record.statistics.reserved_bytes
 rest = torch.empty(160 * MIB - held, dtype=torch.uint8, device="cuda")
 rest.copy_(torch.full((len(rest),), 7, dtype=torch.uint8))
 again, num_tensors = whole(), len(tensors)
 del rest, tensor, tensors, views, others
 gc.collect()
 torch.cuda.empty_cache()
-counts = [STATE.record.total.allocated_bytes, STATE.record.reserved_bytes, STATE.record.num_unknown_frees]
+counts = [STATE.record.total.allocated_bytes,
+          STATE.record.statistics.reserved_bytes, STATE.record.statistics.num_unknown_frees]
 moved = [result.num_moved, result.slid_bytes, result.through_host_bytes, result.reserved_before_bytes]
 print(json.dumps([intact, again, [num_tensors, *moved], live, held, counts]))
 """,

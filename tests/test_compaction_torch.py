@@ -124,7 +124,7 @@ after = [t.data_ptr() for t in tensors]
 same = [a == b for a, b in zip(before, after)]
 del tensors, plain, crossing, captured, graph
 gc.collect()
-print(json.dumps([dict(result.kept), same, STATE.record.num_unknown_frees]))
+print(json.dumps([dict(result.kept), same, STATE.record.statistics.num_unknown_frees]))
 """
     )
     assert kept == {"another stream or a CUDA graph uses it": 2}
@@ -157,7 +157,8 @@ allocated = STATE.record.total.allocated_bytes
 del blocks
 gc.collect()
 torch.cuda.empty_cache()
-counts = [STATE.record.total.allocated_bytes, STATE.record.reserved_bytes, STATE.record.num_unknown_frees]
+counts = [STATE.record.total.allocated_bytes,
+          STATE.record.statistics.reserved_bytes, STATE.record.statistics.num_unknown_frees]
 print(json.dumps([texts, [unmoved, allocated], counts]))
 """,
         MEMORY=str(1 << 30),
@@ -197,7 +198,7 @@ refuse(blocks, needed_bytes=most + 1)
 refused = before == [t.data_ptr() for t in blocks]
 moved = stalloc.compact(blocks, needed_bytes=most).num_moved
 rest = new(most - 2 * MIB)  # of what was moved a page may be filled in part
-full = [(1 << 30) - STATE.record.total.allocated_bytes <= 4 * MIB, STATE.record.num_unknown_frees]
+full = [(1 << 30) - STATE.record.total.allocated_bytes <= 4 * MIB, STATE.record.statistics.num_unknown_frees]
 print(json.dumps([nothing, texts, refused, moved, rest.numel() == most - 2 * MIB, full]))
 """
     )
@@ -220,7 +221,7 @@ generator = __import__("random").Random(3)
 tensors = [new(generator.randrange(1, 24 * MIB)) for _ in range(120)]
 tensors = [t for i, t in enumerate(tensors) if i % 3]
 torch.cuda.empty_cache()
-cap = STATE.record.reserved_bytes + 8 * MIB
+cap = STATE.record.statistics.reserved_bytes + 8 * MIB
 try:
     stalloc.adopt(tensors, cap_bytes=100)
     refused = ""
@@ -229,7 +230,7 @@ except BadInputError as error:
 torch.cuda.reset_peak_memory_stats()
 result = stalloc.adopt(tensors, cap_bytes=cap)
 peak = torch.cuda.max_memory_reserved()
-print(json.dumps([STATE.record.total.allocated_bytes, STATE.record.reserved_bytes, peak, cap,
+print(json.dumps([STATE.record.total.allocated_bytes, STATE.record.statistics.reserved_bytes, peak, cap,
                   result.num_moved, result.through_host_bytes, refused]))
 """,
         MEMORY=str(3 << 30),
@@ -384,7 +385,7 @@ for at in order.tolist():
                 break
             stalloc.compact(live)
             live[row] = new(int(trace.size[row]))
-print(json.dumps([failed, bool(at == order[-1]), runtime.controllers[0].state.record.num_unknown_frees]))
+print(json.dumps([failed, bool(at == order[-1]), runtime.controllers[0].state.record.statistics.num_unknown_frees]))
 """
     failed, completed, _ = run_checks(program, str(trace), "still")
     assert (failed, completed) == (1, False)

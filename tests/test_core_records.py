@@ -22,17 +22,17 @@ RECORDS = [
 @numba.njit
 def count_up(device):
     state = state_at(device)
-    state.hits += 2
-    state.small.num_live = state.hits + 1
+    state.follow.hits += 2
+    state.small.num_live = state.follow.hits + 1
 
 
 def test_compiled_code_and_python_write_the_same_words():
     memory = table(State, 1)
     view = view_at(State, memory.ctypes.data)
-    view.hits = 40
+    view.follow.hits = 40
     count_up(memory.ctypes.data)
-    assert (view.hits, view.small.num_live) == (42, 43)
-    assert (int(memory["hits"][0]), int(memory["small"]["num_live"][0])) == (42, 43)
+    assert (view.follow.hits, view.small.num_live) == (42, 43)
+    assert (int(memory["follow"]["hits"][0]), int(memory["small"]["num_live"][0])) == (42, 43)
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
@@ -63,7 +63,7 @@ def test_a_misspelt_field_is_an_error_when_it_is_read_and_when_it_is_written():
 
 def test_what_threads_and_vectors_need_lies_where_they_need_it():
     assert offset_of(State, "lock") == 0
-    assert offset_of(State, "mode") == LINE, "the lock is alone in its line"
+    assert offset_of(State, "hot.mode") == LINE, "the lock is alone in its line"
     assert dtype_of(Block).itemsize == LINE
     for name in ("total", "large", "small"):
         assert offset_of(State, name) % 32 == 0, "four counts change in one instruction"

@@ -16,8 +16,8 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.next_scan_at, ((52,), 64), ((51,), 63)),
     (d.next_scan_at, ((63,), 64), ((64,), 144)),
     (d.scans_at_each_mark, ((64,), True), ((65,), False)),
-    (d.shows_longer_ring, ((11, 90, 10, 100), True), ((11, 89, 10, 100), False)),
-    (d.shows_longer_ring, ((11, 100, 10, 100), True), ((10, 100, 10, 100), False)),
+    (d.shows_longer_cycle, ((11, 90, 10, 100), True), ((11, 89, 10, 100), False)),
+    (d.shows_longer_cycle, ((11, 100, 10, 100), True), ((10, 100, 10, 100), False)),
     (d.shows_kinds, ((300, 100), True), ((299, 100), False)),
     (d.are_little, ((1, 64, 0, 1), True), ((1, 63, 0, 1), False)),
     (d.are_little, ((0, 1, 1, 64), True), ((0, 1, 1, 63), False)),
@@ -34,7 +34,7 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.next_passed_steps, ((7, 8), 7), ((15, 15), 15)),
     (d.next_heard_marks, ((2,), 5), ((8,), 15)),
     (d.is_settling, ((2,), True), ((3,), False)),
-    (d.idle_passes, ((2,), 0), ((3,), 3)),
+    (d.idle_iterations, ((2,), 0), ((3,), 3)),
     (d.fills_device, ((76, 100), True), ((75, 100), False)),
     (d.is_at_brim, ((89, 100), True), ((88, 100), False)),
     (d.may_fill, ((51, 100), True), ((50, 100), False)),
@@ -46,6 +46,7 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.may_be_aligned, ((16,), True), ((12,), False)),
     (d.may_align_some, ((8,), True), ((7,), False)),
     (d.is_planned_for_capture, ((16_384,), True), ((16_385,), False)),
+    (d.first_aligned, ((16,), 0), ((17,), 1)),
     (d.is_static_enough, ((0.251,), True), ((0.25,), False)),
     (d.is_doubted, ((6,), True), ((3,), False)),
     (d.is_doubted, ((12,), True), ((8,), False)),
@@ -74,7 +75,7 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.next_move_wait, ((3, 1), 2), ((4, 1), 1)),
     (d.next_move_wait, ((15, 16), 32), ((16, 16), 1)),
     (d.next_move_wait, ((0, 64), 64), ((0, 16), 32)),
-    (d.moves_in_each_pass, ((8,), True), ((7,), False)),
+    (d.moves_in_each_iteration, ((8,), True), ((7,), False)),
     (d.needs_more, ((66, 64), True), ((65, 64), False)),
     (d.fits_beside, ((96 * MIB, 100 * MIB), True), ((96 * MIB + 1, 100 * MIB), False)),
     (d.covers, ((90, [100], 8), True), ((89, [100], 8), False)),
@@ -90,7 +91,7 @@ BOUNDARIES: list[tuple[Any, tuple[tuple[Any, ...], Any], tuple[tuple[Any, ...], 
     (d.is_third_lost, ((16, 0), True), ((15, 0), False)),
     (d.is_third_there, ((51, 100), True), ((50, 100), False)),
     (d.has_begun, ((16,), True), ((15,), False)),
-    (d.may_stand_aside, ((7,), True), ((8,), False)),
+    (d.may_bypass, ((7,), True), ((8,), False)),
     (d.is_little_left, ((76, 100), True), ((75, 100), False)),
     (d.has_much_to_come, ((126, 1000, 1000), True), ((125, 1000, 1000), False)),
     (d.has_much_to_come, ((500, 876, 1000), True), ((500, 875, 1000), False)),
@@ -106,7 +107,7 @@ def test_a_decision_turns_where_its_number_says(boundary: Any) -> None:
         assert decide(*figures) == answer
 
 
-def test_an_unmarked_ring_has_to_fill_most_of_a_record_after_a_part_was_taken_for_a_step() -> None:
+def test_an_unmarked_cycle_has_to_fill_most_of_a_record_after_a_part_was_taken_for_a_step() -> None:
     assert d.first_scan_at() == 24
     assert [d.needed_coverage(is_part=part) for part in (False, True)] == [0.6, 0.9]
 
@@ -130,7 +131,7 @@ def test_an_unmarked_plan_is_judged_after_eight_passes_and_one_of_kinds_after_10
 def test_figures_that_a_plan_begins_with() -> None:
     assert (d.least_parts(repeats=True), d.least_parts(repeats=False)) == (0, 16)
     assert [d.most_misses_where(2000, may_fill=full) for full in (True, False)] == [8, 2000]
-    assert (d.num_recent_steps(), d.quiet_passes()) == (8, 8)
+    assert (d.num_recent_steps(), d.quiet_iterations()) == (8, 8)
 
 
 def test_pages_rest_under_a_plan_if_none_moves_and_elsewhere_if_few_do() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from stalloc.fitting.proposals import Base, Known
 from stalloc.planner import plan, validate
 from stalloc.replay import Events, Kind
 from stalloc.replay.settings import read_settings
+from stalloc.runtime import decisions, thresholds
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
@@ -96,6 +98,18 @@ def test_the_technique_proposes_until_something_fits(example):
         proposals.send(Candidate(what=whole.what, technique=whole.technique, needed_bytes=100))
 
 
+def test_every_number_of_the_runtime_is_used_by_a_decision_and_every_decision_is_tested():
+    folder = Path(thresholds.__file__).parent
+    used = set(re.findall(r"\bt\.([A-Z_]+)", (folder / "decisions.py").read_text()))
+    others = [path for path in folder.glob("*.py") if path.stem not in ("decisions", "thresholds")]
+    used |= {name for path in others for name in re.findall(r"thresholds\.([A-Z_]+)", path.read_text())}
+    numbers = {name for name, value in vars(thresholds).items() if isinstance(value, int | float)}
+    assert used == numbers
+    functions = {name for name, value in vars(decisions).items() if inspect.isfunction(value)}
+    tested = set(re.findall(r"\bd\.([a-z_]+)", (PAGE.parents[1] / "tests" / "test_decisions.py").read_text()))
+    assert {name for name in functions if not name.startswith("_")} <= tested
+
+
 def test_a_field_may_be_added_to_a_record_of_the_core_anywhere():
     """What has to begin a line of the cache does, whatever stands before it, for Python and for compiled code."""
 
@@ -113,4 +127,4 @@ def test_a_field_may_be_added_to_a_record_of_the_core_anywhere():
     rows["total"]["num_live"][1], rows["few"][1] = 5, [1, 2, 3]
     seen = view_at(Grown, rows.ctypes.data + rows.dtype.itemsize)
     assert (seen.total.num_live, list(seen.few)) == (5, [1, 2, 3])
-    assert offset_of(State, "total") % 64 == offset_of(State, "mode") % 64 == 0
+    assert offset_of(State, "total") % 64 == offset_of(State, "hot.mode") % 64 == 0

@@ -190,7 +190,7 @@ def test_a_fit_whose_plan_would_make_tensors_overlap_is_not_used(fitted: tuple[P
     plans = plans_of(fit, file)
     assert plans is not None
     assert plans_of(replace(fit, plan=b""), file) is None
-    overlapping = replace(plans[0], tape_offset=0 * plans[0].tape_offset, offset=0 * plans[0].offset)
+    overlapping = replace(plans[0], schedule_offset=0 * plans[0].schedule_offset, offset=0 * plans[0].offset)
     with pytest.raises(BadInputError, match="its plan is not valid"):
         plans_of(replace(fit, plan=plans_to_bytes([overlapping])), file)
     with pytest.raises(BadInputError, match="its plan is damaged"):

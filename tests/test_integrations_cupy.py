@@ -58,7 +58,7 @@ for size in (400 * MIB, 1 << 40, 1 << 50, (1 << 62) + 5, (1 << 63) - 1):
 intact = all(not array.any() for array in held)
 del held[3:]
 again = cp.empty(600 * MIB, dtype=cp.uint8)
-print(json.dumps([texts, intact, again.nbytes, STATE.record.num_ooms, STATE.record.total.num_live,
+print(json.dumps([texts, intact, again.nbytes, STATE.record.statistics.num_ooms, STATE.record.total.num_live,
     STATE.record.total.allocated_bytes]))
 """
     )
@@ -232,7 +232,7 @@ same = bool((old.get() == 7).all())
 live = STATE.record.total.num_live
 del old
 CONTROLLER.memory.release_unused()
-print(json.dumps([used, same, live, STATE.record.total.num_live, STATE.record.reserved_bytes]))
+print(json.dumps([used, same, live, STATE.record.total.num_live, STATE.record.statistics.reserved_bytes]))
 """
     )
     assert result == [8 << 20, True, 1, 0, 0]

@@ -58,7 +58,7 @@ extra = cp.empty(MIB // 2, dtype=cp.uint8)
 run(400, extra)
 after = stalloc.statistics()[0]
 CONTROLLER.memory.release_unused()
-print(json.dumps([before.phase, after.phase, after.hit_rate, STATE.record.reserved_bytes,
+print(json.dumps([before.phase, after.phase, after.hit_rate, STATE.record.statistics.reserved_bytes,
     STATE.record.total.num_live, STATE.record.total.allocated_bytes]))
 """
     )
@@ -79,7 +79,7 @@ rng = random.Random(1)
 for _ in range(5000):
     x = cp.empty(rng.randrange(1000, 100_000), dtype=cp.uint8)
 report = stalloc.statistics()[0]
-print(json.dumps([report.phase, report.note, STATE.record.num_events, STATE.record.allocating_persistent]))
+print(json.dumps([report.phase, report.note, STATE.record.log.num_events, STATE.record.policy.allocating_persistent]))
 """
     )
     assert phase == "serving from the heap"

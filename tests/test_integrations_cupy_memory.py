@@ -69,7 +69,7 @@ taken = alloc(1000)
 del pointer
 gc.collect()
 used.append(pool.used_bytes())  # the end of the object does not free what another one has now
-show(used, STATE.record.num_unknown_frees)
+show(used, STATE.record.statistics.num_unknown_frees)
 """
     ) == [[2048, 1024, 1024, 2048], 0]
 
@@ -167,7 +167,8 @@ for event in ("malloc_preprocess", "alloc_preprocess", "malloc_postprocess", "fr
             errors.append(str(error))
     delattr(Failing, event)
     gc.collect()
-show(errors, [STATE.record.total.num_live, STATE.record.total.allocated_bytes, STATE.record.num_unknown_frees])
+show(errors, [STATE.record.total.num_live, STATE.record.total.allocated_bytes,
+              STATE.record.statistics.num_unknown_frees])
 """
     )
     assert errors == ["from a hook"] * len(errors)
@@ -317,7 +318,7 @@ for wrong in (-1, 1.5, "1"):
         alloc(wrong)
     except (TypeError, ValueError, OverflowError) as error:
         seen.append("refused")
-seen.append(STATE.record.num_ooms)
+seen.append(STATE.record.statistics.num_ooms)
 show(*seen)
 """
     ) == [0, 0, 0, 0, [True], 1, 0, 0, "refused", "refused", "refused", 0]

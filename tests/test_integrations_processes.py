@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from stalloc.integrations.ranks import digest, fits
-from stalloc.lifespans.tape import fold
-from stalloc.planner import plan_tape
+from stalloc.lifespans.repeating_schedule import fold
+from stalloc.planner import plan_schedule
 from stalloc.trace.recorder import from_recorded
 
 _PROLOGUE = """
@@ -60,7 +60,7 @@ for round in range(3):
     steps(10)
 live = CONTROLLER.state.record.total.num_live
 phases.append(CONTROLLER.status.phase.value)
-print(json.dumps([codes, phases, live, CONTROLLER.state.record.num_unknown_frees]))
+print(json.dumps([codes, phases, live, CONTROLLER.state.record.statistics.num_unknown_frees]))
 """
     )
     assert codes == [0, 0, 0]
@@ -151,23 +151,23 @@ def test_ranks_that_differ_plan_for_themselves() -> None:
     assert reports[0]["plan_peak_bytes"] < reports[1]["plan_peak_bytes"]
 
 
-def tape_of(sizes: list[int]) -> Any:
-    """The tape of ten steps that allocate these sizes and free them in the same order."""
+def schedule_of(sizes: list[int]) -> Any:
+    """The schedule of ten steps that allocate these sizes and free them in the same order."""
     rows = []
     for _ in range(10):
         rows += [(0, 4096 * (i + 1) << 20, size) for i, size in enumerate(sizes)]
         rows += [(2, 4096 * (i + 1) << 20, size) for i, size in enumerate(sizes)]
     action, address, size = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     zero = np.zeros(len(rows), np.int64)
-    tape = fold(from_recorded(0, action, address, size, zero, zero, [], [0]))
-    assert tape is not None
-    return tape
+    schedule = fold(from_recorded(0, action, address, size, zero, zero, [], [0]))
+    assert schedule is not None
+    return schedule
 
 
-def test_a_plan_fits_only_the_tape_that_it_was_made_for() -> None:
+def test_a_plan_fits_only_the_schedule_that_it_was_made_for() -> None:
     sizes = [1 << 20, 3 << 20, 1 << 19, 5 << 20, 6 << 20]
-    one, other = tape_of(sizes), tape_of([*sizes[:-1], 1 << 18])
-    assert digest(one) == digest(tape_of(sizes)) != digest(other)
-    plan = plan_tape(one)
+    one, other = schedule_of(sizes), schedule_of([*sizes[:-1], 1 << 18])
+    assert digest(one) == digest(schedule_of(sizes)) != digest(other)
+    plan = plan_schedule(one)
     assert fits(plan, one)
     assert not fits(plan, other)

@@ -48,18 +48,18 @@ def orders():
 
 served = []
 for _ in range(24):
-    plans, hits = CONTROLLER.status.num_plans, STATE.record.hits
+    plans, hits = CONTROLLER.status.num_plans, STATE.record.follow.hits
     step()
-    served.append(STATE.record.hits - (hits if plans == CONTROLLER.status.num_plans else 0))
-before, hits = orders(), STATE.record.hits
+    served.append(STATE.record.follow.hits - (hits if plans == CONTROLLER.status.num_plans else 0))
+before, hits = orders(), STATE.record.follow.hits
 for _ in range(10):
     step()
 after = orders()
 print(json.dumps({
-    "reserved_mib": STATE.record.reserved_bytes // MIB,
+    "reserved_mib": STATE.record.statistics.reserved_bytes // MIB,
     "records": after[0] - before[0],
     "waits": after[1] - before[1],
-    "hits": STATE.record.hits - hits,
+    "hits": STATE.record.follow.hits - hits,
     "served": served,
     "plan_mib": CONTROLLER.status.plan.peak_bytes // MIB if CONTROLLER.status.plan is not None else None,
     "phase": CONTROLLER.status.phase.value,
@@ -182,7 +182,7 @@ print(json.dumps([*moved, virtual.peak_bytes(0), report.allocated_peak_bytes]))
 
 
 def test_streams_are_handed_memory_only_by_the_plan_that_is_in_force(run_checks: Any) -> None:
-    """Where steps of several kinds came after a ring whose streams could share memory, its plan came back for all."""
+    """Where steps of several kinds came after a cycle whose streams could share memory, its plan came back for all."""
     phase, hits, misses, held, allocated = run_checks("""
 import json
 import stalloc

@@ -22,9 +22,9 @@ with torch.cuda.stream(side):
 address = x.data_ptr()
 allocated = torch.cuda.memory_allocated()
 del x
-deferred = [STATE.record.num_deferred, allocated - torch.cuda.memory_allocated()]
+deferred = [STATE.record.hot.num_deferred, allocated - torch.cuda.memory_allocated()]
 held = [new(3 * MIB) for _ in range(70)]
-later = [STATE.record.num_deferred, any(z.data_ptr() == address for z in held)]
+later = [STATE.record.hot.num_deferred, any(z.data_ptr() == address for z in held)]
 # recorded on several streams, or freed and recorded again; foreign memory is left alone
 others = [torch.cuda.Stream() for _ in range(3)]
 for _ in range(40):
@@ -54,9 +54,9 @@ for _ in range(2):  # what was freed in the capture gets its event first
         new(1 * MIB)
         torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
 states = [controller.state for controller in RUNTIME.controllers]
-freed = [[state.record.num_deferred, state.record.total.num_live,
+freed = [[state.record.hot.num_deferred, state.record.total.num_live,
     state.record.total.allocated_bytes] for state in states]
-show(deferred, later, freed, STATE.record.num_unknown_frees)
+show(deferred, later, freed, STATE.record.statistics.num_unknown_frees)
 """
     )
     assert deferred == [1, 3 << 20], "freed for the program, as natively, though its memory waits for the other stream"
@@ -184,7 +184,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 gc.collect()
 torch.cuda.empty_cache()
-counters = [STATE.record.num_unknown_frees, STATE.record.num_ooms, STATE.record.total.num_live,
+counters = [STATE.record.statistics.num_unknown_frees, STATE.record.statistics.num_ooms, STATE.record.total.num_live,
     STATE.record.total.allocated_bytes]
 show(errors, overlaps, counters, torch.cuda.memory_reserved())
 """
@@ -218,7 +218,7 @@ a = cp.empty(5 * MIB, dtype=cp.uint8)
 reused = [reused, a.data.ptr == address]
 del a
 show(addresses, reused, [*counts, kept], [STATE.record.total.num_live,
-    torch.cuda.memory_allocated(), STATE.record.num_unknown_frees])
+    torch.cuda.memory_allocated(), STATE.record.statistics.num_unknown_frees])
 """
     )
     assert addresses == [True, 5 * MIB]

@@ -75,9 +75,9 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
     trace = steps_of([[3, 4], [5, 6], [7, 3], [9, 5]])
     aligned = AlignedSteps(trace)
     assert aligned.num_steps == 4
-    tape, (num_dynamic, lasts, ratios, next_sure) = aligned.tape(), aligned.between()
-    assert tape.size.tolist() == [STATIC, 3 * STATIC, 3 * STATIC]
-    assert (tape.end - tape.start).tolist() == [3, 2, 1]
+    schedule, (num_dynamic, lasts, ratios, next_sure) = aligned.schedule(), aligned.between()
+    assert schedule.size.tolist() == [STATIC, 3 * STATIC, 3 * STATIC]
+    assert (schedule.end - schedule.start).tolist() == [3, 2, 1]
     assert num_dynamic.tolist() == [0, 1, 1]
     assert ratios.tolist() == [[0, 0], [0, 0]], "of the first between two static ones, where steps do not agree"
     assert lasts.tolist() == [3, 2], "the first of them lives beside both static ones that follow"
@@ -87,8 +87,8 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
 def test_an_expert_without_tokens_may_be_left_out() -> None:
     some = [list(range(number, number + 8)) for number in range(3, 8)]
     trace = steps_of([*some, list(range(20, 27))])
-    tape, (num_dynamic, lasts, _, next_sure) = AlignedSteps(trace).tape(), AlignedSteps(trace).between()
-    assert tape.size.tolist() == [STATIC, *[3 * STATIC] * 8]
+    schedule, (num_dynamic, lasts, _, next_sure) = AlignedSteps(trace).schedule(), AlignedSteps(trace).between()
+    assert schedule.size.tolist() == [STATIC, *[3 * STATIC] * 8]
     assert next_sure.tolist() == [*range(8), 9], "the last result is not sure"
     assert num_dynamic.tolist() == [0, *[1] * 8]
     assert len(lasts) == 8
@@ -112,15 +112,15 @@ def test_the_share_that_is_static_is_that_of_the_step_with_least() -> None:
         AlignedSteps(steps_of([[1, 2]]))
 
 
-def test_the_ring_with_dynamic_requests_has_those_of_the_last_step_where_they_came() -> None:
+def test_the_cycle_with_dynamic_requests_has_those_of_the_last_step_where_they_came() -> None:
     aligned = AlignedSteps(steps_of([[50, 70], [300, 20], [90, 110], [60, 0]]))
-    ring = aligned.tape()
-    wider = aligned.with_dynamic(ring)
+    cycle = aligned.schedule()
+    wider = aligned.with_dynamic(cycle)
     own = wider.row >= 0
-    assert wider.row[own].tolist() == list(range(ring.num_requests))
-    unit = wider.ring_end // ring.ring_end
-    assert (wider.start[own] == ring.start * unit).all()
-    assert (wider.end[own] == ring.end * unit).all()
+    assert wider.row[own].tolist() == list(range(cycle.num_requests))
+    unit = wider.cycle_end // cycle.cycle_end
+    assert (wider.start[own] == cycle.start * unit).all()
+    assert (wider.end[own] == cycle.end * unit).all()
     assert (np.diff(wider.start) > 0).all()
     assert (wider.end > wider.start).all()
     assert wider.size[~own].tolist() == [60 * 64 * KIB], "little ones are the heap's"

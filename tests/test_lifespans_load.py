@@ -1,4 +1,4 @@
-"""The load agrees with counting at every event, for plain lifespans and for a ring that is run for real."""
+"""The load agrees with counting at every event, for plain lifespans and for a cycle that is run for real."""
 
 import random
 
@@ -29,24 +29,24 @@ def test_peak_agrees_with_counting(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_peak_of_a_ring_is_that_of_many_passes(seed):
+def test_peak_of_a_cycle_is_that_of_many_passes(seed):
     print("seed", seed)
     chance = random.Random(seed)
-    ring_start, length = 10, 8
-    ring_end = ring_start + length
+    cycle_start, length = 10, 8
+    cycle_end = cycle_start + length
     rows, unrolled = [], []
     for _ in range(6):
-        start, size = chance.randrange(ring_start), chance.randrange(1, 100)
-        end = chance.choice([chance.randrange(start + 1, ring_end + 1), ring_end + length])
+        start, size = chance.randrange(cycle_start), chance.randrange(1, 100)
+        end = chance.choice([chance.randrange(start + 1, cycle_end + 1), cycle_end + length])
         rows.append((start, end, size))
-        unrolled.append((start, end if end <= ring_end else 1 << 30, size))
+        unrolled.append((start, end if end <= cycle_end else 1 << 30, size))
     for _ in range(6):
-        start, size = chance.randrange(ring_start, ring_end), chance.randrange(1, 100)
+        start, size = chance.randrange(cycle_start, cycle_end), chance.randrange(1, 100)
         end = start + chance.randrange(1, length + 1)
         rows.append((start, end, size))
         unrolled += [(start + i * length, end + i * length, size) for i in range(5)]
     start, end, size = np.array(rows).T
-    assert peak_load(start, end, size, (ring_start, ring_end)) == naive_peak(unrolled)
+    assert peak_load(start, end, size, (cycle_start, cycle_end)) == naive_peak(unrolled)
 
 
 def test_a_place_handed_over_at_one_event_counts_once():

@@ -184,7 +184,7 @@ def test_communicators_are_those_that_the_program_makes(dry_run_of_groups: tuple
     assert within["channels"] == [24, 24]
     assert within["p2p_channels_each_peer"] == [32, 32]
     assert within["parts"]["sends"] == [7 * 32 * 12 * MIB] * 2
-    assert within["parts"]["ring"] == [24 * 12 * MIB] * 2
+    assert within["parts"]["cycle"] == [24 * 12 * MIB] * 2
     assert between["pinned_bytes"][1] > 0
     assert rank["nccl_bytes"] == [sum(one["device_bytes"][end] for one in rank["communicators"]) for end in (0, 1)]
     assert rank["nvidia_smi_bytes"][0] >= rank["reserved_bytes"] + rank["nccl_bytes"][0]

@@ -1,18 +1,18 @@
-"""`method="annealing"`: valid on recorded traces and at their maximum load on most, valid on rings, repeatable."""
+"""`method="annealing"`: valid on recorded traces and at their maximum load on most, valid on cycles, repeatable."""
 
 import sys
 from pathlib import Path
 
 import pytest
 from recordings import EVERY, path_of
-from test_planner_tape import training
+from test_planner_schedule import training
 
 from stalloc.planner import plan, validate
 from stalloc.trace import load_traces
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
-from planning.rings import random_ring
+from planning.cycles import random_cycle
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_recorded_traces_are_planned_at_their_maximum_load_but_for_a_few():
 
 
 @pytest.mark.parametrize("second_stream", [False, True])
-def test_a_program_that_repeats_is_planned_as_a_ring(second_stream):
+def test_a_program_that_repeats_is_planned_as_a_cycle(second_stream):
     trace = training(second_stream=second_stream)
     made = plan(trace, method="annealing")
     assert made.kind == "program"
@@ -39,10 +39,10 @@ def test_a_program_that_repeats_is_planned_as_a_ring(second_stream):
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
-def test_random_rings_are_valid(seed):
-    ring = random_ring(seed)
-    offset, peak, bound = ring.place("annealing")
-    assert not ring.overlaps(offset)
-    again, _, _ = ring.place("annealing")
+def test_random_cycles_are_valid(seed):
+    cycle = random_cycle(seed)
+    offset, peak, bound = cycle.place("annealing")
+    assert not cycle.overlaps(offset)
+    again, _, _ = cycle.place("annealing")
     assert (again == offset).all()
-    assert peak == int((offset + ring.size).max()) >= bound
+    assert peak == int((offset + cycle.size).max()) >= bound

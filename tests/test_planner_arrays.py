@@ -106,13 +106,13 @@ def test_bad_input_is_one_sentence_that_names_the_row(start, end, size, alignmen
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "ring"),
+    ("start", "end", "cycle"),
     [([0], [3], (5, 5)), ([7], [8], (0, 5)), ([1], [7], (0, 5)), ([0], [8], (2, 6))],
-    ids=["empty ring", "starts after it", "longer than the period", "neither dies in the first pass nor stays"],
+    ids=["empty cycle", "starts after it", "longer than the period", "neither dies in the first pass nor stays"],
 )
-def test_what_is_no_ring_is_refused(start, end, ring):
+def test_what_is_no_cycle_is_refused(start, end, cycle):
     with pytest.raises(BadInputError):
-        plan_arrays(start, end, [1], ring=ring)
+        plan_arrays(start, end, [1], cycle=cycle)
 
 
 REQUEST = st.tuples(
@@ -136,34 +136,34 @@ def test_every_packing_is_valid_and_its_bound_is_the_load(requests, alignment, s
 
 
 @st.composite
-def rings(draw):
-    ring_start, period = draw(st.integers(0, 12)), draw(st.integers(1, 20))
-    ring_end = ring_start + period
+def cycles(draw):
+    cycle_start, period = draw(st.integers(0, 12)), draw(st.integers(1, 20))
+    cycle_end = cycle_start + period
     rows = []
     for _ in range(draw(st.integers(1, 18))):
         size = draw(st.one_of(st.integers(0, 5), st.sampled_from([512, 700, 4096])))
-        if ring_start and draw(st.booleans()):
-            start = draw(st.integers(0, ring_start - 1))
-            end = ring_end + period if draw(st.booleans()) else draw(st.integers(start, ring_end))
+        if cycle_start and draw(st.booleans()):
+            start = draw(st.integers(0, cycle_start - 1))
+            end = cycle_end + period if draw(st.booleans()) else draw(st.integers(start, cycle_end))
         else:
-            start = draw(st.integers(ring_start, ring_end - 1))
+            start = draw(st.integers(cycle_start, cycle_end - 1))
             end = start + draw(st.integers(0, period))
         rows.append((start, end, size))
-    return rows, ring_start, ring_end
+    return rows, cycle_start, cycle_end
 
 
-@holds_for(rings(), ALIGNMENTS, few=26, many=400)
-def test_a_ring_is_valid_in_every_pass(ring, alignment):
-    rows, ring_start, ring_end = ring
+@holds_for(cycles(), ALIGNMENTS, few=26, many=400)
+def test_a_cycle_is_valid_in_every_pass(cycle, alignment):
+    rows, cycle_start, cycle_end = cycle
     start, end, size = zip(*rows, strict=True)
-    layout = plan_arrays(start, end, size, alignment=alignment, ring=(ring_start, ring_end))
-    period, passes = ring_end - ring_start, 4
+    layout = plan_arrays(start, end, size, alignment=alignment, cycle=(cycle_start, cycle_end))
+    period, passes = cycle_end - cycle_start, 4
     uses = []
     for (born, dies, num_bytes), low in zip(rows, layout.offset.tolist(), strict=True):
-        if born >= ring_start:
+        if born >= cycle_start:
             uses += [(born + i * period, dies + i * period, low, low + num_bytes) for i in range(passes)]
         else:
-            uses.append((born, dies if dies <= ring_end else ring_end + passes * period, low, low + num_bytes))
+            uses.append((born, dies if dies <= cycle_end else cycle_end + passes * period, low, low + num_bytes))
     uses = [use for use in uses if use[0] < use[1]]
     assert_apart(uses)
     assert layout.lower_bound_bytes == maximum_load(uses, alignment)
@@ -173,18 +173,18 @@ def test_a_ring_is_valid_in_every_pass(ring, alignment):
 
 def test_a_request_that_wraps_keeps_its_bytes_over_the_cut():
     # live [8, 10) and [10, 12) of every pass of 10: the other, live [1, 3), must not take them
-    layout = plan_arrays([8, 1], [12, 3], [4, 4], alignment=1, ring=(0, 10))
+    layout = plan_arrays([8, 1], [12, 3], [4, 4], alignment=1, cycle=(0, 10))
     assert layout.peak_bytes == 8
 
 
 def test_a_request_that_wraps_leaves_its_bytes_to_others_in_between():
-    layout = plan_arrays([8, 3], [12, 8], [4, 4], alignment=1, ring=(0, 10))
+    layout = plan_arrays([8, 3], [12, 8], [4, 4], alignment=1, cycle=(0, 10))
     assert layout.peak_bytes == 4
 
 
 def test_what_the_prologue_leaves_is_followed_by_what_wraps():
-    # gradients: the prologue's die at 14, the ring's are born at 17 and die at 24, which is 14 of the next pass
-    layout = plan_arrays([5, 17], [14, 24], [4, 4], alignment=1, ring=(10, 20))
+    # gradients: the prologue's die at 14, the cycle's are born at 17 and die at 24, which is 14 of the next pass
+    layout = plan_arrays([5, 17], [14, 24], [4, 4], alignment=1, cycle=(10, 20))
     assert layout.peak_bytes == 4
 
 
@@ -200,7 +200,7 @@ def test_gradients_that_live_over_the_cut_are_planned_at_the_bound():
     rows = [(born[layer], dies, int(activations[layer])) for layer, _, dies in backward]
     rows += [(birth, freed[layer] + period, int(weights[layer])) for layer, birth, _ in backward]
     start, end, size = zip(*rows, strict=True)
-    layout = plan_arrays(start, end, size, ring=(0, period))
+    layout = plan_arrays(start, end, size, cycle=(0, period))
     assert layout.peak_bytes == layout.lower_bound_bytes
 
 

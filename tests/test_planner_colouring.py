@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recordings import EVERY, each, path_of
-from test_planner_tape import training
+from test_planner_schedule import training
 
 from stalloc.lifespans import peak_load
 from stalloc.planner import Plan, plan, validate
@@ -16,7 +16,7 @@ from stalloc.trace import load_traces
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 from planning import generator
-from planning.rings import random_ring
+from planning.cycles import random_cycle
 
 
 def coloured(requests: list[tuple[int, int, int]]) -> Plan:
@@ -100,7 +100,7 @@ def test_equal_input_gives_equal_plans():
 
 
 @pytest.mark.parametrize("second_stream", [False, True])
-def test_a_program_that_repeats_is_planned_as_a_ring(second_stream):
+def test_a_program_that_repeats_is_planned_as_a_cycle(second_stream):
     trace = training(second_stream=second_stream)
     made = plan(trace, method="colouring")
     assert made.kind == "program"
@@ -109,9 +109,9 @@ def test_a_program_that_repeats_is_planned_as_a_ring(second_stream):
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3))])
-def test_random_rings_are_valid(seed):
-    ring = random_ring(seed)
-    offset, peak, _ = ring.place("colouring")
-    assert not ring.overlaps(offset)
-    assert peak == int((offset + ring.size).max())
-    assert (ring.place("colouring")[0] == offset).all()
+def test_random_cycles_are_valid(seed):
+    cycle = random_cycle(seed)
+    offset, peak, _ = cycle.place("colouring")
+    assert not cycle.overlaps(offset)
+    assert peak == int((offset + cycle.size).max())
+    assert (cycle.place("colouring")[0] == offset).all()

@@ -63,28 +63,28 @@ def test_equal_input_gives_equal_plans_under_constraints(requests):
 
 
 @holds_for(st.integers(0, 10), st.integers(2, 12), st.data(), few=13, many=150)
-def test_fixed_places_are_kept_in_every_pass_of_a_ring(ring_start, period, data):
-    ring_end = ring_start + period
+def test_fixed_places_are_kept_in_every_pass_of_a_cycle(cycle_start, period, data):
+    cycle_end = cycle_start + period
     rows = []
     for _ in range(data.draw(st.integers(1, 12))):
         size = data.draw(st.integers(0, 9))
-        if ring_start and data.draw(st.booleans()):
-            start = data.draw(st.integers(0, ring_start - 1))
-            end = ring_end + period if data.draw(st.booleans()) else data.draw(st.integers(start, ring_end))
+        if cycle_start and data.draw(st.booleans()):
+            start = data.draw(st.integers(0, cycle_start - 1))
+            end = cycle_end + period if data.draw(st.booleans()) else data.draw(st.integers(start, cycle_end))
         else:
-            start = data.draw(st.integers(ring_start, ring_end - 1))
+            start = data.draw(st.integers(cycle_start, cycle_end - 1))
             end = start + data.draw(st.integers(0, period))
         rows.append((start, end, size))
     start, end, size = np.array(rows, np.int64).T
-    ring = (ring_start, ring_end)
-    fixed = {0: int(plan_arrays(start, end, size, alignment=2, ring=ring).offset[0])}
-    layout = plan_arrays(start, end, size, alignment=2, ring=ring, fixed=fixed, forbidden=[(1000, 1002)])
+    cycle = (cycle_start, cycle_end)
+    fixed = {0: int(plan_arrays(start, end, size, alignment=2, cycle=cycle).offset[0])}
+    layout = plan_arrays(start, end, size, alignment=2, cycle=cycle, fixed=fixed, forbidden=[(1000, 1002)])
     uses = []
     for (born, dies, num_bytes), low in zip(rows, layout.offset.tolist(), strict=True):
-        if born >= ring_start:
+        if born >= cycle_start:
             uses += [(born + i * period, dies + i * period, low, low + num_bytes) for i in range(4)]
         else:
-            uses.append((born, dies if dies <= ring_end else ring_end + 4 * period, low, low + num_bytes))
+            uses.append((born, dies if dies <= cycle_end else cycle_end + 4 * period, low, low + num_bytes))
     uses = [use for use in uses if use[0] < use[1]]
     for index, one in enumerate(uses):
         for two in uses[:index]:

@@ -8,8 +8,9 @@ import zipfile
 import numpy as np
 import pytest
 
+from stalloc import planner
 from stalloc.errors import BadInputError
-from stalloc.planner import Plan, load_plans, plan_arrays, save_plans
+from stalloc.planner import Plan, load_plans, plan_arrays, plans_to_bytes, save_plans
 
 
 def some_plan(device: int = 0) -> Plan:
@@ -100,6 +101,35 @@ def test_a_file_that_is_not_quite_a_plan_is_one_sentence(tmp_path, change):
         load_plans(path)
     assert "\n" not in str(caught.value)
     assert "a.plan.npz" in str(caught.value)
+
+
+def test_a_file_of_the_release_before_reads_as_today(tmp_path):
+    path, columns = tmp_path / "a.plan.npz", {name: np.arange(3) for name in planner.plan_record.SCHEDULE_COLUMNS}
+    plan = dataclasses.replace(some_plan(), kind="program", cycle_start=1, cycle_end=4, num_prologue=1, **columns)
+    save_plans(path, [plan])
+
+    def older(members, header) -> None:
+        header["version"] = 2
+        for name in [name for name in members if ".schedule_" in name]:
+            members[name.replace("schedule_", "tape_")] = members.pop(name)
+        for name in ("cycle_start", "cycle_end"):
+            header["plans"][0][name.replace("cycle_", "ring_")] = header["plans"][0].pop(name)
+
+    rewritten(path, older)
+    assert plans_to_bytes(load_plans(path)) == plans_to_bytes([plan])
+
+
+def test_names_of_the_release_before_still_work_and_say_so():
+    plan = some_plan()
+    with pytest.warns(DeprecationWarning, match="schedule_size"):
+        assert plan.tape_size is plan.schedule_size
+    with pytest.warns(DeprecationWarning, match="cycle_end"):
+        assert plan.ring_end == plan.cycle_end
+    with pytest.warns(DeprecationWarning, match="plan_schedule"):
+        assert planner.plan_tape is planner.plan_schedule
+    with pytest.warns(DeprecationWarning, match="cycle="):
+        layout = planner.plan_arrays([8, 1], [12, 3], [4, 4], alignment=1, ring=(0, 10))
+    assert layout.peak_bytes == planner.plan_arrays([8, 1], [12, 3], [4, 4], alignment=1, cycle=(0, 10)).peak_bytes == 8
 
 
 def array_bytes(array: np.ndarray) -> bytes:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from properties import holds_for
-from test_planner_tape import training
+from test_planner_schedule import training
 
 from stalloc.errors import BadInputError
-from stalloc.lifespans.tape import fold
-from stalloc.planner import plan, plan_joint, plan_moving_least, plan_tape, replan, validate
+from stalloc.lifespans.repeating_schedule import fold
+from stalloc.planner import plan, plan_joint, plan_moving_least, plan_schedule, replan, validate
 
 
 def layers(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -33,7 +33,7 @@ def test_alternatives_share_one_arena():
     assert [made.num_requests for made in plans] == [2, 1, 0]
 
 
-def test_tapes_and_traces_share_one_arena():
+def test_schedules_and_traces_share_one_arena():
     plans = plan_joint([fold(training()), training(3), layers(5)])
     assert len({made.peak_bytes for made in plans}) == 1
     assert all(validate(made).ok for made in plans)
@@ -78,8 +78,8 @@ def test_a_plan_with_constraints_is_not_changed_for_another_trace():
 
 
 def test_streams_that_share_list_who_takes_over_from_whom():
-    tape = fold(training(second_stream=True))
-    apart, shared = plan_tape(tape), plan_tape(tape, streams="share")
+    schedule = fold(training(second_stream=True))
+    apart, shared = plan_schedule(schedule), plan_schedule(schedule, streams="share")
     assert shared.peak_bytes < apart.peak_bytes
     assert len(apart.handover_earlier) == 0
     assert len(shared.handover_earlier) > 0
@@ -88,12 +88,12 @@ def test_streams_that_share_list_who_takes_over_from_whom():
 
 
 def test_a_shared_plan_passes_only_for_those_who_secure_the_handovers():
-    shared = plan_tape(fold(training(second_stream=True)), streams="share")
+    shared = plan_schedule(fold(training(second_stream=True)), streams="share")
     assert validate(shared).reason == "shared-by-streams"
 
 
 def test_a_handover_that_is_missing_or_too_many_is_named():
-    shared = plan_tape(fold(training(second_stream=True)), streams="share")
+    shared = plan_schedule(fold(training(second_stream=True)), streams="share")
     fewer = dataclasses.replace(
         shared, handover_earlier=shared.handover_earlier[1:], handover_later=shared.handover_later[1:]
     )

@@ -41,22 +41,22 @@ THREE = [(0, 4, 512), (2, 6, 512), (4, 8, 512)]
 
 
 def program(**changes) -> Plan:
-    """Ring [10, 20): entry 0 stays for ever, 1 is the prologue's, 2 wraps round, 3 does not."""
-    tape = {
-        "tape_start": column(1, 2, 18, 13),
-        "tape_end": column(30, 12, 22, 17),
-        "tape_size": column(512, 512, 512, 512),
-        "tape_stream": column(0, 0, 0, 0),
-        "tape_offset": column(0, 512, 512, 512),
-        "tape_row": column(0, 1, 2, 3),
+    """Cycle [10, 20): entry 0 stays for ever, 1 is the prologue's, 2 wraps round, 3 does not."""
+    schedule = {
+        "schedule_start": column(1, 2, 18, 13),
+        "schedule_end": column(30, 12, 22, 17),
+        "schedule_size": column(512, 512, 512, 512),
+        "schedule_stream": column(0, 0, 0, 0),
+        "schedule_offset": column(0, 512, 512, 512),
+        "schedule_row": column(0, 1, 2, 3),
     }
-    tape |= {name: value for name, value in changes.items() if name in tape}
+    schedule |= {name: value for name, value in changes.items() if name in schedule}
     plan = Plan(
-        offset=tape["tape_offset"],
-        size=tape["tape_size"],
-        start=tape["tape_start"],
-        end=tape["tape_end"],
-        stream=tape["tape_stream"],
+        offset=schedule["schedule_offset"],
+        size=schedule["schedule_size"],
+        start=schedule["schedule_start"],
+        end=schedule["schedule_end"],
+        stream=schedule["schedule_stream"],
         device=0,
         alignment=512,
         peak_bytes=1024,
@@ -66,9 +66,9 @@ def program(**changes) -> Plan:
         kind="program",
         provenance={},
         num_prologue=2,
-        ring_start=10,
-        ring_end=20,
-        **tape,
+        cycle_start=10,
+        cycle_end=20,
+        **schedule,
     )
     return dataclasses.replace(plan, **changes)
 
@@ -154,26 +154,29 @@ def test_requests_that_are_not_planned_are_not_judged():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tape_end": column(30, 12, 24, 17)}, "overlap"),  # what wraps meets the ring's other one in the next pass
-        ({"tape_end": column(30, 14, 22, 17)}, "overlap"),  # what the prologue leaves meets it in the first
-        ({"tape_end": column(20, 12, 22, 17), "lower_bound_bytes": 1024}, ""),
-        ({"tape_end": column(25, 12, 22, 17)}, "bad-tape"),
-        ({"tape_start": column(1, 2, 20, 13), "tape_end": column(30, 12, 22, 17)}, "bad-tape"),
-        ({"tape_end": column(30, 12, 29, 17)}, "bad-tape"),
-        ({"ring_end": 10}, "bad-tape"),
-        ({"ring_end": (1 << 63) - 1}, "bad-tape"),
-        ({"ring_start": -(1 << 63)}, "bad-tape"),
-        ({"num_prologue": 4}, "bad-tape"),
-        ({"tape_size": column(512, 512, 512, -512)}, "bad-size"),
-        ({"tape_size": column(512, 512, 512, (1 << 63) - 1)}, "bad-size"),
-        ({"tape_stream": column(0, 0, 0, -1)}, "bad-stream"),
-        ({"tape_stream": column(0, 0, 0, 1 << 40)}, "bad-stream"),
-        ({"tape_end": column(30, 12, 22, 13), "tape_offset": column(0, 512, 512, 1 << 62)}, "beyond-peak"),
-        ({"tape_end": column(30, 12, 22, 13), "tape_offset": column(0, 512, 512, 1024)}, "beyond-peak"),
-        ({"offset": column(0, 512, 0, 512)}, "bad-tape"),
-        ({"tape_row": column(0, 1, 2, 4)}, "bad-tape"),
-        ({"tape_stream": column(0, 0, 1, 0)}, "shared-by-streams"),
-        ({"tape_offset": column(0, 512, 1024, 512)}, "beyond-peak"),
+        (
+            {"schedule_end": column(30, 12, 24, 17)},
+            "overlap",
+        ),  # what wraps meets the cycle's other one in the next pass
+        ({"schedule_end": column(30, 14, 22, 17)}, "overlap"),  # what the prologue leaves meets it in the first
+        ({"schedule_end": column(20, 12, 22, 17), "lower_bound_bytes": 1024}, ""),
+        ({"schedule_end": column(25, 12, 22, 17)}, "bad-schedule"),
+        ({"schedule_start": column(1, 2, 20, 13), "schedule_end": column(30, 12, 22, 17)}, "bad-schedule"),
+        ({"schedule_end": column(30, 12, 29, 17)}, "bad-schedule"),
+        ({"cycle_end": 10}, "bad-schedule"),
+        ({"cycle_end": (1 << 63) - 1}, "bad-schedule"),
+        ({"cycle_start": -(1 << 63)}, "bad-schedule"),
+        ({"num_prologue": 4}, "bad-schedule"),
+        ({"schedule_size": column(512, 512, 512, -512)}, "bad-size"),
+        ({"schedule_size": column(512, 512, 512, (1 << 63) - 1)}, "bad-size"),
+        ({"schedule_stream": column(0, 0, 0, -1)}, "bad-stream"),
+        ({"schedule_stream": column(0, 0, 0, 1 << 40)}, "bad-stream"),
+        ({"schedule_end": column(30, 12, 22, 13), "schedule_offset": column(0, 512, 512, 1 << 62)}, "beyond-peak"),
+        ({"schedule_end": column(30, 12, 22, 13), "schedule_offset": column(0, 512, 512, 1024)}, "beyond-peak"),
+        ({"offset": column(0, 512, 0, 512)}, "bad-schedule"),
+        ({"schedule_row": column(0, 1, 2, 4)}, "bad-schedule"),
+        ({"schedule_stream": column(0, 0, 1, 0)}, "shared-by-streams"),
+        ({"schedule_offset": column(0, 512, 1024, 512)}, "beyond-peak"),
         ({"lower_bound_bytes": 1536}, "wrong-lower-bound"),
     ],
 )

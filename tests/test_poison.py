@@ -141,10 +141,10 @@ def step(extra=0, seed=0):
             live.append(use(new(order.randrange(1, extra))))
         if nth % 7 == 3:
             live[-1].record_stream(side)
-        leased = max(leased, STATE.record.num_leases)
+        leased = max(leased, STATE.record.dynamic.num_leases)
         while len(live) > 6:
             use(live.pop(order.randrange(len(live))))
-        deferred = max(deferred, STATE.record.num_deferred)
+        deferred = max(deferred, STATE.record.hot.num_deferred)
     for tensor in weights:
         use(tensor)
     del live
@@ -192,8 +192,9 @@ gc.collect()
 CONTROLLER.memory.deferred.wait()
 torch.cuda.empty_cache()
 stalloc.step()
-print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.status.num_plans, STATE.record.num_unknown_frees,
-                  STATE.record.total.allocated_bytes, STATE.record.reserved_bytes]))
+print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.status.num_plans,
+                  STATE.record.statistics.num_unknown_frees,
+                  STATE.record.total.allocated_bytes, STATE.record.statistics.reserved_bytes]))
 """
 
 

@@ -149,7 +149,7 @@ def test_compare_native_puts_both_settings_of_the_caching_allocator_beside(
         assert len(line) == len(header)
 
 
-@variants("sizes", [[1, 2] * 12, [1] * 20 + [2] * 3], ids=["a ring of two", "a plan at the end"])
+@variants("sizes", [[1, 2] * 12, [1] * 20 + [2] * 3], ids=["a cycle of two", "a plan at the end"])
 def test_every_step_under_a_plan_counts_once(tmp_path: Path, sizes: list[int]) -> None:
     """Also where a pass over the plan is several steps, and where the last plan served none of them whole."""
     told = run(tmp_path, ROOT / "tests" / "programs" / "cupy_steps.py", *sizes)

@@ -2,31 +2,31 @@
 
 import numpy as np
 import pytest
-from programs.core_machine import MIB, Machine, Owners, Ring
-from programs.ring_program import DROP, INSERT, Program
+from programs.core_machine import MIB, Cycle, Machine, Owners
+from programs.cycle_program import DROP, INSERT, Program
 
 from stalloc.core import constants
 
 
-def rings(seed: int, streams: int = 1) -> tuple[Machine, Program, Ring, np.random.Generator]:
-    """A machine that serves a random ring, its program, and another ring of the same kind."""
+def cycles(seed: int, streams: int = 1) -> tuple[Machine, Program, Cycle, np.random.Generator]:
+    """A machine that serves a random cycle, its program, and another cycle of the same kind."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    ring, other = Ring(rng, 60, streams=streams), Ring(rng, 60, streams=streams)
+    cycle, other = Cycle(rng, 60, streams=streams), Cycle(rng, 60, streams=streams)
     machine = Machine(owners=Owners())
-    machine.install(ring)
+    machine.install(cycle)
     assert [machine.allocate(1, stream) > 0 for stream in range(streams)]
-    return machine, Program(machine, ring, rng), other, rng
+    return machine, Program(machine, cycle, rng), other, rng
 
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
-    machine, program, _, _ = rings(1, streams)
+    machine, program, _, _ = cycles(1, streams)
     for _ in range(3):
         program.one_pass({7: INSERT, 30: DROP})
     live, taken = machine.state.record.total.num_live, machine.taken
     assert len(machine.dissolve()) == streams
-    assert machine.state.record.arena_bytes == machine.state.record.arena_live == 0
+    assert machine.state.record.plan.arena_bytes == machine.state.record.plan.arena_live == 0
     assert machine.state.record.total.num_live == live
     machine.check_counts()
     for _ in range(5):
@@ -36,12 +36,12 @@ def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
     assert len(machine.segments) == 0
 
 
 def test_what_lives_in_a_dissolved_arena_keeps_all_of_it_from_the_device() -> None:
-    machine, program, _, _ = rings(2, 2)
+    machine, program, _, _ = cycles(2, 2)
     program.one_pass()
     machine.dissolve()
     kept = min(address for address, size in machine.live.items() if size > 512)
@@ -52,110 +52,110 @@ def test_what_lives_in_a_dissolved_arena_keeps_all_of_it_from_the_device() -> No
     assert len(machine.segments) == 2, "both parts: they came as one"
     machine.free(kept)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_that_come_and_go_keep_every_block_apart(seed: int, streams: int) -> None:
-    machine, program, other, rng = rings(100 + seed, streams)
+    machine, program, other, rng = cycles(100 + seed, streams)
     programs, served = [program, Program(machine, other, rng)], 0
     for _ in range(40):
         chosen = programs[int(rng.integers(2))]
         deviations = {int(at): int(rng.integers(5)) for at in np.flatnonzero(rng.random(60) < 0.05)}
         chosen.one_pass(deviations)
         what = rng.integers(6)
-        if what == 0 and machine.state.record.arena_bytes:
+        if what == 0 and machine.state.record.plan.arena_bytes:
             assert len(machine.dissolve()) == streams
-        elif what == 1 and not machine.state.record.arena_bytes:
+        elif what == 1 and not machine.state.record.plan.arena_bytes:
             machine.give_back_segments()
-            machine.install(chosen.ring)
+            machine.install(chosen.cycle)
             served += 1
     print(f"{served} plans came")
     assert served
     for chosen in programs:
         chosen.end()
     machine.check_counts()
-    if machine.state.record.arena_bytes:
+    if machine.state.record.plan.arena_bytes:
         machine.dissolve()
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
 
 
 def test_an_extra_request_borrows_from_the_arena_and_the_plan_goes_on() -> None:
-    machine, program, _, _ = rings(40)
+    machine, program, _, _ = cycles(40)
     program.one_pass()
-    taken, misses = machine.taken, machine.state.record.misses
+    taken, misses = machine.taken, machine.state.record.steps.misses
     program.one_pass({20: INSERT})
-    assert machine.state.record.num_lent == 1
-    assert machine.state.record.misses == misses + 1
+    assert machine.state.record.dynamic.num_lent == 1
+    assert machine.state.record.steps.misses == misses + 1
     assert machine.taken == taken
     for _ in range(3):
         program.one_pass()
-    assert machine.state.record.misses == misses + 1
-    hits = machine.state.record.hits
+    assert machine.state.record.steps.misses == misses + 1
+    hits = machine.state.record.follow.hits
     program.one_pass()
-    assert machine.state.record.hits == hits + 60
+    assert machine.state.record.follow.hits == hits + 60
 
 
 def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
     """What other streams have used may still be in use by their kernels."""
     rng = np.random.default_rng(50)
-    ring = Ring(rng, 60, streams=2)
+    cycle = Cycle(rng, 60, streams=2)
     machine = Machine()
-    base = machine.install(ring)
+    base = machine.install(cycle)
     assert [machine.allocate(1, stream) > 0 for stream in range(2)]
-    program = Program(machine, ring, rng)
+    program = Program(machine, cycle, rng)
     for _ in range(2):
         program.one_pass()
-    border = int(ring.offset[ring.stream == 1].min())
+    border = int(cycle.offset[cycle.stream == 1].min())
     lent = 0
     for _ in range(200):
         stream = int(rng.integers(2))
         address = machine.allocate(int(rng.integers(513, 2 * MIB)), stream)
-        if base <= address < base + machine.state.record.arena_bytes:
+        if base <= address < base + machine.state.record.plan.arena_bytes:
             lent += 1
             assert (address - base >= border) == (stream == 1)
     assert lent
-    assert machine.state.record.num_unknown_frees == 0
-    assert machine.state.record.mode == constants.MODE_REPLAY
+    assert machine.state.record.statistics.num_unknown_frees == 0
+    assert machine.state.record.hot.mode == constants.MODE_REPLAY
 
 
 def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_another() -> None:
     """Its stand-in has to last as long as the plan says, or one late free would displace others pass after pass."""
-    ring = Ring(np.random.default_rng(60), 16)
+    cycle = Cycle(np.random.default_rng(60), 16)
     long, other = 0, 8  # the one whose place is taken; the one whose place is idle just long enough to look tempting
-    ring.size[:] = MIB
-    ring.size[[long, other]] = 4 * MIB, 6 * MIB
-    ring.lifespan[:] = 1
-    ring.lifespan[[long, other]] = 12, 4
-    ring.offset[ring.size == MIB] = np.arange(10, 24) * MIB
-    ring.offset[[long, other]] = 6 * MIB, 0
-    ring.peak = 24 * MIB
+    cycle.size[:] = MIB
+    cycle.size[[long, other]] = 4 * MIB, 6 * MIB
+    cycle.lifespan[:] = 1
+    cycle.lifespan[[long, other]] = 12, 4
+    cycle.offset[cycle.size == MIB] = np.arange(10, 24) * MIB
+    cycle.offset[[long, other]] = 6 * MIB, 0
+    cycle.peak = 24 * MIB
     machine = Machine()
-    machine.install(ring)
-    program = Program(machine, ring, np.random.default_rng(60))
-    ring.lifespan[long] = 20
+    machine.install(cycle)
+    program = Program(machine, cycle, np.random.default_rng(60))
+    cycle.lifespan[long] = 20
     program.one_pass()
-    ring.lifespan[long] = 12
-    conflicts = machine.state.record.conflicts
+    cycle.lifespan[long] = 12
+    conflicts = machine.state.record.steps.conflicts
     program.one_pass()
-    assert machine.state.record.conflicts == conflicts + 1
+    assert machine.state.record.steps.conflicts == conflicts + 1
     program.one_pass()
-    assert machine.state.record.conflicts == conflicts + 1
+    assert machine.state.record.steps.conflicts == conflicts + 1
 
 
 def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> None:
     """Blocks that are smaller than the places that are idle would leave the end of each to nobody."""
-    ring = Ring(np.random.default_rng(70), 16)
-    ring.size[:], ring.lifespan[:] = 6 * MIB, 16
-    ring.offset[:] = 6 * MIB * np.arange(16)
-    ring.peak = 96 * MIB
+    cycle = Cycle(np.random.default_rng(70), 16)
+    cycle.size[:], cycle.lifespan[:] = 6 * MIB, 16
+    cycle.offset[:] = 6 * MIB * np.arange(16)
+    cycle.peak = 96 * MIB
     machine = Machine()
-    machine.install(ring)
-    program = Program(machine, ring, np.random.default_rng(70))
+    machine.install(cycle)
+    program = Program(machine, cycle, np.random.default_rng(70))
     for _ in range(2):
         program.one_pass()
     program.end()
@@ -170,7 +170,7 @@ def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> N
     for address in machine.live.addresses():
         machine.free(address)
     for _ in range(2):
-        hits = machine.state.record.hits
+        hits = machine.state.record.follow.hits
         program.one_pass()
-    assert machine.state.record.hits == hits + 16
+    assert machine.state.record.follow.hits == hits + 16
     machine.check_counts()

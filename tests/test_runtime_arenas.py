@@ -20,7 +20,7 @@ def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: in
         program.step(lambda: work(widths[int(rng.integers(len(widths)))]))
         if program.controller.status.num_plans > plans:
             record = program.state.record  # where pages were held at the peak before, some may wait in the heap
-            found.append((record.reserved_bytes, max(record.arena_bytes, record.total.allocated_peak)))
+            found.append((record.statistics.reserved_bytes, max(record.plan.arena_bytes, record.total.allocated_peak)))
         plans = program.controller.status.num_plans
     return found
 
@@ -44,7 +44,9 @@ def test_the_state_of_an_optimizer_does_not_pin_what_is_transient() -> None:
         )
     assert program.controller.status.phase is Phase.PLANNED
     state = program.state
-    assert state.record.reserved_bytes <= state.allocated_peak_bytes + 40 * MIB  # two segments that are not full
+    assert (
+        state.record.statistics.reserved_bytes <= state.allocated_peak_bytes + 40 * MIB
+    )  # two segments that are not full
 
 
 def test_watching_needs_hardly_more_than_what_is_allocated() -> None:
@@ -91,20 +93,20 @@ def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
     program = Program()
     for _ in range(8):
         program.step(lambda: program.train(40_000))
-    before = program.state.record.reserved_bytes
+    before = program.state.record.statistics.reserved_bytes
     hits, missed = program.step(lambda: program.train(36_000))
     assert missed > hits
-    assert program.state.record.step_reserved_peak <= before + 20 * MIB
+    assert program.state.record.steps.step_reserved_peak <= before + 20 * MIB
 
 
 def test_unknown_steps_in_a_row_reserve_hardly_more_than_was_ever_allocated() -> None:
     program = Program()
     for _ in range(8):
         program.step(lambda: program.train(40_000))
-    before = program.state.record.reserved_bytes
+    before = program.state.record.statistics.reserved_bytes
     for width in (36_000, 39_000, 34_000, 38_000):
         program.step(lambda width=width: program.train(width))
-        assert program.state.record.reserved_bytes <= before + 40 * MIB
+        assert program.state.record.statistics.reserved_bytes <= before + 40 * MIB
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -134,7 +136,7 @@ def test_the_old_arena_goes_back_when_what_was_handed_on_is_gone() -> None:
     grow(program, program.train, 2, 60)
     for _ in range(4):
         program.step(lambda: program.train(20_000))
-    assert program.state.record.reserved_bytes < 1.25 * program.state.record.arena_bytes
+    assert program.state.record.statistics.reserved_bytes < 1.25 * program.state.record.plan.arena_bytes
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -143,15 +145,15 @@ def test_an_arena_that_is_a_block_goes_back_with_what_lives_there(streams: int) 
     program = Program(streams=streams, arena="pool")
     controller, state = program.controller, program.state
     drift(program, [60_000], lambda: controller.status.phase is Phase.PLANNED)
-    large, arena = state.record.arena_bytes, state.record.arena
+    large, arena = state.record.plan.arena_bytes, state.record.plan.arena
     kept = program.allocate(100 * MIB)
     assert arena <= kept < arena + large
     drift(program, [20_000, 23_000], lambda: controller.status.num_plans > 1)
-    assert state.record.arena_bytes < 0.5 * large
+    assert state.record.plan.arena_bytes < 0.5 * large
     program.free(kept)
     for width in [23_000, 20_000] * 3:
         program.step(lambda width=width: program.evaluate(width))
-    assert state.record.reserved_bytes < state.record.arena_bytes + 40 * MIB
+    assert state.record.statistics.reserved_bytes < state.record.plan.arena_bytes + 40 * MIB
     taken = controller.device.num_allocs
     for width in [23_000, 20_000] * 10:
         assert program.step(lambda width=width: program.evaluate(width)) == (13, 0)

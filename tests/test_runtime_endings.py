@@ -18,7 +18,7 @@ at_end = []
 atexit.register(late)
 from stalloc.integrations import ranks
 planners = [ranks.plan_together]
-ranks.plan_together = lambda tape, **options: planners[-1](tape, **options)
+ranks.plan_together = lambda schedule, **options: planners[-1](schedule, **options)
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
 CONTROLLER = RUNTIME.controllers[0]
 STATE = CONTROLLER.state
@@ -56,14 +56,14 @@ entered.wait()
 sys.slow = Slow()
 """,
     "a planner that never ends": """
-planners.append(lambda tape, **options: time.sleep(1e6))
+planners.append(lambda schedule, **options: time.sleep(1e6))
 CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
 assert CONTROLLER.status.phase.value == "planning"
 sys.slow = Slow()
 """,
     "a thread that waits for such a planner": """
-planners.append(lambda tape, **options: (entered.set(), time.sleep(1e6)))
+planners.append(lambda schedule, **options: (entered.set(), time.sleep(1e6)))
 in_thread(lambda: steps(1))
 entered.wait()
 time.sleep(0.1)
@@ -89,12 +89,12 @@ sys.slow = Slow()
 """,
     "handlers at exit that go on as before": """
 def go_on():
-    before = STATE.record.num_ooms
+    before = STATE.record.statistics.num_ooms
     held = [alloc(70 * MIB) for _ in range(3)]
     held.clear()
     steps(10)
     CONTROLLER.memory.release_unused()
-    assert STATE.record.num_ooms == before, "memory was refused"
+    assert STATE.record.statistics.num_ooms == before, "memory was refused"
 at_end.append(go_on)
 """,
     "what is freed and asked for while modules go": """
@@ -149,7 +149,7 @@ sys.exit(7)
 
 def test_a_planner_at_work_is_stopped_and_waited_for(run_fresh: Any) -> None:
     work = """
-def plan_for_ever(tape, **options):
+def plan_for_ever(schedule, **options):
     entered.set()
     try:
         while True:
@@ -174,7 +174,7 @@ def compile():
     while time.monotonic() < end:
         sum(range(100))
     os.write(1, b"compiled")
-def plan_and_compile(tape, **options):
+def plan_and_compile(schedule, **options):
     while True:
         uninterrupted(uninterrupted, compile)
 planners.append(plan_and_compile)
@@ -206,7 +206,7 @@ def test_a_child_of_a_thread_of_a_process_that_plans(run_checks: Any) -> None:
         + """
 import json
 over = threading.Event()
-planners.append(lambda tape, **options: over.wait())
+planners.append(lambda schedule, **options: over.wait())
 CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
 assert CONTROLLER.status.phase.value == "planning"

@@ -74,8 +74,8 @@ def left_over():
     gc.collect()
     CONTROLLER.help(constants.POLL, 0)
     RUNTIME.rest()
-    names = ("total.allocated_bytes", "total.requested_bytes", "reserved_bytes", "total.num_live",
-        "num_deferred", "arena_bytes", "num_leases", "lock")
+    names = ("total.allocated_bytes", "total.requested_bytes", "total.num_live", "statistics.reserved_bytes",
+        "hot.num_deferred", "plan.arena_bytes", "dynamic.num_leases", "lock")
     found = {name: attrgetter(name)(STATE.record) for name in names if attrgetter(name)(STATE.record)}
     if virtual.used_bytes() or CONTROLLER.memory.segments:
         found["held"] = [virtual.used_bytes(), len(CONTROLLER.memory.segments)]
@@ -250,20 +250,21 @@ heard = [interrupted(new, 40 * MIB)]
 stream = torch.cuda.Stream()
 heard.append(interrupted(first.record_stream, stream))
 del first
-deferred = STATE.record.num_deferred
+deferred = STATE.record.hot.num_deferred
 heard.append(interrupted(torch._C._cuda_emptyCache))
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.stream(stream):
     heard.append(interrupted(torch._C._CUDAGraph.capture_begin, graph, None, "global"))
-    private = STATE.record.private_kind > 0
+    private = STATE.record.hot.private_kind > 0
     block = new(MIB)
     heard.append(interrupted(torch._C._CUDAGraph.capture_end, graph))
-    after = STATE.record.private_kind
+    after = STATE.record.hot.private_kind
 kinds = len(CONTROLLER.captures.pools)
 del block
 heard.append(interrupted(torch._C._CUDAGraph.reset, graph))
 again = new(5 * MIB)
-print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.captures.pools), STATE.record.num_ooms]))
+print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.captures.pools),
+                  STATE.record.statistics.num_ooms]))
 """
     )
     assert results == [[True] * 6, 1, True, 0, 1, 0, 0]
@@ -283,7 +284,7 @@ def deeper(size):
         pass
 sys.setrecursionlimit(150)
 deeper(11 * MIB)
-print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.status.note, STATE.record.num_ooms]))
+print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.status.note, STATE.record.statistics.num_ooms]))
 """
     )
     assert depths > 20

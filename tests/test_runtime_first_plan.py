@@ -22,10 +22,12 @@ def served_by_step(controller: Controller, num_steps: int, step: Callable[[], No
     """How many requests of each step the plan serves; the counting begins anew with a plan."""
     status, record, served = controller.status, controller.state.record, []
     for _ in range(num_steps):
-        plans, before = status.num_plans, record.hits
+        plans, before = status.num_plans, record.follow.hits
         step()
         is_new = status.num_plans != plans
-        served.append((record.hits if is_new else record.hits - before) if status.phase is Phase.PLANNED else 0)
+        served.append(
+            (record.follow.hits if is_new else record.follow.hits - before) if status.phase is Phase.PLANNED else 0
+        )
     print(served)
     return served
 
@@ -44,7 +46,7 @@ def layer(controller: Controller, sizes: list[int]) -> None:
 
 
 def test_buffers_that_take_turns_are_served_once_their_lifespans_are_known() -> None:
-    """What a step makes last lives until the end of the next: the ring is of two steps, and begins with either.
+    """What a step makes last lives until the end of the next: the cycle is of two steps, and begins with either.
 
     The fourth step shows that the third's is no exception.
     """

@@ -67,7 +67,7 @@ def check():
     assert churn(9, 2_000) == (0, 0)
     assert (STATE.record.total.num_live, STATE.record.total.allocated_bytes) == (live, allocated)
     CONTROLLER.memory.release_unused()
-    assert STATE.record.num_unknown_frees == 0
+    assert STATE.record.statistics.num_unknown_frees == 0
     whole()
 codes = [in_child(check) for _ in range(8)]
 done = True
@@ -75,7 +75,7 @@ for thread in threads:
     thread.join()
 CONTROLLER.memory.release_unused()
 print(json.dumps([codes, [STATE.record.total.allocated_bytes, STATE.record.total.num_live,
-    STATE.record.reserved_bytes, STATE.record.num_unknown_frees]]))
+    STATE.record.statistics.reserved_bytes, STATE.record.statistics.num_unknown_frees]]))
 """,
         str(Path(__file__).parent),
     )

@@ -38,8 +38,8 @@ def left_over():
     held.clear()
     gc.collect()
     RUNTIME.rest()
-    names = ("total.allocated_bytes", "total.requested_bytes", "reserved_bytes", "total.num_live",
-        "live_count", "num_unknown_frees", "lock")
+    names = ("total.allocated_bytes", "total.requested_bytes", "total.num_live", "statistics.reserved_bytes",
+        "lookup.live_count", "statistics.num_unknown_frees", "lock")
     return [attrgetter(name)(STATE.record) for name in names] + [virtual.used_bytes()]
 def show(*values):
     print(json.dumps(values))

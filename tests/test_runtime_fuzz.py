@@ -7,8 +7,8 @@ import os
 
 import numpy as np
 import pytest
-from programs.core_machine import Machine, Owners, Ring
-from programs.ring_program import Program
+from programs.core_machine import Cycle, Machine, Owners
+from programs.cycle_program import Program
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "60"))
 GROUP = 20
@@ -18,38 +18,38 @@ def deviate(seed: int) -> tuple[int, int]:
     """One program of a few passes, each with deviations of a random rate, then three without; hits and misses."""
     rng = np.random.default_rng(seed)
     streams = int(rng.integers(1, 4))
-    ring = Ring(rng, int(rng.integers(20, 60)), streams=streams, num_sizes=int(rng.integers(3, 40)))
+    cycle = Cycle(rng, int(rng.integers(20, 60)), streams=streams, num_sizes=int(rng.integers(3, 40)))
     machine = Machine(owners=Owners())
-    machine.install(ring)
+    machine.install(cycle)
     assert all(machine.allocate(1, stream) for stream in range(streams))
-    program = Program(machine, ring, rng)
+    program = Program(machine, cycle, rng)
     for _ in range(int(rng.integers(2, 6))):
-        places = np.flatnonzero(rng.random(ring.length) < rng.choice([0.02, 0.1, 0.5]))
+        places = np.flatnonzero(rng.random(cycle.length) < rng.choice([0.02, 0.1, 0.5]))
         program.one_pass({int(at): int(rng.integers(5)) for at in places})
         if rng.random() < 0.3:  # the streams of the whole pass change places
-            ring.stream = (ring.stream + 1) % streams
+            cycle.stream = (cycle.stream + 1) % streams
         if rng.random() < 0.2:
             machine.give_back_segments()
         if rng.random() < 0.15:
-            if machine.state.record.arena_bytes:
+            if machine.state.record.plan.arena_bytes:
                 machine.dissolve()
             else:
-                machine.install(ring)
-    served = machine.state.record.hits, machine.state.record.misses + machine.state.record.conflicts
+                machine.install(cycle)
+    served = machine.state.record.follow.hits, machine.state.record.steps.misses + machine.state.record.steps.conflicts
     program.end()
     machine.check_counts()
-    if machine.state.record.arena_bytes:
+    if machine.state.record.plan.arena_bytes:
         assert machine.dissolve(), "nothing keeps an arena"
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
     assert (
-        machine.state.record.reserved_bytes
+        machine.state.record.statistics.reserved_bytes
         == machine.state.record.total.allocated_bytes
         == machine.state.record.total.requested_bytes
         == 0
     )
-    assert machine.state.record.num_unknown_frees == 0
+    assert machine.state.record.statistics.num_unknown_frees == 0
     assert len(machine.segments) == 0
     return served
 

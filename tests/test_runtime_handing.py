@@ -4,48 +4,48 @@ import dataclasses
 
 import numpy as np
 import pytest
-from programs.core_machine import Ring
+from programs.core_machine import Cycle
+from programs.cycle_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 from programs.ordered_machine import Checked
-from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
 from stalloc.core import shared_blocks
-from stalloc.lifespans.tape import Tape
-from stalloc.planner import Plan, plan_tape, validate
+from stalloc.lifespans.repeating_schedule import Schedule
+from stalloc.planner import Plan, plan_schedule, validate
 
 
-def shared_plan(ring: Ring) -> Plan:
-    """The plan of a ring whose streams share the arena."""
-    start = np.arange(ring.length)
-    tape = Tape(
-        size=ring.size,
-        stream=ring.stream,
+def shared_plan(cycle: Cycle) -> Plan:
+    """The plan of a cycle whose streams share the arena."""
+    start = np.arange(cycle.length)
+    schedule = Schedule(
+        size=cycle.size,
+        stream=cycle.stream,
         start=start,
-        end=start + ring.lifespan,
-        planned=np.ones(ring.length, bool),
+        end=start + cycle.lifespan,
+        planned=np.ones(cycle.length, bool),
         row=start,
         num_prologue=0,
-        ring_start=0,
-        ring_end=ring.length,
-        period_requests=ring.length,
-        covered_requests=2 * ring.length,
+        cycle_start=0,
+        cycle_end=cycle.length,
+        period_requests=cycle.length,
+        covered_requests=2 * cycle.length,
         minimum_size=513,
     )
-    plan = plan_tape(tape, streams="share")
+    plan = plan_schedule(schedule, streams="share")
     assert validate(plan, handovers=True).ok
     return plan
 
 
 def start(seed: int, length: int = 60, streams: int = 3) -> tuple[Checked, Program, Plan]:
-    """A machine that serves a random ring of several streams from one region, the program, the plan."""
+    """A machine that serves a random cycle of several streams from one region, the program, the plan."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    ring = Ring(rng, length, streams=streams)
-    ring.size = -(-ring.size // 512) * 512  # the plan lists handovers of bytes, the runtime hands out units of 512
-    machine, plan = Checked(streams), shared_plan(ring)
+    cycle = Cycle(rng, length, streams=streams)
+    cycle.size = -(-cycle.size // 512) * 512  # the plan lists handovers of bytes, the runtime hands out units of 512
+    machine, plan = Checked(streams), shared_plan(cycle)
     assert len(plan.handover_later) > 5
-    machine.follow(ring, plan)
+    machine.follow(cycle, plan)
     assert [machine.allocate(1, stream) > 0 for stream in range(streams)]
-    return machine, Program(machine, ring, rng), plan
+    return machine, Program(machine, cycle, rng), plan
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -53,15 +53,15 @@ def test_a_stream_waits_exactly_where_the_plan_hands_over(seed: int) -> None:
     machine, program, plan = start(seed)
     for _ in range(3):
         program.one_pass()
-    assert machine.state.record.misses + machine.state.record.conflicts == 0
+    assert machine.state.record.steps.misses + machine.state.record.steps.conflicts == 0
     machine.driver.calls.clear()
-    before = machine.state.record.num_waits
+    before = machine.state.record.driver.num_waits
     program.one_pass()
     calls = machine.driver.calls
     waits = [stream for what, stream, _ in calls if what == "wait"]
     records = [stream for what, stream, _ in calls if what == "record"]
-    assert len(waits) == len(plan.handover_later) == machine.state.record.num_waits - before
-    assert sorted(waits) == sorted(plan.tape_stream[plan.handover_later].tolist())
+    assert len(waits) == len(plan.handover_later) == machine.state.record.driver.num_waits - before
+    assert sorted(waits) == sorted(plan.schedule_stream[plan.handover_later].tolist())
     assert len(records) == len(np.unique(plan.handover_earlier)), "one for each block that is handed on, at its free"
 
 
@@ -70,10 +70,10 @@ def test_no_stream_overtakes_another_when_the_program_deviates(seed: int) -> Non
     machine, program, _ = start(10 + seed, streams=2 + seed % 3)
     rng = np.random.default_rng(seed)
     for _ in range(25):
-        where = rng.integers(0, program.ring.length, 6)
+        where = rng.integers(0, program.cycle.length, 6)
         what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
         program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
-    assert machine.state.record.hits > 15 * program.ring.length
+    assert machine.state.record.follow.hits > 15 * program.cycle.length
     machine.check_counts()
     program.end()
 
@@ -86,13 +86,13 @@ def test_what_cannot_be_secured_is_served_from_the_heap(failing: str) -> None:
     machine.driver.fails.add(failing)
     for _ in range(2):
         program.one_pass()
-    assert machine.state.record.conflicts > 0
+    assert machine.state.record.steps.conflicts > 0
     machine.driver.fails.clear()
     for _ in range(3):
         program.one_pass()
-    conflicts = machine.state.record.conflicts
+    conflicts = machine.state.record.steps.conflicts
     program.one_pass()
-    assert machine.state.record.conflicts == conflicts, "all is as before"
+    assert machine.state.record.steps.conflicts == conflicts, "all is as before"
     assert len(plan.handover_later)
     machine.check_counts()
     program.end()
@@ -105,14 +105,14 @@ def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait
     for address in live:
         machine.share(address, (machine.stream_of(address) + 1) % 3)
     program.one_pass()
-    assert machine.state.record.num_deferred == len(live)
+    assert machine.state.record.hot.num_deferred == len(live)
     machine.driver.synchronize()
     assert shared_blocks.poll(machine.state.address, 0) == shared_blocks.KNOWN
-    assert machine.state.record.num_deferred == 0
+    assert machine.state.record.hot.num_deferred == 0
     for _ in range(3):
         program.one_pass()
     machine.check_counts()
-    assert machine.state.record.num_waits > len(plan.handover_later)
+    assert machine.state.record.driver.num_waits > len(plan.handover_later)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -120,8 +120,8 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     machine, program, _ = start(40 + seed)
     for _ in range(3):
         program.one_pass({5: INSERT, 20: LINGER})
-    base = machine.state.record.arena
-    machine.state.arena.drop_tape()
+    base = machine.state.record.plan.arena
+    machine.state.arena.drop_schedule()
     machine.state.arena.end_sharing()
     machine.driver.synchronize()
     bases = machine.state.arena.dissolve()
@@ -136,22 +136,22 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
 
 
 def test_an_arena_that_streams_share_is_parted_although_it_lacks_memory() -> None:
     rng = np.random.default_rng(50)
-    ring, machine = Ring(rng, 60, streams=3), Checked(3)
-    ring.size = -(-ring.size // 512) * 512
-    machine.follow(ring, shared_plan(ring), has_memory=False)
-    machine.state.arena.drop_tape()
+    cycle, machine = Cycle(rng, 60, streams=3), Checked(3)
+    cycle.size = -(-cycle.size // 512) * 512
+    machine.follow(cycle, shared_plan(cycle), has_memory=False)
+    machine.state.arena.drop_schedule()
     machine.state.arena.end_sharing()
     assert machine.state.arena.dissolve()
-    assert machine.state.record.reserved_bytes == 0, "nothing of it ever had memory"
+    assert machine.state.record.statistics.reserved_bytes == 0, "nothing of it ever had memory"
 
 
 def test_a_plan_whose_hand_over_is_missing_is_refused() -> None:
-    plan = shared_plan(Ring(np.random.default_rng(50), 60, streams=3))
+    plan = shared_plan(Cycle(np.random.default_rng(50), 60, streams=3))
     missing = dataclasses.replace(
         plan, handover_earlier=plan.handover_earlier[1:], handover_later=plan.handover_later[1:]
     )

@@ -5,7 +5,7 @@ import pytest
 from programs.core_machine import FIRST_ADDRESS, KIB, MIB, Machine
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 
 
 def random_size(rng: np.random.Generator) -> int:
@@ -51,7 +51,7 @@ def test_random_requests_never_overlap_and_all_comes_back(seed: int) -> None:
         == machine.state.record.total.requested_bytes
         == 0
     )
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
     assert len(machine.segments) == 0
 
 
@@ -108,7 +108,7 @@ def test_tens_of_thousands_of_live_blocks_are_all_known() -> None:
     for i in np.random.default_rng(seed).permutation(len(live)).tolist():
         machine.free(live[i])
     assert (
-        machine.state.record.num_unknown_frees
+        machine.state.record.statistics.num_unknown_frees
         == machine.state.record.total.num_live
         == machine.state.record.total.allocated_bytes
         == 0
@@ -159,22 +159,22 @@ def test_absurd_sizes_find_no_memory_and_break_nothing(size: int, lasting: bool)
 
 
 def test_an_absurd_size_is_not_taken_for_an_entry_of_the_plan() -> None:
-    """Keys of the tape hold size and stream in one word: a size whose upper bits are cut off must not match."""
+    """Keys of the schedule hold size and stream in one word: a size whose upper bits are cut off must not match."""
     machine = Machine()
     size, stream, offset = np.array([4 * MIB] * 4), np.zeros(4, np.int64), np.arange(4) * 4 * MIB
-    machine.state.arena.install(ArenaTape(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
+    machine.state.arena.install(ArenaSchedule(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
     base = machine.take(16 * MIB)
     machine.state.arena.serve(base, 16 * MIB)
     assert machine.request(0, (1 << 54) + 4 * MIB, 0) == 0
-    assert machine.state.record.arena_live == 0
+    assert machine.state.record.plan.arena_live == 0
 
 
 def test_zero_bytes_get_no_address_and_no_error() -> None:
     machine = Machine()
     assert machine.allocate(0) == 0
-    assert machine.state.record.num_ooms == machine.state.record.total.num_live == 0
+    assert machine.state.record.statistics.num_ooms == machine.state.record.total.num_live == 0
     machine.free_unchecked(0)
-    assert machine.state.record.num_unknown_frees == 0
+    assert machine.state.record.statistics.num_unknown_frees == 0
 
 
 def test_unknown_and_double_frees_are_counted_and_harmless() -> None:
@@ -187,10 +187,10 @@ def test_unknown_and_double_frees_are_counted_and_harmless() -> None:
     machine.free(address)
     machine.free_unchecked(address)
     machine.free_unchecked(address)
-    assert machine.state.record.num_unknown_frees == len(inside) + 2
+    assert machine.state.record.statistics.num_unknown_frees == len(inside) + 2
     exercise(machine, rng, 1000)
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == machine.state.record.total.allocated_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == machine.state.record.total.allocated_bytes == 0
 
 
 def test_no_memory_leaves_what_is_live_and_what_is_free() -> None:
@@ -198,11 +198,11 @@ def test_no_memory_leaves_what_is_live_and_what_is_free() -> None:
     held = [machine.allocate(10 * MIB) for _ in range(6)]
     assert all(held)
     assert machine.allocate(10 * MIB) == 0
-    assert machine.state.record.num_ooms == 1
+    assert machine.state.record.statistics.num_ooms == 1
     machine.check_counts()
     machine.free(held[3])
     assert machine.allocate(10 * MIB)
-    assert machine.state.record.num_ooms == 1
+    assert machine.state.record.statistics.num_ooms == 1
 
 
 def test_before_giving_up_any_free_block_of_the_stream_will_do() -> None:
@@ -236,11 +236,11 @@ def test_memory_of_a_capture_is_nobody_elses_until_the_graph_is_gone() -> None:
     rng = np.random.default_rng(11)
     machine = Machine()
     exercise(machine, rng, 500)
-    machine.state.record.private_kind = GRAPH
+    machine.state.record.hot.private_kind = GRAPH
     captured = [(machine.allocate(size), size) for size in (600, 3 * MIB, 12 * MIB, 800 * KIB)]
     for address, _ in captured:
         machine.free(address)
-    machine.state.record.private_kind = 0
+    machine.state.record.hot.private_kind = 0
     ranges = [(address, size) for address, size in captured]
     machine.give_back_segments()
     assert machine.taken >= sum(size for _, size in captured)
@@ -258,9 +258,9 @@ def test_a_capture_without_memory_fails_rather_than_take_a_block_that_others_reu
     machine = Machine(capacity=44 * MIB)
     large, kept = machine.allocate(20 * MIB), machine.allocate(20 * MIB)
     machine.free(large)
-    machine.state.record.private_kind = GRAPH
+    machine.state.record.hot.private_kind = GRAPH
     assert machine.allocate(15 * MIB) == 0, "a block of the general pool would be overwritten by replays of the graph"
-    machine.state.record.private_kind = 0
+    machine.state.record.hot.private_kind = 0
     assert machine.allocate(15 * MIB) == large
     assert kept
 
@@ -268,10 +268,10 @@ def test_a_capture_without_memory_fails_rather_than_take_a_block_that_others_reu
 def test_a_kind_of_pool_that_served_a_graph_before_is_private_again() -> None:
     machine = Machine()
     for i in range(2):
-        machine.state.record.private_kind = GRAPH
+        machine.state.record.hot.private_kind = GRAPH
         address = machine.allocate(2 * MIB)
         machine.free(address)
-        machine.state.record.private_kind = 0
+        machine.state.record.hot.private_kind = 0
         assert machine.give_back_segments() == 0, f"capture {i}"
         machine.state.heap.unpin_pools(GRAPH)
         assert machine.give_back_segments() == 1

@@ -114,12 +114,12 @@ def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
     program.controller.expects_marks = False
     for _ in range(90):
         program.evaluate(int(rng.choice([1500, 2000, 2600])))
-    held = program.state.record.reserved_bytes
+    held = program.state.record.statistics.reserved_bytes
     before = program.counts()
     for _ in range(40):
         program.evaluate(int(rng.choice([1500, 2000, 2600])))
     assert program.counts() == (before[0] + 40 * 13, before[1])
-    assert program.state.record.reserved_bytes <= held
+    assert program.state.record.statistics.reserved_bytes <= held
 
 
 @pytest.mark.parametrize("epoch", ["aaaaab", "aab", "ab", "aabaac", "abcccc"])
@@ -257,10 +257,10 @@ def test_what_is_little_and_kept_keeps_no_page_of_the_arena() -> None:
         program.step(lambda: program.train(2000))
     assert program.controller.status.phase is Phase.PLANNED
     for i in range(12):
-        width = 2000 if i % 2 else 1500  # a kind of step that is on no tape yet, too
+        width = 2000 if i % 2 else 1500  # a kind of step that is on no schedule yet, too
         program.step(lambda width=width: program.train(width), lambda i=i: program.allocate(4096 + 512 * i))
     for address in [*program.weights, *program.gradients]:
         program.free(address)
-    program.controller.arenas.drop_tape()
+    program.controller.arenas.drop_schedule()
     program.controller.memory.release_unused()
-    assert program.state.record.reserved_bytes <= 2 * GRANULE
+    assert program.state.record.statistics.reserved_bytes <= 2 * GRANULE

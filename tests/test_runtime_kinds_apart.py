@@ -62,4 +62,4 @@ def test_a_step_that_keeps_more_is_followed_without_marks_too(seed: int) -> None
         width, keeps = int(rng.choice([1500, 2000, 2600])), not rng.integers(2)
         step(width, keeps=keeps)
     assert program.controller.status.phase is Phase.PLANNED
-    assert program.controller.steps.tapes is not None
+    assert program.controller.steps.schedules is not None

@@ -31,7 +31,7 @@ def test_memory_is_mapped_in_the_smallest_gap_that_is_large_enough() -> None:
     for address in (wide, narrow):
         state.free(address)
     controller.memory.release_unused()
-    assert state.record.reserved_bytes == 4 * MIB
+    assert state.record.statistics.reserved_bytes == 4 * MIB
     assert state.malloc(14 * MIB) == narrow
 
 
@@ -39,9 +39,9 @@ def test_small_requests_use_what_large_ones_leave_over_of_their_pages_before_mor
     state = _heap(0).state
     assert state.malloc(3 * MIB)
     assert state.malloc(MIB // 2)
-    assert state.record.reserved_bytes == 4 * MIB
+    assert state.record.statistics.reserved_bytes == 4 * MIB
     assert state.malloc(MIB)  # more than is left
-    assert state.record.reserved_bytes == 6 * MIB
+    assert state.record.statistics.reserved_bytes == 6 * MIB
 
 
 def test_a_gap_that_has_memory_in_parts_is_filled_up() -> None:
@@ -56,7 +56,7 @@ def test_a_gap_that_has_memory_in_parts_is_filled_up() -> None:
     controller.memory.release_unused()
     state.free(parts[0])
     assert state.malloc(40 * MIB) == blocks[0]
-    assert state.record.num_ooms == 0
+    assert state.record.statistics.num_ooms == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_pages_move_where_more_than_4_mib_would_be_held_beyond_the_peak_unless_i
     freed, _ = (int(state.malloc(size)) for size in (freed_bytes, freed_bytes + 140 * MIB))
     state.free(freed)
     assert state.malloc(freed_bytes + 2 * MIB)
-    assert (state.record.num_segment_frees > 0) == moves
+    assert (state.record.statistics.num_segment_frees > 0) == moves
 
 
 def test_what_pages_have_left_over_serves_what_would_be_refused() -> None:
@@ -87,12 +87,12 @@ def test_what_pages_have_left_over_serves_what_would_be_refused() -> None:
         live.add(address, size * MIB)
     joined = int(state.malloc(4 * MIB))  # one page is free, and a part of each of three others
     live.add(joined, 4 * MIB)
-    assert state.record.num_ooms == 0
-    assert state.record.reserved_bytes == controller.memory.source.taken == 14 * MIB
+    assert state.record.statistics.num_ooms == 0
+    assert state.record.statistics.reserved_bytes == controller.memory.source.taken == 14 * MIB
     state.free(joined)
     controller.memory.release_unused()
-    assert state.record.reserved_bytes == controller.memory.source.taken == 12 * MIB
+    assert state.record.statistics.reserved_bytes == controller.memory.source.taken == 12 * MIB
     for address in blocks[::2]:
         state.free(address)
     controller.memory.release_unused()
-    assert state.record.reserved_bytes == controller.memory.source.taken == 0
+    assert state.record.statistics.reserved_bytes == controller.memory.source.taken == 0

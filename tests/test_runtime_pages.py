@@ -150,7 +150,7 @@ class Program:
         for one in segments(self.controller.state):
             mapped.add(one.address, one.size_bytes)
         total = sum(size for _, size in mapped.items())
-        assert total == record.reserved_bytes == source.taken
+        assert total == record.statistics.reserved_bytes == source.taken
         joined: list[list[int]] = []
         for address, size in mapped.items():
             if joined and joined[-1][1] == address:
@@ -192,7 +192,7 @@ def test_what_lives_has_memory_and_what_is_held_is_counted(seed: int) -> None:
     most_hits = 0  # of one plan: each begins to count anew
     for _ in range(60):
         program.step()
-        most_hits = max(most_hits, program.controller.state.record.hits)
+        most_hits = max(most_hits, program.controller.state.record.follow.hits)
     assert program.controller.status.num_plans > 0
     assert most_hits > 0
     assert program.refused == 0
@@ -201,7 +201,7 @@ def test_what_lives_has_memory_and_what_is_held_is_counted(seed: int) -> None:
         program.controller.state.free(address)
     program.controller.drop_plan()
     program.controller.memory.release_unused()
-    assert program.controller.state.record.reserved_bytes == program.controller.memory.source.taken == 0
+    assert program.controller.state.record.statistics.reserved_bytes == program.controller.memory.source.taken == 0
 
 
 def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> None:
@@ -209,7 +209,7 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
 
     def step(keeps: int = 0) -> tuple[int, int]:
         record = program.controller.state.record
-        hits, missed = record.hits, record.misses + record.conflicts
+        hits, missed = record.follow.hits, record.steps.misses + record.steps.conflicts
         inside = []
         for size in program.sizes.tolist():
             inside.append(program.allocate(size))
@@ -220,7 +220,7 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
         for address in inside:
             program.free(address)
         program.controller.mark(MARK_STEP, "")
-        return record.hits - hits, record.misses + record.conflicts - missed
+        return record.follow.hits - hits, record.steps.misses + record.steps.conflicts - missed
 
     for _ in range(8):
         step()
@@ -229,7 +229,9 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
     for _ in range(6):
         step()
     assert step() == (len(program.sizes), 0)
-    assert record.reserved_peak.total <= 1.2 * record.total.allocated_peak  # a second arena would be 1.6 times
+    assert (
+        record.statistics.reserved_peak.total <= 1.2 * record.total.allocated_peak
+    )  # a second arena would be 1.6 times
 
 
 def test_a_request_that_was_refused_is_no_reason_to_hold_more() -> None:
@@ -242,7 +244,7 @@ def test_a_request_that_was_refused_is_no_reason_to_hold_more() -> None:
         assert all(blocks)
         for address in blocks:
             state.free(address)
-    assert state.record.reserved_bytes <= 204 * MIB
+    assert state.record.statistics.reserved_bytes <= 204 * MIB
 
 
 def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
@@ -268,19 +270,19 @@ def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
 def test_on_a_full_device_what_is_left_over_is_had_once(seed: int, num_requests: int) -> None:
     print(f"seed {seed}")
     program = Program(seed, capacity_bytes=128 * MIB)
-    rng, live, size, splices = program.rng, [], 0, 0
+    rng, live, size, stitched = program.rng, [], 0, 0
     for _ in range(num_requests):
         size = int(rng.choice([0.2, 1.3, 3.7, 9.1]) * MIB) // 512 * 512
         while sum(bytes_ for _, bytes_ in program.live.items()) + size > 120 * MIB:
             program.free(live.pop(int(rng.integers(len(live)))))
         live.append(program.allocate(size))
-        splices += sum(one.address % GRANULE != 0 for one in segments(program.controller.state))
+        stitched += sum(one.address % GRANULE != 0 for one in segments(program.controller.state))
         program.check()
-    assert splices > 0
+    assert stitched > 0
     for address in live:
         program.free(address)
     program.controller.memory.release_unused()
-    assert program.controller.state.record.reserved_bytes == program.controller.memory.source.taken == 0
+    assert program.controller.state.record.statistics.reserved_bytes == program.controller.memory.source.taken == 0
 
 
 @CUPY
@@ -303,7 +305,7 @@ for step in range(32):
         cupy.zeros((12 << 22,), cupy.float32).sum()
     total.max()
 controller = runtime.controllers[0]
-print(json.dumps({"hits": controller.state.record.hits, "held": virtual.peak_bytes(0) >> 20}))
+print(json.dumps({"hits": controller.state.record.follow.hits, "held": virtual.peak_bytes(0) >> 20}))
 """
     )
     assert result["hits"] > 200

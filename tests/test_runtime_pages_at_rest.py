@@ -33,7 +33,7 @@ def moves_by_step(num_steps: int) -> tuple[list[int], float]:
             state.free(address)
         controller.mark(MARK_STEP, "")
         moves.append(paging.num_moves - before)
-    return moves, state.record.reserved_peak.total / state.record.total.allocated_peak
+    return moves, state.record.statistics.reserved_peak.total / state.record.total.allocated_peak
 
 
 def test_a_little_more_is_held_where_pages_would_move_in_every_step() -> None:
@@ -108,7 +108,7 @@ def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
     assert controller.status.phase is Phase.PLANNED
     assert max(moves) > 0
     assert max(moves[-20:]) == 0
-    assert state.record.reserved_bytes <= 1.125 * state.record.total.allocated_peak
+    assert state.record.statistics.reserved_bytes <= 1.125 * state.record.total.allocated_peak
 
 
 def test_what_a_step_needs_again_at_once_is_given_back_ever_more_rarely() -> None:

@@ -73,7 +73,7 @@ class Program:
         address: dict[int, int] = {}
         for entry in self.script:
             if entry == LASTING:
-                controller.expect_lasting()
+                controller.expect_persistent()
             elif entry == STEP:
                 controller.mark(MARK_STEP, "")
             elif entry[0] == Kind.ALLOC:

@@ -36,8 +36,8 @@ STATE = RUNTIME.controllers[0].state
 (trace,) = RUNTIME.recorded()
 reserved, live = trace.reserved_bytes(), trace.live_bytes(trace.size)[1:]
 print(json.dumps([
-    phase, bool((live <= reserved).all()), int(reserved[-1]) == STATE.record.reserved_bytes,
-    int(trace.segment_size.sum()) == STATE.record.reserved_bytes,
+    phase, bool((live <= reserved).all()), int(reserved[-1]) == STATE.record.statistics.reserved_bytes,
+    int(trace.segment_size.sum()) == STATE.record.statistics.reserved_bytes,
     int(reserved.max()) == RUNTIME.reports()[0].run_reserved_peak_bytes,
 ]))
 """
@@ -56,7 +56,7 @@ MIB, STATE = 1 << 20, RUNTIME.controllers[0].state
 def holds():
     (trace,) = RUNTIME.recorded()
     reserved, live = trace.reserved_bytes(), trace.live_bytes(trace.size)[1:]
-    held = STATE.record.reserved_bytes
+    held = STATE.record.statistics.reserved_bytes
     return bool((live <= reserved).all()) and int(reserved[-1]) == int(trace.segment_size.sum()) == held
 rest = cp.cuda.runtime.memGetInfo()[0] // (2 * MIB) * 2 - 14
 filler = cp.cuda.alloc(rest * MIB)
@@ -69,7 +69,7 @@ RUNTIME.controllers[0].memory.release_unused()
 found.append(holds())
 blocks.clear()
 RUNTIME.controllers[0].memory.release_unused()
-print(json.dumps([*found, holds(), STATE.record.num_ooms]))
+print(json.dumps([*found, holds(), STATE.record.statistics.num_ooms]))
 """
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from programs.core_machine import MIB, Ring
+from programs.core_machine import MIB, Cycle
+from programs.cycle_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 from programs.ordered_machine import Checked
-from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
 from stalloc.core import shared_blocks
 from stalloc.core.constants import POLL
@@ -38,11 +38,11 @@ def test_a_block_waits_for_every_stream_that_used_it() -> None:
     assert sorted(stream for what, stream, _ in machine.driver.calls if what == "record") == [1, 2, 3], "once for each"
     for stream in (2, 1, 3):
         assert poll(machine) == shared_blocks.KNOWN
-        assert machine.state.record.num_deferred == 1
+        assert machine.state.record.hot.num_deferred == 1
         assert not is_free(machine, address)
         machine.driver.finish(stream)
     poll(machine)
-    assert machine.state.record.num_deferred == 0
+    assert machine.state.record.hot.num_deferred == 0
     assert is_free(machine, address)
     machine.check_counts()
 
@@ -60,7 +60,7 @@ def test_the_stream_that_a_block_was_asked_for_on_and_foreign_addresses_need_no_
     machine = Checked(2)
     address = freed_block(machine, 0)
     machine.state.share(12345, 16)
-    assert machine.state.record.num_deferred == 0
+    assert machine.state.record.hot.num_deferred == 0
     assert machine.driver.calls == []
     assert is_free(machine, address)
 
@@ -68,12 +68,12 @@ def test_the_stream_that_a_block_was_asked_for_on_and_foreign_addresses_need_no_
 def test_blocks_are_freed_without_python_while_the_program_goes_on() -> None:
     machine = Checked(2)
     addresses = [freed_block(machine, 1) for _ in range(50)]
-    assert machine.state.record.num_deferred == len(set(addresses)) == 50
+    assert machine.state.record.hot.num_deferred == len(set(addresses)) == 50
     machine.driver.finish(1)
     machine.asked.clear()
     for _ in range(64):
         machine.free(machine.allocate(MIB))
-    assert machine.state.record.num_deferred == 0
+    assert machine.state.record.hot.num_deferred == 0
     assert POLL not in machine.asked
 
 
@@ -85,7 +85,7 @@ def test_a_stream_that_is_held_up_holds_up_no_other() -> None:
     machine.driver.calls.clear()
     poll(machine)
     assert is_free(machine, address)
-    assert machine.state.record.num_deferred == len(waiting)
+    assert machine.state.record.hot.num_deferred == len(waiting)
     assert len(machine.driver.calls) == 2, "the first block of each stream says enough of its others"
 
 
@@ -100,7 +100,7 @@ def test_what_the_driver_refuses_is_tried_again(failing: str) -> None:
     machine.driver.fails.clear()
     poll(machine)
     poll(machine)
-    assert machine.state.record.num_deferred == 0
+    assert machine.state.record.hot.num_deferred == 0
     assert is_free(machine, address)
 
 
@@ -109,12 +109,12 @@ def test_a_stream_for_which_no_event_can_be_recorded_is_known_to_be_done_when_it
     recorded = freed_block(machine, 2)
     machine.driver.fails.add("record")
     before = freed_block(machine, 1)
-    num_idle = machine.state.record.num_unrecorded
+    num_idle = machine.state.record.shared.num_unrecorded
     machine.driver.finish(1)
     after = freed_block(machine, 1)
     assert machine.state.awaited()[1] == [16]
     assert shared_blocks.poll(machine.state.address, num_idle) == shared_blocks.UNKNOWN
-    assert machine.state.record.num_deferred == 2, "of the other streams' work nothing is known"
+    assert machine.state.record.hot.num_deferred == 2, "of the other streams' work nothing is known"
     assert is_free(machine, before)
     assert len({recorded, before, after}) == 3
 
@@ -127,7 +127,7 @@ def test_a_stream_that_was_not_known_to_be_needed_is_not_taken_for_idle(failing:
 
     def look() -> None:
         if not seen:
-            seen.append((machine.state.record.num_unrecorded, machine.state.awaited()[1]))
+            seen.append((machine.state.record.shared.num_unrecorded, machine.state.awaited()[1]))
 
     machine.driver.before_record = look
     machine.driver.fails.add(failing)
@@ -136,7 +136,7 @@ def test_a_stream_that_was_not_known_to_be_needed_is_not_taken_for_idle(failing:
     assert streams == []
     for before in (0, num_idle):
         assert shared_blocks.poll(machine.state.address, before) == shared_blocks.UNKNOWN
-    assert machine.state.record.num_deferred == 1
+    assert machine.state.record.hot.num_deferred == 1
     assert not is_free(machine, address)
 
 
@@ -144,13 +144,13 @@ def test_events_are_neither_recorded_nor_asked_while_a_graph_is_captured() -> No
     machine = Checked(2)
     address = machine.allocate(3 * MIB)
     machine.share(address, 1)
-    machine.state.record.private_kind = 1 << 50
+    machine.state.record.hot.private_kind = 1 << 50
     machine.free(address)
     inside = [machine.allocate(MIB) for _ in range(40)]
     assert machine.driver.calls == []
-    machine.state.record.private_kind = 0
+    machine.state.record.hot.private_kind = 0
     assert poll(machine) == shared_blocks.KNOWN
-    assert machine.state.record.num_deferred == 1
+    assert machine.state.record.hot.num_deferred == 1
     machine.driver.finish(1)
     poll(machine)
     assert is_free(machine, address)
@@ -162,21 +162,21 @@ def test_events_are_neither_recorded_nor_asked_while_a_graph_is_captured() -> No
 def test_no_stream_gets_what_another_still_uses_on_a_plan_or_beside_it(seed: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(100 + seed)
-    ring = Ring(rng, 60, streams=1 + seed % 3)
+    cycle = Cycle(rng, 60, streams=1 + seed % 3)
     machine = Checked(3)
-    machine.install(ring)
-    program = Program(machine, ring, rng)
+    machine.install(cycle)
+    program = Program(machine, cycle, rng)
     for _ in range(30):
-        where = rng.integers(0, ring.length, 6)
+        where = rng.integers(0, cycle.length, 6)
         what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
         program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
         for address in machine.live.addresses():
             for stream in rng.permutation(3)[: int(rng.integers(0, 3))].tolist():
                 machine.share(address, stream)
         machine.driver.finish(int(rng.integers(3)))
-    assert machine.state.record.hits > 3 * ring.length
+    assert machine.state.record.follow.hits > 3 * cycle.length
     program.end()
     machine.driver.synchronize()
     poll(machine)
     machine.check_counts()
-    assert machine.state.record.num_deferred == machine.state.record.total.allocated_bytes == 0
+    assert machine.state.record.hot.num_deferred == machine.state.record.total.allocated_bytes == 0

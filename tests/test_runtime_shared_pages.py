@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs.core_machine import Ring
-from programs.ring_program import INSERT, LINGER, Program
+from programs.core_machine import Cycle
+from programs.cycle_program import INSERT, LINGER, Program
 from test_runtime_handing import Checked, shared_plan
 
 from stalloc.core.constants import GRANULE
@@ -22,13 +22,13 @@ class Paged(Checked):
 
     def back(self, every: int = 1) -> None:
         """Give all of the arena memory, or every so many pages."""
-        for begin in range(0, self.state.record.arena_bytes, every * GRANULE):
+        for begin in range(0, self.state.record.plan.arena_bytes, every * GRANULE):
             self.state.arena.use_pages(begin, begin + GRANULE)
-            self.pages.add(self.state.record.arena + begin)
+            self.pages.add(self.state.record.plan.arena + begin)
 
     def dissolve(self) -> list[int]:
         """Make segments of the arena, once all streams are done with it; their bases."""
-        self.state.arena.drop_tape()
+        self.state.arena.drop_schedule()
         self.state.arena.end_sharing()
         self.driver.synchronize()
         return self.state.arena.dissolve()
@@ -48,7 +48,7 @@ class Paged(Checked):
         assert inside == self.pages, "a page is held in which nothing lives"
         assert not [page for page in used if self._is_of_arena(page) and page not in self.pages]
         others = sum(size for base, size in self.segments.items() if base != self.first)
-        assert self.state.record.reserved_bytes == len(self.pages) * GRANULE + others
+        assert self.state.record.statistics.reserved_bytes == len(self.pages) * GRANULE + others
 
     def _is_of_arena(self, address: int) -> bool:
         return self.first <= address < self.first + dict(self.segments.items())[self.first]
@@ -57,14 +57,14 @@ class Paged(Checked):
 
 
 def start(seed: int) -> tuple[Paged, Program]:
-    """A machine that serves a ring whose streams share pages, and its program."""
+    """A machine that serves a cycle whose streams share pages, and its program."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    ring, machine = Ring(rng, 60, streams=3), Paged(3)
-    ring.size = -(-ring.size // 512) * 512
-    machine.follow(ring, shared_plan(ring), has_memory=False)
-    machine.first = machine.state.record.arena
-    return machine, Program(machine, ring, rng)
+    cycle, machine = Cycle(rng, 60, streams=3), Paged(3)
+    cycle.size = -(-cycle.size // 512) * 512
+    machine.follow(cycle, shared_plan(cycle), has_memory=False)
+    machine.first = machine.state.record.plan.arena
+    return machine, Program(machine, cycle, rng)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
@@ -88,7 +88,7 @@ def test_a_page_that_is_free_in_all_segments_that_have_a_part_of_it_goes_back(se
     assert num_shared == 0
     assert not machine.pages
     machine.give_back_segments()
-    assert machine.state.record.reserved_bytes == 0
+    assert machine.state.record.statistics.reserved_bytes == 0
     assert set(machine.state.heap.remove_empty_ranges()) == bases
 
 
@@ -100,12 +100,12 @@ def test_no_more_pages_are_taken_from_streams_than_are_asked_for(seed: int) -> N
     num_shared = len({base // GRANULE for base in machine.dissolve() if base % GRANULE})
     program.end()
     machine.state.leave_pages((len(machine.pages) - num_shared) * GRANULE)  # all others
-    before = machine.state.record.reserved_bytes
+    before = machine.state.record.statistics.reserved_bytes
     page = int(machine.state.heap.segments()[0].max()) // GRANULE * GRANULE
     shared, _ = machine.state.leave_pages(2 * GRANULE, between=(page, page + GRANULE))
     assert len(shared) == 2
     assert (page, GRANULE) not in shared
-    assert machine.state.record.reserved_bytes == before - 2 * GRANULE
+    assert machine.state.record.statistics.reserved_bytes == before - 2 * GRANULE
 
 
 @pytest.mark.parametrize("seed", range(4))

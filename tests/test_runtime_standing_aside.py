@@ -63,10 +63,10 @@ class Training:
     def step(self, num_batches: int) -> tuple[int, int]:
         """One step; requests that the plan served, and did not serve."""
         record = self.state.record
-        hits, missed = record.hits, record.misses + record.conflicts
+        hits, missed = record.follow.hits, record.steps.misses + record.steps.conflicts
         self.work(num_batches)
         self.controller.mark(MARK_STEP, "")
-        return record.hits - hits, record.misses + record.conflicts - missed
+        return record.follow.hits - hits, record.steps.misses + record.steps.conflicts - missed
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -76,7 +76,7 @@ def test_a_step_that_needs_more_than_the_plan_is_held_in_little_more_than_it_nee
         training.step(1)
     assert training.controller.status.phase is Phase.PLANNED
     training.step(2)
-    total, held = training.state.record.total, training.state.record.reserved_peak.total
+    total, held = training.state.record.total, training.state.record.statistics.reserved_peak.total
     print(f"held {held / MIB:.0f} MiB, allocated {total.allocated_peak / MIB:.0f}")
     assert held <= 1.06 * total.allocated_peak  # 1.07 to 1.11 where the plan goes on serving what it can
 
@@ -89,7 +89,7 @@ def test_a_step_that_the_plan_knows_in_two_thirds_is_held_in_little_more_than_it
     assert training.controller.status.phase is Phase.PLANNED
     for _ in range(3):
         training.step_with_other_outputs()
-    total, held = training.state.record.total, training.state.record.reserved_peak.total
+    total, held = training.state.record.total, training.state.record.statistics.reserved_peak.total
     print(f"held {held / MIB:.0f} MiB, allocated {total.allocated_peak / MIB:.0f}")
     assert held <= 1.05 * total.allocated_peak  # 1.13 to 1.18 where the plan goes on serving what it can
 

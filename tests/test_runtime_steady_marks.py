@@ -40,7 +40,7 @@ def _run(steps: Steps, *, hears_all: bool, keeps_batch: bool, num_steps: int = 1
     program, rows = Program(keeps_batch=keeps_batch, hears_all=hears_all), []
     for number in range(num_steps):
         served = program.step(lambda number=number: steps(program, number))
-        rows.append((*served, int(program.state.record.reserved_bytes), program.controller.status.num_plans))
+        rows.append((*served, int(program.state.record.statistics.reserved_bytes), program.controller.status.num_plans))
     return rows
 
 
@@ -67,8 +67,8 @@ def _recorded(*, hears_all: bool) -> Trace:
     for kind in [*in_rounds(1, 3, 8), *([0, 0, 1, 2] * 8)]:
         program.step(lambda width=2000 + 400 * kind: program.train(width))
     assert program.controller.status.phase is Phase.PLANNED
-    assert program.state.record.recording
-    program.controller.expect_lasting()  # whoever asks for something has it told of the steps before
+    assert program.state.record.hot.recording
+    program.controller.expect_persistent()  # whoever asks for something has it told of the steps before
     return program.controller.recording.trace()
 
 

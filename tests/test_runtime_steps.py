@@ -15,7 +15,7 @@ def test_what_a_new_optimizer_keeps_has_no_places_of_the_plan() -> None:
         program.step(lambda: program.train(1000))
 
     def make_optimizer() -> None:
-        program.controller.expect_lasting()
+        program.controller.expect_persistent()
         for gradient in range(12):  # as large as the gradients, which have places that are free now
             program.weights.append(program.allocate(MIB + 512 * gradient))
 
@@ -100,13 +100,13 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
         run_step()
     assert program.controller.status.num_plans > 1  # the first was of layers
     assert planned_by < 8  # what came while that one was in force was recorded
-    assert not program.state.record.recording
+    assert not program.state.record.hot.recording
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 
 @pytest.mark.parametrize("passes", [0, 1, 3, 9])
 def test_one_request_in_between_ends_no_plan_of_a_short_step(passes: int) -> None:
-    """Nothing marks the steps, and the plan is young: what came in between does not make its ring a layer's."""
+    """Nothing marks the steps, and the plan is young: what came in between does not make its cycle a layer's."""
     program = Program()
     program.controller.expects_marks = False
 
@@ -157,11 +157,11 @@ def test_what_is_known_to_outlive_a_step_stands_in_no_way_of_the_next() -> None:
     assert hits > 4 * 180
     assert misses <= 10 + 2  # the copies, and what the first of them that was in the way of anything displaced
     record = program.state.record
-    assert record.reserved_bytes <= record.total.allocated_peak + 6 * MIB
+    assert record.statistics.reserved_bytes <= record.total.allocated_peak + 6 * MIB
 
 
-def test_a_ring_of_several_steps_is_followed_from_mark_to_mark() -> None:
-    """The batch lives a little longer than a step, so the ring has two: the marks of both count."""
+def test_a_cycle_of_several_steps_is_followed_from_mark_to_mark() -> None:
+    """The batch lives a little longer than a step, so the cycle has two: the marks of both count."""
     program = Program(keeps_batch=True)
     for number in range(12):
         hits, missed = program.step(lambda: program.train(2000))

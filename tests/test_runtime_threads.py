@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from programs.core_machine import KIB, MIB, Machine, Ring, hammer
+from programs.core_machine import KIB, MIB, Cycle, Machine, hammer
 
 from stalloc.core import constants
 
@@ -32,7 +32,7 @@ def hammer_in_threads(
     assert [failed for _, failed in results.values()] == [0] * len(sizes)
     state = machine.state
     assert (
-        state.record.num_unknown_frees
+        state.record.statistics.num_unknown_frees
         == state.record.total.num_live
         == state.record.total.allocated_bytes
         == state.record.total.requested_bytes
@@ -57,38 +57,38 @@ def test_heap_under_three_threads(machine: Machine, lasting: bool, streams: list
 
 @pytest.mark.parametrize("order", [True, False])
 def test_a_plan_under_three_threads_that_all_follow_it(machine: Machine, order: bool) -> None:
-    """Each thread follows the tape on its own, so together they deviate from it all the time."""
+    """Each thread follows the schedule on its own, so together they deviate from it all the time."""
     rng = np.random.default_rng(2)
-    ring = Ring(rng, 60)
-    ring.size[:] = ring.size // 32  # small enough to write to every granule
-    machine.install(ring)
-    hammer_in_threads(machine, [ring.size] * 3, order=order, streams=[0, 0, 0])
+    cycle = Cycle(rng, 60)
+    cycle.size[:] = cycle.size // 32  # small enough to write to every granule
+    machine.install(cycle)
+    hammer_in_threads(machine, [cycle.size] * 3, order=order, streams=[0, 0, 0])
     state = machine.state
-    assert state.record.arena_live == 0
-    assert state.record.hits > 1000
-    assert state.record.conflicts + state.record.misses > 1000
+    assert state.record.plan.arena_live == 0
+    assert state.record.follow.hits > 1000
+    assert state.record.steps.conflicts + state.record.steps.misses > 1000
 
 
 def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
     rng = np.random.default_rng(3)
-    ring = Ring(rng, 40)
-    ring.size[:] = ring.size // 32
+    cycle = Cycle(rng, 40)
+    cycle.size[:] = cycle.size // 32
     enough, whole, switches = threading.Event(), threading.Event(), 0
 
     def work() -> None:
         while not enough.is_set():
-            hammer_in_threads(machine, [ring.size] * 2, order=True, streams=[0, 0], operations=100_000)
+            hammer_in_threads(machine, [cycle.size] * 2, order=True, streams=[0, 0], operations=100_000)
         whole.set()
 
     worker = threading.Thread(target=work)
     worker.start()
     while switches < 50 and worker.is_alive():
-        if machine.state.record.arena_bytes == 0:
-            machine.install(ring)
+        if machine.state.record.plan.arena_bytes == 0:
+            machine.install(cycle)
             switches += 1
         else:
-            machine.state.arena.drop_tape()
-            base = machine.state.record.arena
+            machine.state.arena.drop_schedule()
+            base = machine.state.record.plan.arena
             if machine.state.arena.forget():
                 machine.give_back(base)
         machine.give_back_segments()

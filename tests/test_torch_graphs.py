@@ -23,7 +23,7 @@ for _ in range(10):
     out.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-show(list(out.shape), STATE.record.private_kind, STATE.record.total.num_live)
+show(list(out.shape), STATE.record.hot.private_kind, STATE.record.total.num_live)
 """
     )
     assert out == [8, 64]
@@ -232,7 +232,7 @@ for i in range(4200):
     del x
     CONTROLLER.captures.release((1, i))
 torch.cuda.empty_cache()
-show(STATE.record.num_ooms, STATE.record.total.num_live, torch.cuda.memory_reserved())
+show(STATE.record.statistics.num_ooms, STATE.record.total.num_live, torch.cuda.memory_reserved())
 """
     ) == [0, 0, 0]
 

@@ -168,6 +168,6 @@ assert stalloc.install(device="virtual") is RUNTIME
 inside = cp.zeros(1000)
 served.append(STATE.record.total.num_live - live)
 phases.append(work())
-show(phases, served, STATE.record.num_unknown_frees)
+show(phases, served, STATE.record.statistics.num_unknown_frees)
 """
     ) == [["running on the plan", "serving from the heap", "running on the plan"], [0, 1], 0]

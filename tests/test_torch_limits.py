@@ -45,7 +45,7 @@ learnt = weight.grad.shape[0]
 weight.grad = None
 held = [torch.cuda.memory_allocated(), failed]
 again = [new(1 << 30).numel(), learnt]
-show(texts, held, again, STATE.record.num_ooms, STATE.record.num_unknown_frees)
+show(texts, held, again, STATE.record.statistics.num_ooms, STATE.record.statistics.num_unknown_frees)
 """
     )
     assert len(texts) == ooms == 12
@@ -67,7 +67,7 @@ for size in (300, 500, 700, 900, 1100, 1300, 1500, 1700):
     del_me = new(size * MIB)
     del del_me
 whole = new(1900 * MIB)
-show(STATE.record.num_ooms, torch.cuda.memory_reserved() <= 1908 * MIB)
+show(STATE.record.statistics.num_ooms, torch.cuda.memory_reserved() <= 1908 * MIB)
 """
     ) == [0, True]
 

@@ -98,7 +98,9 @@ def test_a_member_twice_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_columns_that_would_fill_the_memory_are_refused_before_they_are_read(tmp_path):
-    for path, name, load in zip(saved(tmp_path), ("d0.extra.a", "0.tape_row"), (load_traces, load_plans), strict=True):
+    for path, name, load in zip(
+        saved(tmp_path), ("d0.extra.a", "0.schedule_row"), (load_traces, load_plans), strict=True
+    ):
         rewrite(path, {f"{name}.npy": npy(np.zeros(40 << 20))}, zipfile.ZIP_DEFLATED)
         assert path.stat().st_size < 1 << 20
         assert "more than the" in refused(load, path)

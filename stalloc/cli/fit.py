@@ -47,7 +47,7 @@ from stalloc.techniques.optimizer_paging import parse_disk
 _USUAL_RUNS = 8  #: of the program for a fit, for saying how long it will take
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "stalloc.fitting.observer",
          "stalloc.techniques.applying", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
-         "stalloc.lifespans.tape", "cupy")  # fmt: skip
+         "stalloc.lifespans.repeating_schedule", "cupy")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

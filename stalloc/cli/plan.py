@@ -177,7 +177,7 @@ def _entry(made: _Made) -> dict[str, Any]:
         "interrupted": plan.interrupted,
         "kind": plan.kind,
         "prologue_requests": plan.num_prologue,
-        "period_requests": len(plan.tape_row) - plan.num_prologue,
+        "period_requests": len(plan.schedule_row) - plan.num_prologue,
         "notes": made.notes,
     }
 
@@ -191,7 +191,7 @@ def _print(args: argparse.Namespace, devices: list[_Made], refused: bool) -> Non
     for made in devices:
         plan, kind, gap = made.plan, made.plan.kind, "none"
         if kind == "program":
-            kind += f": {plan.num_prologue:,} once, {len(plan.tape_row) - plan.num_prologue:,} a period"
+            kind += f": {plan.num_prologue:,} once, {len(plan.schedule_row) - plan.num_prologue:,} a period"
         if not plan.optimal:
             gap = f"{human_bytes(plan.gap_bytes)} ({plan.gap_bytes / max(plan.lower_bound_bytes, 1):.2%})"
             if plan.interrupted:

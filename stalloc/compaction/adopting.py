@@ -36,7 +36,7 @@ def adopt(
     for device, group in _by_device(objects, exclude, gradients, result).items():
         view = heap_view(device)
         _count_reserved(view, result, before=True)
-        held_bytes = view.controller.state.record.reserved_bytes if view is not None else 0
+        held_bytes = view.controller.state.record.statistics.reserved_bytes if view is not None else 0
         if cap_bytes is not None and held_bytes > cap_bytes:
             raise BadInputError(
                 f"device {device.index} holds {held_bytes} bytes already, above the cap of {cap_bytes}: ask for "
@@ -176,7 +176,7 @@ def _by_device(
 def _count_reserved(view: HeapView | None, result: Relocation, *, before: bool) -> None:
     if view is None:
         return
-    reserved = view.controller.state.record.reserved_bytes
+    reserved = view.controller.state.record.statistics.reserved_bytes
     if before:
         result.reserved_before_bytes += reserved
     else:

@@ -171,7 +171,7 @@ def _room(view: HeapView, cap_bytes: int | None) -> int:
     """How many bytes a new buffer may have, beside the table of the copy."""
     free = view.controller.memory.source.free_bytes()
     if cap_bytes is not None:
-        free = min(free, cap_bytes - view.controller.state.record.reserved_bytes)
+        free = min(free, cap_bytes - view.controller.state.record.statistics.reserved_bytes)
     return free - PAGE_BYTES
 
 

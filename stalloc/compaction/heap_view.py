@@ -64,7 +64,7 @@ def heap_view(device: Any) -> HeapView | None:
         spans = [(*span, segment) for segment in found for span in _spans(segment)]
     else:
         spans = [(segment.address, segment.size_bytes, segment.size_bytes, segment) for segment in found]
-    arena, arena_bytes = state.record.arena, state.record.arena_bytes
+    arena, arena_bytes = state.record.plan.arena, state.record.plan.arena_bytes
     return HeapView(
         controller,
         np.array([base for base, _, _, _ in spans], np.int64),

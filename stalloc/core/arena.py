@@ -1,7 +1,7 @@
 """The arena: the memory that the plan is served from. Contract: the lock is held."""
 
 from stalloc.compiled import inner, njit
-from stalloc.core.cells import has_page
+from stalloc.core.arena_intervals import has_page
 from stalloc.core.constants import (
     ACTION_SEGMENT_ALLOC,
     ACTION_SEGMENT_FREE,
@@ -14,24 +14,24 @@ from stalloc.core.counters import count_segment
 from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
-from stalloc.core.records import cell_at
+from stalloc.core.records import interval_at
 from stalloc.core.step_log import begin_counting
 
 
 @njit()
 def serve_arena(device, arena, arena_bytes):
-    """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
+    """Serve the schedule from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
     state = locked(device)
     begin_serving(state, arena, arena_bytes, True)
-    state.arena_mapped_bytes = arena_bytes
-    if state.recording == 1:
+    state.plan.arena_mapped_bytes = arena_bytes
+    if state.hot.recording == 1:
         record(state, ACTION_SEGMENT_ALLOC, 0, arena, arena_bytes)
     unlock(state)
 
 
 @inner()
 def begin_serving(state, arena, arena_bytes, anew):
-    """Serve the tape from an arena, all of which has memory as far as this knows; `anew`: count from here on."""
+    """Serve the schedule from an arena, all of which has memory as far as this knows; `anew`: count from here on."""
     end_at(state, arena_bytes)
     _serve(state, arena, arena_bytes)
     if anew:
@@ -40,58 +40,58 @@ def begin_serving(state, arena, arena_bytes, anew):
 
 @inner()
 def end_at(state, arena_bytes):
-    """Make one more cell of the arena's bytes beyond the plan, so that they can be leased."""
-    count = state.num_cells
-    if cell_at(state, count).offset < arena_bytes:
-        cell_at(state, count + 1).offset = arena_bytes
-        state.num_cells = count + 1
+    """Make one more interval of the arena's bytes beyond the plan, so that they can be leased."""
+    count = state.plan.num_intervals
+    if interval_at(state, count).offset < arena_bytes:
+        interval_at(state, count + 1).offset = arena_bytes
+        state.plan.num_intervals = count + 1
 
 
 @inner()
 def _serve(state, arena, arena_bytes):
-    state.arena = arena
-    state.arena_bytes = arena_bytes
-    state.arena_pages = 0
-    state.mode = MODE_REPLAY
-    state.pass_start = 0
-    state.stands_aside = 0
-    state.bad_passes = 0
-    state.excess_misses = 0
+    state.plan.arena = arena
+    state.plan.arena_bytes = arena_bytes
+    state.plan.arena_pages = 0
+    state.hot.mode = MODE_REPLAY
+    state.steps.iteration_start = 0
+    state.follow.bypassed = 0
+    state.steps.bad_iterations = 0
+    state.follow.excess_misses = 0
 
 
 @inner()
 def _count_anew(state):
-    state.hits = 0
-    state.misses = 0
-    state.conflicts = 0
-    state.num_dynamic = 0
-    state.num_lent = 0
-    state.num_revoked = 0
-    state.step_count = 0
-    state.span_allocated_peak = 0
-    state.span_reserved_peak = 0
+    state.follow.hits = 0
+    state.steps.misses = 0
+    state.steps.conflicts = 0
+    state.dynamic.num_dynamic = 0
+    state.dynamic.num_lent = 0
+    state.dynamic.num_revoked = 0
+    state.steps.step_count = 0
+    state.steps.span_allocated_peak = 0
+    state.steps.span_reserved_peak = 0
     begin_counting(state)
 
 
 @inner()
 def clear(state):
     """No arena is in place any more."""
-    state.arena = 0
-    state.arena_bytes = 0
-    state.arena_mapped_bytes = 0
-    state.arena_pages = 0
-    state.arena_live = 0
-    state.num_cells = 0
-    state.num_leases = 0
-    state.leased_bytes = 0
-    state.has_handovers = 0
+    state.plan.arena = 0
+    state.plan.arena_bytes = 0
+    state.plan.arena_mapped_bytes = 0
+    state.plan.arena_pages = 0
+    state.plan.arena_live = 0
+    state.plan.num_intervals = 0
+    state.dynamic.num_leases = 0
+    state.dynamic.leased_bytes = 0
+    state.hot.has_handovers = 0
 
 
 @njit()
 def arena_is_idle(device):
     """Whether nothing lives in the arena. For Python."""
     state = locked(device)
-    idle = revoke_all(state) and state.arena_live == 0
+    idle = revoke_all(state) and state.plan.arena_live == 0
     unlock(state)
     return idle
 
@@ -99,24 +99,24 @@ def arena_is_idle(device):
 @inner()
 def _record_return(state):
     """Record that the arena's memory goes back to the device."""
-    if state.arena_pages == 0:
-        record(state, ACTION_SEGMENT_FREE, 0, state.arena, state.arena_bytes)
+    if state.plan.arena_pages == 0:
+        record(state, ACTION_SEGMENT_FREE, 0, state.plan.arena, state.plan.arena_bytes)
         return
-    for page in range(state.arena_bytes // GRANULE):
+    for page in range(state.plan.arena_bytes // GRANULE):
         if has_page(state, page):
-            record(state, ACTION_SEGMENT_UNMAP, 0, state.arena + page * GRANULE, GRANULE)
+            record(state, ACTION_SEGMENT_UNMAP, 0, state.plan.arena + page * GRANULE, GRANULE)
 
 
 @njit()
 def forget_arena(device):
     """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it must stay. For Python."""
     state = locked(device)
-    arena_bytes = state.arena_bytes
-    if state.arena_live != 0 or state.mode == MODE_REPLAY or not revoke_all(state):
+    arena_bytes = state.plan.arena_bytes
+    if state.plan.arena_live != 0 or state.hot.mode == MODE_REPLAY or not revoke_all(state):
         arena_bytes = 0
     else:
-        count_segment(state, GENERAL_KIND, -state.arena_mapped_bytes)
-        if state.recording == 1:
+        count_segment(state, GENERAL_KIND, -state.plan.arena_mapped_bytes)
+        if state.hot.recording == 1:
             _record_return(state)
         clear(state)
     unlock(state)

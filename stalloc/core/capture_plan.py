@@ -15,13 +15,13 @@ from stalloc.core.records import block_at, capture_entry_at, segment_at
 @inner()
 def planned_place(state, pool, size):
     """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
-    for i in range(state.capture_plan_length):
+    for i in range(state.capture.capture_plan_length):
         entry = capture_entry_at(state, i)
         if entry.size_bytes == size:
-            address = state.capture_plan_base + entry.offset
+            address = state.capture.capture_plan_base + entry.offset
             row = _unused_block(state, pool, address, size)
             if row < 0:
-                state.capture_plan_lacks = address
+                state.capture.capture_plan_lacks = address
                 return -1
             entry.size_bytes = 0
             return cut_out(state, row, address, size) if row != 0 and has_rows(state, 2) else 0
@@ -45,7 +45,7 @@ def _unused_block(state, pool, address, size):
 @inner()
 def _block_with(state, pool, address):
     """The block of a pool that an address is in; 0: there is none."""
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if segment.address == 0 or segment.pool != pool:
             continue
@@ -62,7 +62,7 @@ def find_range(device, pool, size):
     """Where addresses of a pool begin, of which there are so many bytes in one piece; 0: there are none. For Python."""
     state = locked(device)
     address = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if segment.address != 0 and segment.pool == pool and segment.is_paged == 1 and segment.size_bytes >= size:
             address = segment.address
@@ -85,7 +85,7 @@ def is_idle(device, pool):
     """Whether nothing lives in a pool. For Python."""
     state = locked(device)
     idle = True
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         idle = idle and not (segment.address != 0 and segment.pool == pool and segment.num_live != 0)
     unlock(state)

@@ -15,20 +15,20 @@ _RELAXED = 2
 @inner()
 def is_captured(state, handle):
     """Whether a stream is being captured, or (the default one) may not be asked since another one is."""
-    if state.is_capturing == 0:
+    if state.driver.is_capturing == 0:
         return False
-    return answer_of(state.is_capturing, _PER_THREAD if handle & _HANDLE_BITS == _PER_THREAD else handle) != 0
+    return answer_of(state.driver.is_capturing, _PER_THREAD if handle & _HANDLE_BITS == _PER_THREAD else handle) != 0
 
 
 @inner()
 def relax(state):
     """Let no capture mind what this thread asks, until `restore`; one thread at a time."""
-    state.mode_of_asker = _RELAXED
+    state.driver.mode_of_asker = _RELAXED
     restore(state)
 
 
 @inner()
 def restore(state):
     """Have this thread heed captures as it did."""
-    if state.exchange_mode != 0:
-        call3(state.exchange_mode, address_of(mode_of_asker(state)), 0, 0)
+    if state.driver.exchange_mode != 0:
+        call3(state.driver.exchange_mode, address_of(mode_of_asker(state)), 0, 0)

@@ -17,31 +17,35 @@ MAX_REQUEST = 1 << 47  # no device has more, and keys and kinds of pools have ro
 STREAM_BITS = 10
 MAX_STREAMS = 1 << STREAM_BITS
 NO_HANDLE = -1  # in the table of streams: a row whose stream was forgotten
-NO_STREAM = -1  # of a cell: several streams use it
+NO_STREAM = -1  # of an interval: several streams use it
 
 # clocks of Linux: the second ticks every few milliseconds and takes a fifth of the time
 CLOCK, COARSE_CLOCK = 1, 6
 
-# State.mode: heap only; follow the tape without serving it; serve it
+# State.hot.mode: heap only; follow the schedule without serving it; serve it
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
-AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
-ASIDE, ASIDE_IN_NEXT_PASS = 1, 2  # State.stands_aside: from somewhere in a pass on; from the begin of another
+AT_ANY_REQUEST = 2  # State.triggers.ask_at_boundary: at any request that may be planned
+BYPASS, BYPASS_NEXT_ITERATION = (
+    1,
+    2,
+)  # State.follow.bypassed: from somewhere in an iteration on; from the start of another
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
 MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(9)
 POLL_FOR_PLACE, NEED_EVENTS = 9, 10  # freed blocks wait, maybe in the place of a request; streams use more blocks
 IN_CAPTURE = 11  # a graph is captured of which nobody told, or one that was is maybe over
-OVER_CAP = 12  # allocated_bytes are about to become more than State.ask_above
+OVER_CAP = 12  # allocated_bytes are about to become more than State.triggers.ask_above
 IS_LENT = 1  # Outcome.reason of what was served: from a lease
 REASON_BITS = 4  # of what Python gets; above it is what the reason is about
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
 
-# how far a request has come: nothing was tried; somebody was asked before the tape moved; only the heap is left; Python
-# was asked for the pages of its place in the arena; blocks that waited, maybe in its place, were freed if they are over
+# how far a request has come: nothing was tried; somebody was asked before the schedule moved; only the heap is left;
+# Python was asked for the pages of its place in the arena; blocks that waited, maybe in its place, were freed if they
+# are over
 FIRST_TRY, ASKED, HEAP_ONLY, GOT_PAGES, POLLED = 0, 1, 2, 3, 4
 
-# Pool.kind. Leased: cells of the arena. Retired: what lives there stays, nothing is served from there. Persistent: for
-# what is meant to last.
+# Pool.kind. Leased: intervals of the arena. Retired: what lives there stays, nothing is served from there. Persistent:
+# for what is meant to last.
 SMALL_KIND, GENERAL_KIND, LEASED_KIND, PERSISTENT_KIND = range(4)
 PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
 LASTING_BIT = 1  # of a private kind: what outlives the capture, so that what does not shares one piece of memory
@@ -51,8 +55,8 @@ POOL_USED, POOL_PINNED = 1, 2  # Pool.status; pinned: its memory belongs to grap
 # being freed, for another stream. Of a shared or deferred block the bits above STATE_BITS are its first StreamUse
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_IN_HANDOVER = range(5)
 BLOCK_UNMAPPED = 5  # Block.state: addresses without memory, whole pages; nobody can have them
-BLOCK_LENT = 6  # Block.state: its memory has another address in a splice, and is used from there
-UNMAPPED = -1  # Cell.lease: some of its memory is missing, so that nobody can have it
+BLOCK_LENT = 6  # Block.state: its memory has another address in a stitched segment, and is used from there
+UNMAPPED = -1  # Interval.lease: some of its memory is missing, so that nobody can have it
 
 STATE_BITS, STATE_MASK = 3, 7
 
@@ -62,7 +66,7 @@ USE_LIVE, USE_BEING_RECORDED, USE_UNRECORDED, USE_RECORDED, USE_OVER = range(5)
 DRIVER_STATUS = 0xFFFF_FFFF  # the driver's functions return 32 bits
 NOT_READY = 600  # what cuEventQuery returns for work that is not done
 
-# State.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
+# State.plan.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
 NO_PREVIOUS_USER = -1
 UNRECORDED_USER = -2
 
@@ -70,7 +74,7 @@ UNRECORDED_USER = -2
 ACTION_ALLOC, ACTION_FREE_REQUESTED, ACTION_FREE_COMPLETED, ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_FREE = range(5)
 ACTION_SEGMENT_MAP, ACTION_SEGMENT_UNMAP, ACTION_OOM = 5, 6, 7
 
-# lifespans are learnt for so many parts of a pass and classes of sizes
+# lifespans are learnt for so many parts of an iteration and classes of sizes
 LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = 6, 1 << 6, 64
 LIFESPAN_ROWS = LIFESPAN_PLACES * LIFESPAN_SIZES  # and from here on for each dynamic request that a step has
 LIFESPAN_BITS = 20  # of a row in their table

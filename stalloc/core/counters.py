@@ -22,9 +22,9 @@ def count_alloc(state, size, requested):
     add_now(part, size, requested, 1, 1)
     raise_peaks(part)
     add_ever(part, size, requested)
-    if total.allocated_bytes > state.step_allocated_peak:
-        state.step_allocated_peak = total.allocated_bytes
-    if state.num_deferred > 0:
+    if total.allocated_bytes > state.hot.step_allocated_peak:
+        state.hot.step_allocated_peak = total.allocated_bytes
+    if state.hot.num_deferred > 0:
         _raise_active(state)
 
 
@@ -47,19 +47,26 @@ def _raise(peaks, total, small):
 def _raise_active(state):
     """The peaks of what is active; while nothing is deferred they are those of what is allocated."""
     total, small = state.total, state.small
-    size, small_size = total.allocated_bytes + state.deferred_bytes, small.allocated_bytes + state.small_deferred_bytes
-    _raise(state.active_bytes_peak, size, small_size)
-    _raise(state.active_blocks_peak, total.num_live + state.num_deferred, small.num_live + state.small_deferred)
+    size, small_size = (
+        total.allocated_bytes + state.shared.deferred_bytes,
+        small.allocated_bytes + state.shared.small_deferred_bytes,
+    )
+    _raise(state.shared.active_bytes_peak, size, small_size)
+    _raise(
+        state.shared.active_blocks_peak,
+        total.num_live + state.hot.num_deferred,
+        small.num_live + state.shared.small_deferred,
+    )
 
 
 @inner()
 def count_deferred(state, size, number):
     """Count a block that was freed while other streams use it (number 1), or that they are done with (-1)."""
     small = int(size <= SMALL_LIMIT) * number
-    state.num_deferred += number
-    state.deferred_bytes += number * size
-    state.small_deferred += small
-    state.small_deferred_bytes += small * size
+    state.hot.num_deferred += number
+    state.shared.deferred_bytes += number * size
+    state.shared.small_deferred += small
+    state.shared.small_deferred_bytes += small * size
     add_now(state.total, -number * size, 0, -number, 0)
     add_now(state.small if size <= SMALL_LIMIT else state.large, -number * size, 0, -number, 0)
 
@@ -79,31 +86,31 @@ def count_resized(state, kind, size):
 @inner()
 def _count_reserved(state, kind, size, number):
     small = int(kind == SMALL_KIND)
-    state.reserved_bytes += size
-    state.num_segments += number
-    state.small_reserved_bytes += small * size
-    state.small_segments += small * number
+    state.statistics.reserved_bytes += size
+    state.statistics.num_segments += number
+    state.statistics.small_reserved_bytes += small * size
+    state.statistics.small_segments += small * number
     if size > 0:
-        state.reserved_ever += size
-        state.segments_ever += number
-        state.small_reserved_ever += small * size
-        state.small_segments_ever += small * number
-    _raise(state.reserved_peak, state.reserved_bytes, state.small_reserved_bytes)
-    state.step_reserved_peak = max(state.step_reserved_peak, state.reserved_bytes)
-    _raise(state.segments_peak, state.num_segments, state.small_segments)
+        state.statistics.reserved_ever += size
+        state.statistics.segments_ever += number
+        state.statistics.small_reserved_ever += small * size
+        state.statistics.small_segments_ever += small * number
+    _raise(state.statistics.reserved_peak, state.statistics.reserved_bytes, state.statistics.small_reserved_bytes)
+    state.steps.step_reserved_peak = max(state.steps.step_reserved_peak, state.statistics.reserved_bytes)
+    _raise(state.statistics.segments_peak, state.statistics.num_segments, state.statistics.small_segments)
 
 
 @inner()
 def count_parted(state, number):
     """Count that one segment became several."""
-    state.num_segments += number - 1
-    state.segments_ever += number - 1
+    state.statistics.num_segments += number - 1
+    state.statistics.segments_ever += number - 1
 
 
 @inner()
 def count_joined(state, number):
     """Count that several segments became one again."""
-    state.num_segments += 1 - number
+    state.statistics.num_segments += 1 - number
 
 
 @inner(forceinline=True)
@@ -129,14 +136,14 @@ _reset_counts = inner(forceinline=True)(_let_begin_anew)
 def reset_peaks(device):
     """Let the peaks that the program asks for begin anew. Python calls this."""
     state = locked(device)
-    _reset(state.active_bytes_peak, 0, 0)
-    _reset(state.active_blocks_peak, 0, 0)
+    _reset(state.shared.active_bytes_peak, 0, 0)
+    _reset(state.shared.active_blocks_peak, 0, 0)
     _raise_active(state)
     _reset_total(state.total)
     _reset_counts(state.large)
     _reset_counts(state.small)
-    _reset(state.reserved_peak, state.reserved_bytes, state.small_reserved_bytes)
-    _reset(state.segments_peak, state.num_segments, state.small_segments)
+    _reset(state.statistics.reserved_peak, state.statistics.reserved_bytes, state.statistics.small_reserved_bytes)
+    _reset(state.statistics.segments_peak, state.statistics.num_segments, state.statistics.small_segments)
     unlock(state)
 
 
@@ -151,6 +158,6 @@ def count_arena(device, size):
 @inner()
 def exceeds_peak(state, size):
     """Whether reserved would exceed the allocated peak by more than a thirty-second with a segment of `size` bytes."""
-    expected = state.expected_peak
-    peak = max(expected, state.span_allocated_peak, state.step_allocated_peak)
-    return expected > 0 and state.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)
+    expected = state.policy.expected_peak
+    peak = max(expected, state.steps.span_allocated_peak, state.hot.step_allocated_peak)
+    return expected > 0 and state.statistics.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)

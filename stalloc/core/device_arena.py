@@ -1,10 +1,10 @@
-"""The arena of one device as Python sees it: a tape is installed, served from memory, given up."""
+"""The arena of one device as Python sees it: a schedule is installed, served from memory, given up."""
 
 import numpy as np
 from numba import types
 
 from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, step_begins
-from stalloc.core.arena_tape import ArenaTape, check
+from stalloc.core.arena_schedule import ArenaSchedule, check
 from stalloc.core.constants import (
     GRANULE,
     MAX_STREAMS,
@@ -18,7 +18,7 @@ from stalloc.core.constants import (
 from stalloc.core.device_heap import DeviceHeap
 from stalloc.core.device_tables import DeviceTables
 from stalloc.core.record_types import Words
-from stalloc.core.tape_tables import TapeTables, make_tables
+from stalloc.core.schedule_tables import ScheduleTables, make_tables
 
 _MOST_AHEAD = 16  # pages that get memory before they are asked for
 
@@ -29,35 +29,38 @@ def load_for_moves() -> None:
 
 
 class DeviceArena:
-    """The tape in place, if there is one, and the memory that it is served from."""
+    """The schedule in place, if there is one, and the memory that it is served from."""
 
     def __init__(self, tables: DeviceTables, heap: DeviceHeap) -> None:
         self._tables, self._heap = tables, heap
-        self.tape: TapeTables | None = None
-        self._needs = 0  # bytes of an arena that holds the tape
+        self.schedule: ScheduleTables | None = None
+        self._needs = 0  # bytes of an arena that holds the schedule
         self.pages = np.zeros(0, np.int64)  #: a bit for each page of the arena, 1 if it has memory
         self._previous_users = np.zeros(0, np.int64)
-        self._last_tape: tuple[TapeTables | None, Words] = (None, self._previous_users)
-        self._made: tuple[ArenaTape | None, TapeTables | None] = (None, None)  # of what was installed last, untouched
+        self._last_schedule: tuple[ScheduleTables | None, Words] = (None, self._previous_users)
+        self._made: tuple[ArenaSchedule | None, ScheduleTables | None] = (
+            None,
+            None,
+        )  # of what was installed last, untouched
 
-    def install(self, tape: ArenaTape, cursor: int = 0) -> None:
-        """Put a tape in place and follow it from entry `cursor`, without serving it yet.
+    def install(self, schedule: ArenaSchedule, cursor: int = 0) -> None:
+        """Put a schedule in place and follow it from entry `cursor`, without serving it yet.
 
-        No arena may be in place: its blocks are known by the tape that they were served from. Raises PlanError for a
-        tape that its arena does not hold, and leaves what was in place as it was.
+        No arena may be in place: its blocks are known by the schedule that they were served from. Raises PlanError for
+        a schedule that its arena does not hold, and leaves what was in place as it was.
         """
-        check(tape, cursor)
-        assert self._tables.record.arena_bytes == 0
-        tables = self._tables_of(tape)
-        self._needs = tape.arena_bytes
+        check(schedule, cursor)
+        assert self._tables.record.plan.arena_bytes == 0
+        tables = self._tables_of(schedule)
+        self._needs = schedule.arena_bytes
         self._keep(tables, np.zeros(0, np.int64))
         self._tables.write(
             {
-                "tape": tables.entries.ctypes.data,
+                "schedule": tables.entries.ctypes.data,
                 "num_entries": len(tables.entries),
-                "cell_bits": tables.bits.ctypes.data,
-                "cells": tables.cells.ctypes.data,
-                "num_cells": tables.num_cells,
+                "interval_bits": tables.bits.ctypes.data,
+                "intervals": tables.intervals.ctypes.data,
+                "num_intervals": tables.num_intervals,
                 "use_starts": tables.use_starts.ctypes.data,
                 "uses": tables.uses.ctypes.data if len(tables.uses) else 0,
                 "lifespans": tables.lifespans.ctypes.data,
@@ -72,12 +75,12 @@ class DeviceArena:
                 "last_dynamic_bytes": 0,
                 "slots": tables.slots.ctypes.data,
                 "slots_mask": len(tables.slots) - 1,
-                "cell_streams": tables.cell_streams,
-                "failed_search.released_before": -1,
-                "tapes": tables.rings.ctypes.data,
-                "num_tapes": tables.num_kinds,
-                "ring_start": int(tables.rings["begin"][0]),
-                "ring_end": int(tables.rings["end"][0]),
+                "interval_streams": tables.interval_streams,
+                "dynamic.failed_search.released_before": -1,
+                "schedules": tables.cycles.ctypes.data,
+                "num_schedules": tables.num_kinds,
+                "cycle_start": int(tables.cycles["begin"][0]),
+                "cycle_end": int(tables.cycles["end"][0]),
                 "cursor": cursor,
                 "history_count": 0,
                 "miss_run": 0,
@@ -89,33 +92,33 @@ class DeviceArena:
             }
         )
 
-    def _tables_of(self, tape: ArenaTape) -> TapeTables:
-        """Those of a tape, made once: while it is followed its arena moves, and it is installed again."""
+    def _tables_of(self, schedule: ArenaSchedule) -> ScheduleTables:
+        """Those of a schedule, made once: while it is followed its arena moves, and it is installed again."""
         made_of, made = self._made
-        if made is None or made_of is not tape:
-            made = make_tables(tape)
-            self._made = tape, made
+        if made is None or made_of is not schedule:
+            made = make_tables(schedule)
+            self._made = schedule, made
         return made.copy()
 
-    def _keep(self, tape: TapeTables, previous_users: Words) -> None:
-        """Hold the memory of a tape, and that of the last one: threads may still be looking at it."""
-        self._last_tape = self.tape, self._previous_users
-        self.tape, self._previous_users = tape, previous_users
+    def _keep(self, schedule: ScheduleTables, previous_users: Words) -> None:
+        """Hold the memory of a schedule, and that of the last one: threads may still be looking at it."""
+        self._last_schedule = self.schedule, self._previous_users
+        self.schedule, self._previous_users = schedule, previous_users
 
-    def share_cells(self, handed_over: Words, events: list[int]) -> None:
-        """Let streams share cells of the tape that was just installed, with an event and a wait for each handover.
+    def share_intervals(self, handed_over: Words, events: list[int]) -> None:
+        """Let streams share intervals of the schedule just installed, with an event and a wait for each handover.
 
         `handed_over` (k,) are entries whose event is to be recorded when they are freed. `events` are at least as many
-        as there are entries with cells that several streams use.
+        as there are entries with intervals that several streams use.
         """
-        assert self.tape is not None
-        entries = self.tape.entries
-        shared = np.cumsum(np.append(0, self.tape.cells["stream"] == NO_STREAM))
-        span = shared[entries["cell_high"]] - shared[entries["cell_low"]]
+        assert self.schedule is not None
+        entries = self.schedule.entries
+        shared = np.cumsum(np.append(0, self.schedule.intervals["stream"] == NO_STREAM))
+        span = shared[entries["interval_high"]] - shared[entries["interval_low"]]
         rows = np.flatnonzero((entries["offset"] >= 0) & (span > 0))
         entries["event"][rows] = events[: len(rows)]
         entries["hands_over"][handed_over] = entries["event"][handed_over] != 0
-        self._previous_users = np.full(len(self.tape.cells), NO_PREVIOUS_USER, np.int64)
+        self._previous_users = np.full(len(self.schedule.intervals), NO_PREVIOUS_USER, np.int64)
         self._tables.write(
             {
                 "has_handovers": int(len(rows) > 0),
@@ -124,21 +127,21 @@ class DeviceArena:
         )
 
     def end_sharing(self) -> None:
-        """Part the cells that streams share, once no tape is served; what is empty goes to the stream that asks most.
+        """Part the intervals that streams share, once no schedule is served; the stream that asks most gets empty ones.
 
         It may be used when the device has done all that it was given before; only then let the arena be dissolved.
         """
-        assert self.tape is not None
-        streams = self.tape.entries["key"] & (MAX_STREAMS - 1)
+        assert self.schedule is not None
+        streams = self.schedule.entries["key"] & (MAX_STREAMS - 1)
         handovers.end_sharing(self._tables.address, int(np.bincount(streams).argmax()))
 
     def serve(self, address: int, arena_bytes: int) -> None:
-        """Serve the tape from an arena, which holds all of it; the counting of planned steps begins."""
+        """Serve the schedule from an arena, which holds all of it; the counting of planned steps begins."""
         assert arena_bytes >= self._needs
         arena.serve_arena(self._tables.address, address, arena_bytes)
 
     def serve_pages(self, address: int, arena_bytes: int, *, anew: bool) -> None:
-        """Serve the tape from addresses that have no memory so far: it comes by `use_pages`.
+        """Serve the schedule from addresses that have no memory so far: it comes by `use_pages`.
 
         `anew`: it is another plan than before, of which hits are counted from here on.
         """
@@ -147,10 +150,14 @@ class DeviceArena:
         arena_pages.serve_pages(self._tables.address, address, arena_bytes, self.pages.ctypes.data, anew)
 
     def planned_place(self, position: int) -> tuple[int, int]:
-        """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere."""
-        if self.tape is None or self._tables.record.mode != MODE_REPLAY or position >= len(self.tape.entries):
+        """Where an entry of the schedule has its place: bytes [begin, end) from the arena's first; 0, 0: nowhere."""
+        if (
+            self.schedule is None
+            or self._tables.record.hot.mode != MODE_REPLAY
+            or position >= len(self.schedule.entries)
+        ):
             return 0, 0
-        entry = self.tape.entries[position]
+        entry = self.schedule.entries[position]
         offset = int(entry["offset"])
         return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
 
@@ -164,14 +171,14 @@ class DeviceArena:
         arena_pages.use_arena_pages(self._tables.address, begin, end)
 
     def begin_step(self, begin: int, end: int, position: int) -> None:
-        """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before.
+        """The program marks a step: follow the schedule [begin, end) from a position on, whatever was followed before.
 
-        If a step of another kind comes instead, it is looked for on the tapes of the same turn.
+        If a step of another kind comes instead, it is looked for on the schedules of the same turn.
         """
-        tapes = self.tape.tapes_beside(begin) if self.tape is not None else 0
-        step_begins.begin_step(self._tables.address, begin, end, position, tapes)
+        schedules = self.schedule.schedules_beside(begin) if self.schedule is not None else 0
+        step_begins.begin_step(self._tables.address, begin, end, position, schedules)
 
-    def drop_tape(self) -> None:
+    def drop_schedule(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""
         self._tables.write({"mode": MODE_HEAP, "ask_at_boundary": 0, "ask_at_step": 0, "ask_after_misses": 0})
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stalloc.core import capture_plan, growth, pages, pools, segments, splices
+from stalloc.core import capture_plan, growth, pages, pools, segments, stitching
 from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 
@@ -36,9 +36,9 @@ class DeviceHeap:
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""
         record = self._tables.record
-        if not record.free_block_row and record.blocks_used >= record.blocks_capacity:
+        if not record.heap.free_block_row and record.heap.blocks_used >= record.heap.blocks_capacity:
             return "blocks"
-        if not record.free_segment_row and record.segments_used >= record.segments_capacity:
+        if not record.heap.free_segment_row and record.heap.segments_used >= record.heap.segments_capacity:
             return "segments"
         return ""
 
@@ -46,12 +46,12 @@ class DeviceHeap:
         """Add a segment; False if the tables are full."""
         return bool(segments.give_segment(self._tables.address, pool, address, size_bytes))
 
-    def remove_free_segments(self, idle_passes: int = 0) -> dict[int, int]:
-        """Take every segment without live blocks, not used in the last `idle_passes`, out: address -> bytes."""
+    def remove_free_segments(self, idle_iterations: int = 0) -> dict[int, int]:
+        """Take every segment without live blocks, not used in the last `idle_iterations`, out: address -> bytes."""
         removed: dict[int, int] = {}
         addresses, sizes = np.zeros((2, 4096), np.int64)  # not shared: a finaliser may come here in the middle
         while True:
-            count = segments.remove_free_segments(self._tables.address, addresses, sizes, idle_passes)
+            count = segments.remove_free_segments(self._tables.address, addresses, sizes, idle_iterations)
             removed.update(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
             if count < len(addresses):
                 return removed
@@ -73,21 +73,21 @@ class DeviceHeap:
         """Serve from pages of a segment that have memory now; False if the tables are full."""
         return bool(pages.use_pages(self._tables.address, address, size_bytes))
 
-    def find_splice(self, pool: int, size_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What a splice for a request of a pool best begins and ends with: address and bytes of each, 0 bytes: none."""
-        tail_at, tail, head_at, head = splices.find_splice(self._tables.address, pool, size_bytes)
+    def find_stitch(self, pool: int, size_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What a segment stitched for a request best begins and ends with: address and bytes of each, 0 bytes: none."""
+        tail_at, tail, head_at, head = stitching.find_stitch(self._tables.address, pool, size_bytes)
         return (int(tail_at), int(tail)), (int(head_at), int(head))
 
-    def begin_splice(
+    def begin_stitch(
         self, pool: int, address: int, own_bytes: int, tail: tuple[int, int], head: tuple[int, int]
     ) -> bool:
-        """Serve from a splice whose own pages begin at an address; False if it cannot be made any more."""
-        return bool(splices.begin_splice(self._tables.address, pool, address, own_bytes, *tail, *head))
+        """Serve from a stitched segment whose own pages begin at an address; False if it cannot be made any more."""
+        return bool(stitching.begin_stitch(self._tables.address, pool, address, own_bytes, *tail, *head))
 
-    def end_splices(self) -> list[int]:
-        """Take splices in which nothing lives out of the tables: where they began."""
+    def end_stitched(self) -> list[int]:
+        """Take stitched segments in which nothing lives out of the tables: where they began."""
         addresses = np.empty(MAX_RANGES, np.int64)
-        return [int(address) for address in addresses[: splices.end_splices(self._tables.address, addresses)]]
+        return [int(address) for address in addresses[: stitching.end_stitched(self._tables.address, addresses)]]
 
     def remove_empty_ranges(self) -> list[int]:
         """Take segments without any memory out of the tables: where they began."""
@@ -105,8 +105,8 @@ class DeviceHeap:
 
     def _segment_rows(self) -> np.ndarray:
         """The rows of segments that are no leases, by address."""
-        rows: np.ndarray = self._tables.segments[1 : self._tables.record.segments_used].copy()
-        rows = rows[(rows["address"] != 0) & (rows["cell_high"] == 0)]
+        rows: np.ndarray = self._tables.segments[1 : self._tables.record.heap.segments_used].copy()
+        rows = rows[(rows["address"] != 0) & (rows["interval_high"] == 0)]
         return rows[np.argsort(rows["address"])]
 
     def largest_free_bytes(self) -> int:

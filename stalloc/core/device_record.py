@@ -1,6 +1,6 @@
 """What the compiled core remembers of one device beside its tables: one line a field.
 
-`records.py` says who may write what, and what bytes, streams and tape time are.
+`records.py` says who may write what, and what bytes, streams and schedule time are.
 """
 
 from typing import Annotated
@@ -55,12 +55,12 @@ class Clock(Record):
 
 
 class FailedSearch(Record):
-    """The last search for idle cells that found none; it holds for no smaller wish until cells are given back."""
+    """The last search for idle intervals that found none: larger ones find none until intervals are given back."""
 
     size_bytes: int
-    lasts: int  # tape time that the cells were wanted for
+    lasts: int  # schedule time that the intervals were wanted for
     stream: int
-    released_before: int  # how often cells had been given back then; -1: there was no search
+    released_before: int  # how often intervals had been given back then; -1: there was no search
 
 
 class KnownSteps(Record):
@@ -80,88 +80,116 @@ class KnownSteps(Record):
     num_allocs: int
     requested_ever: int  # bytes
     allocated_bytes: int
-    place: int  # entries from where the ring begins
+    place: int  # entries from where the cycle begins
 
 
-class State(Record):
-    """One device; what every request reads lies together, and the lock by itself.
+class Hot(Record):
+    """What every request reads."""
 
-    reserved_bytes = sum of the bytes that are mapped of segments + arena_mapped_bytes
-    total.allocated_bytes + deferred_bytes <= reserved_bytes
-    arena_live = number of slots with an entry = hits - frees of planned blocks since the plan was put in force
-    ring_start <= cursor < ring_end once the first pass has begun; [ring_start, ring_end) is the ring that is followed
-    """
-
-    lock: int  # 1 while a thread is inside; alone in its line of the cache
-
-    # every request reads these
-    mode: LineStart  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
+    mode: int  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
     private_kind: int  # Python: the kind of pool that serves everything while a CUDA graph is captured, else 0
     recording: int  # 1: requests are written to the table of events
-    has_handovers: int  # 1: the arena has cells that several streams use, one after the other
+    has_handovers: int  # 1: the arena has intervals that several streams use, one after the other
     num_deferred: int  # blocks that were freed while other streams use them
     last_stream: int  # handle of the stream that asked last
     last_stream_index: int
     step_allocated_peak: int  # bytes, since the step began
+    begins_line = True
 
-    # every planned request reads and writes these
-    tape: int  # table of TapeEntry
-    ring_start: int  # the tape that is followed is [ring_start, ring_end)
-    ring_end: int
+
+class Follow(Record):
+    """Where the program is in the schedule: what every planned request reads and writes.
+
+    cycle_start <= cursor < cycle_end once the first iteration has begun
+    """
+
+    schedule: int  # table of ScheduleEntry
+    cycle_start: int  # the cycle that is followed is [cycle_start, cycle_end)
+    cycle_end: int
     cursor: int  # entry that is expected next
+    hits: int  # requests served from the plan
+    miss_run: int  # requests in a row that are not on the schedule
+    excess_misses: int  # misses - matches, never below 0
+    history_count: int
+    history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
+    num_schedules: int
+    bypassed: int  # BYPASS, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
+    left_out: int  # entries, ever, that the cursor passed over for one close by
+    begins_line = True
+
+
+class Triggers(Record):
+    """When the core enters Python, which alone writes this, through `device_triggers.py`; 0: never, or not for this."""
+
+    ask_at_boundary: int  # when the cycle begins again (1), or AT_ANY_REQUEST that may be planned
+    ask_above: int  # before allocated_bytes become more than this
+    ask_at_step: int  # when the cycle begins again, after so many of them
+    ask_after_misses: int  # when excess_misses are this many
+    doubt_at: int  # at a miss, when so many requests were served
+    check_at: int  # when num_sizable are this many, to search the record
+
+
+class PlanInForce(Record):
+    """The arena, and who has which of its intervals.
+
+    arena_live = number of slots with an entry = hits - frees of planned blocks since the plan was put in force
+    """
+
     arena: int  # address
     arena_bytes: int  # addresses of it; 0: there is none
     arena_live: int  # planned blocks that live
-    cell_bits: int  # a bit for each cell: 1 if it is taken
+    arena_mapped_bytes: int  # those of its addresses that have memory
+    arena_pages: int  # a bit for each page: 1 if it has memory; 0: all of the arena has
+    interval_bits: int  # a bit for each interval: 1 if it is taken
+    intervals: int  # table of Interval
+    num_intervals: int
+    interval_streams: int  # the streams that have any intervals: a bit for each index modulo 64
     slots: int  # hash table of Slot
     slots_mask: int
-    hits: int  # requests served from the plan
-    miss_run: int  # requests in a row that are not on the tape
-    excess_misses: int  # misses - matches, never below 0
-    ask_at_boundary: int  # Python: enter Python when the ring begins again (1), or AT_ANY_REQUEST that may be planned
-    history_count: int
-    history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
-    num_tapes: int
-    stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
-    left_out: int  # entries, ever, that the cursor passed over for one close by
-    ask_above: int  # Python: enter Python before allocated_bytes become more than this; 0: never
+    # a word an interval: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down
+    previous_users: int
+    begins_line = True
 
-    # the tape and the cells, set when a plan is installed
-    num_entries: LineStart  # of the tape
-    cells: int  # table of Cell
-    num_cells: int
-    use_starts: int  # the entries that need cell i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
-    uses: int  # 0: nothing is known of when cells are needed
-    lifespans: int  # how long unplanned requests lived, by part of the pass and class of size, tape time
-    tapes: int  # table of Ring
+
+class ScheduleIndex(Record):
+    """The tables that a schedule's requests and the uses of its intervals are found by."""
+
+    num_entries: int  # of the schedule
+    use_starts: int  # the entries that need interval i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
+    uses: int  # 0: nothing is known of when intervals are needed
+    lifespans: int  # how long unplanned requests lived, by part of the iteration and class of size, schedule time
+    schedules: int  # table of Cycle
     keys: int  # hash table of Key
     keys_mask: int
-    places: int  # entries of the tapes, by key and position
-    gaps: int  # table of Gap; 0: steps have what the tape has and nothing else
+    places: int  # entries of the schedules, by key and position
+    gaps: int  # table of Gap; 0: steps have what the schedule has and nothing else
     ratios: int  # table of Ratio, one for each dynamic request that a step has
-    num_dynamic: int  # requests where steps differ, which are neither hits nor misses
-    gap_time: int  # tape time at which the last of them came
-    dynamic_in_gap: int  # how many came there
-    known_in_gap: int  # of these, the last in a row that the tape has elsewhere
-    last_dynamic_bytes: int
-    cell_streams: int  # the streams that have any cells: a bit for each index modulo 64
-    pass_start: int  # tape time at which this pass began
-    last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row
-    misses: int  # requests above TINY that are not on the tape
-    conflicts: int  # requests that the tape has, without a place or with one that is taken
-    ask_after_misses: int  # Python: enter Python when excess_misses are this many; 0: never
-    steps_ever: int  # passes that ended, whatever plan was in force
-    ask_at_step: int  # Python: enter Python when the ring begins again after so many of them; 0: not for their number
 
-    # leases
+
+class Dynamic(Record):
+    """Requests that the plan leaves room for, and leases of idle intervals."""
+
+    num_dynamic: int  # requests where steps differ, which are neither hits nor misses
+    gap_time: int  # schedule time at which the last of them came
+    dynamic_in_gap: int  # how many came there
+    known_in_gap: int  # of these, the last in a row that the schedule has elsewhere
+    last_dynamic_bytes: int
     num_leases: int
     leased_bytes: int
     num_lent: int  # requests served from leases
     num_revoked: int  # leases revoked for a planned request
-    cells_released: int  # how often cells were given back, other than by planned requests that were freed
+    intervals_released: int  # how often intervals were given back, other than by planned requests that were freed
     failed_search: FailedSearch
 
-    # the step that runs, and the steps before
+
+class Steps(Record):
+    """The iteration that runs, and those before."""
+
+    iteration_start: int  # schedule time at which this iteration began
+    last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row
+    misses: int  # requests above TINY that are not on the schedule
+    conflicts: int  # requests that the schedule has, without a place or with one that is taken
+    steps_ever: int  # iterations that ended, whatever plan was in force
     step_log: int  # table of StepRow
     step_count: int  # steps since the plan was put in force
     step_misses: int
@@ -171,27 +199,43 @@ class State(Record):
     step_reserved_peak: int
     span_allocated_peak: int  # over the steps that ended since the plan was put in force (or ever)
     span_reserved_peak: int
-    bad_passes: int  # passes in a row that missed much
+    bad_iterations: int  # iterations in a row that missed much
 
-    # handovers between streams
-    previous_users: int  # a word a cell: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down
-    record_event: int  # the driver's functions
+
+class Driver(Record):
+    """Functions of the driver, and what the core enters Python with."""
+
+    record_event: int
     wait_event: int
     is_capturing: int
     query_event: int
     exchange_mode: int
     mode_of_asker: int  # how the thread that asks which uses are over heeds captures, while it does not
-    capture_is_untold: int  # Python, 1: private_kind is for a capture that nobody told of, and may be over
-    lasting_sizes: int  # Python: bytes (rounded) of requests that outlive a capture, one word each
-    num_lasting_sizes: int
-    capture_plan: int  # Python: table of CaptureEntry, what the warm-up of a capture requested
+    num_waits: int  # of a stream for an event of another
+    slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
+    device: int
+    driver_error: int  # status of the driver when it last refused memory; 0: out of memory
+    oom_text: int  # address of what an out-of-memory error is to say
+    oom_text_length: int
+    clock: Clock
+
+
+class Capture(Record):
+    """A capture of a CUDA graph, and what its warm-up requested. Python writes it."""
+
+    capture_is_unannounced: int  # 1: private_kind is for a capture that nobody told of, and may be over
+    persistent_sizes: int  # bytes (rounded) of requests that outlive a capture, one word each
+    num_persistent_sizes: int
+    capture_plan: int  # table of CaptureEntry, what the warm-up of a capture requested
     capture_plan_length: int  # 0: nothing is planned
     capture_plan_bytes: int  # of its places together
     capture_plan_base: int  # the address they are from; 0: Python is to be asked for it
     capture_plan_lacks: int  # where a planned place lacks memory, for which Python is asked; 0: it has it
-    num_waits: int  # of a stream for an event of another
 
-    # blocks that several streams use
+
+class SharedBlocks(Record):
+    """Blocks that several streams use."""
+
     stream_uses: int  # table of StreamUse; row 0 means none
     stream_uses_used: int  # rows that have an event
     free_stream_use: int  # the first of those that nobody uses; StreamUse.next leads on
@@ -200,12 +244,16 @@ class State(Record):
     num_unrecorded: int  # uses that became USE_UNRECORDED, ever
     is_asking: int  # 1: a thread asks which uses are over
     frees_in_python: int  # Python, 1: it frees blocks that waited
+    small_deferred: int
+    deferred_bytes: int
+    small_deferred_bytes: int
+    active_bytes_peak: Peaks  # while blocks were deferred; else those of what is allocated
+    active_blocks_peak: Peaks
 
-    # the arena's memory
-    arena_mapped_bytes: int  # those of its addresses that have memory
-    arena_pages: int  # a bit for each page: 1 if it has memory; 0: all of the arena has
 
-    # the heap
+class Heap(Record):
+    """The tables of the heap."""
+
     blocks: int  # table of Block
     blocks_used: int  # rows that were ever used, with row 0
     blocks_capacity: int
@@ -220,39 +268,44 @@ class State(Record):
     bins: int  # table of Bins
     bins_used: int
     bins_capacity: int
+    first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
+
+
+class Lookup(Record):
+    """Blocks by address, and streams by handle."""
+
     live: int  # hash table of LiveBlock; small at first, the next one lies behind it
     live_mask: int
     live_count: int
     max_live_mask: int
     streams: int  # table of handles
     num_streams: int
-    allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
-    memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
-    small_apart: int  # Python, 1: small blocks get no places of the plan by chance, as the device may be filled
-    expects_marks: int  # Python, 1: the program marks steps, or has an optimizer, whose steps will be marked
-    expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
-    first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 
-    # what Python is entered for
-    doubt_at: int  # Python: enter Python at a miss when so many requests were served; 0: never
-    slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
-    device: int
-    driver_error: int  # status of the driver when it last refused memory; 0: out of memory
-    oom_text: int  # address of what an out-of-memory error is to say
-    oom_text_length: int
-    clock: Clock
-    known_steps: KnownSteps
 
-    # the record
+class Policy(Record):
+    """What Python has decided for the heap; it alone writes this."""
+
+    allocating_persistent: int  # 1: large requests are meant to last and get segments that hold nothing else
+    memory_is_short: int  # 1: segments are cut to what is asked for and holes of all pools are used
+    small_apart: int  # 1: small blocks get no places of the plan by chance, as the device may be filled
+    expects_marks: int  # 1: the program marks steps, or has an optimizer, whose steps will be marked
+    expected_peak: int  # allocated at most before the plan, or what its arena holds; 0: not known
+
+
+class Log(Record):
+    """The record of what the program does."""
+
     events: int  # table of Event
     num_events: int  # since the record began, those that a ring has lost included
     events_capacity: int
     events_wrap: int  # 1: the last events are kept instead of the first
     events_clock: int  # CLOCK, or COARSE_CLOCK while nobody looks for steps in them
     num_sizable: int  # requests above TINY seen while recording
-    check_at: int  # Python: enter Python for a look at the record at this many; 0: never
 
-    # statistics; those of small requests and segments are a part of the others
+
+class Statistics(Record):
+    """What is counted beside the requests; of small requests and segments it is a part of the others."""
+
     reserved_bytes: int  # the arena is a segment
     small_reserved_bytes: int
     reserved_ever: int
@@ -263,16 +316,37 @@ class State(Record):
     small_segments_ever: int
     reserved_peak: Peaks
     segments_peak: Peaks
-    active_bytes_peak: Peaks  # while blocks were deferred; else those of what is allocated
-    active_blocks_peak: Peaks
-    small_deferred: int
-    deferred_bytes: int
-    small_deferred_bytes: int
     num_segment_allocs: int
     num_segment_frees: int
     num_ooms: int
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
+
+
+class State(Record):
+    """One device; what every request reads lies together, and the lock by itself.
+
+    reserved_bytes = sum of the bytes that are mapped of segments + arena_mapped_bytes
+    total.allocated_bytes + deferred_bytes <= reserved_bytes
+    """
+
+    lock: int  # 1 while a thread is inside; alone in its line of the cache
+    hot: Hot
+    follow: Follow
+    triggers: Triggers
+    plan: PlanInForce
+    tables: ScheduleIndex
+    dynamic: Dynamic
+    steps: Steps
+    known_steps: KnownSteps
+    driver: Driver
+    capture: Capture
+    shared: SharedBlocks
+    heap: Heap
+    lookup: Lookup
+    policy: Policy
+    log: Log
+    statistics: Statistics
 
     total: Total
     large: Part

@@ -13,11 +13,11 @@ from stalloc.core.records import ExpectedStep, dtype_of, table
 
 @dataclass(frozen=True)
 class StepAhead:
-    """A step that is expected on the tape."""
+    """A step that is expected on the schedule."""
 
     end: int  #: entry that the cursor is at when it is over
     num_entries: int
-    following: tuple[int, int, int]  #: the tape [begin, end) that is followed after it, and from where
+    following: tuple[int, int, int]  #: the schedule [begin, end) that is followed after it, and from where
 
 
 class DeviceSteps:
@@ -29,9 +29,9 @@ class DeviceSteps:
 
     def expect(self, steps: Sequence[StepAhead], overdue: int) -> None:
         """From the mark that was just set on these steps are expected; `overdue`: requests until a mark has to come."""
-        assert self._arena.tape is not None
-        tapes_beside = self._arena.tape.tapes_beside
-        words = [(one.end, one.num_entries, *one.following, tapes_beside(one.following[0]), 0, 0) for one in steps]
+        assert self._arena.schedule is not None
+        schedules_beside = self._arena.schedule.schedules_beside
+        words = [(one.end, one.num_entries, *one.following, schedules_beside(one.following[0]), 0, 0) for one in steps]
         rows = np.array(words, np.int64).view(dtype_of(ExpectedStep))[:, 0]
         known_steps.expect_steps(self._tables.address, rows.ctypes.data, len(rows), overdue)
         self._expected = rows

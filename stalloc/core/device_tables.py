@@ -22,6 +22,7 @@ from stalloc.core.records import (
     StreamUse,
     Word,
     offset_of,
+    path_of,
     table,
     view_at,
     word_at,
@@ -65,19 +66,21 @@ class DeviceTables:
         self.stream_uses = table(StreamUse, _STREAM_USES)
         self.step_log = table(StepRow, STEP_LOG_ROWS)
         record = self.record
-        for name in ("blocks", "segments", "pools", "bins", "live", "streams", "events", "step_log", "stream_uses"):
-            setattr(record, name, getattr(self, name).ctypes.data)
+        tables = ("blocks", "segments", "pools", "bins", "live", "streams", "events", "step_log", "stream_uses")
+        self.write({name: getattr(self, name).ctypes.data for name in tables})
         # row 0 of blocks, segments and uses means none; stream 0, the default stream, has index 0
-        record.blocks_used = record.segments_used = record.stream_uses_used = record.num_streams = 1
-        record.blocks_capacity = _BLOCKS
-        record.segments_capacity = _SEGMENTS
-        record.pools_mask = _POOLS - 1
-        record.bins_capacity = _BINS
-        record.live_mask = _LIVE - 1
-        record.max_live_mask = _MAX_LIVE - 1
-        record.events_capacity, record.events_clock = _EVENTS, CLOCK
+        record.heap.blocks_used = record.heap.segments_used = record.shared.stream_uses_used = (
+            record.lookup.num_streams
+        ) = 1
+        record.heap.blocks_capacity = _BLOCKS
+        record.heap.segments_capacity = _SEGMENTS
+        record.heap.pools_mask = _POOLS - 1
+        record.heap.bins_capacity = _BINS
+        record.lookup.live_mask = _LIVE - 1
+        record.lookup.max_live_mask = _MAX_LIVE - 1
+        record.log.events_capacity, record.log.events_clock = _EVENTS, CLOCK
 
     def write(self, fields: dict[str, int]) -> None:
-        """Write several fields of the record at once, under the core's lock; a field of a field is named `a.b`."""
-        words = np.array([offset_of(State, path) // 8 for path in fields], np.int64)
+        """Write several fields of the record at once, under the core's lock: by their names, or as `a.b`."""
+        words = np.array([offset_of(State, path_of(State, name)) // 8 for name in fields], np.int64)
         _write(self.address, words, np.array(list(fields.values()), np.int64))

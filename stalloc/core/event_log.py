@@ -15,29 +15,29 @@ from stalloc.core.records import event_at, state_at
 @inner()
 def record(state, action, stream, address, size):
     """Add an event to the record."""
-    count = state.num_events
+    count = state.log.num_events
     row = count
-    if count >= state.events_capacity:
-        if count == state.events_capacity:
-            state.check_at = 1
-        if state.events_wrap == 0:
-            state.recording = 0
+    if count >= state.log.events_capacity:
+        if count == state.log.events_capacity:
+            state.triggers.check_at = 1
+        if state.log.events_wrap == 0:
+            state.hot.recording = 0
             return
-        row = count % state.events_capacity
+        row = count % state.log.events_capacity
     event = event_at(state, row)
     event.action = action | stream << 8
     event.address = address
     event.requested_bytes = size
-    event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state, state.events_clock)
-    event.thread = this_thread() if state.events_clock == CLOCK else 0
-    state.num_events = count + 1
+    event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state, state.log.events_clock)
+    event.thread = this_thread() if state.log.events_clock == CLOCK else 0
+    state.log.num_events = count + 1
 
 
 @njit(**BORROWING)
 def narrow(device, capacity, moved):
     """Let the record be a ring of `capacity` events; `moved` has room for as many while they change rows."""
     state = locked(device)
-    count, before = state.num_events, state.events_capacity
+    count, before = state.log.num_events, state.log.events_capacity
     first = max(count - capacity, 0)
     if capacity < before and first > 0:
         for i in range(first, count):
@@ -45,7 +45,7 @@ def narrow(device, capacity, moved):
         for i in range(first, count):
             _copy(moved[i - first], event_at(state, i % capacity))
     if capacity < before:
-        state.events_capacity = capacity
+        state.log.events_capacity = capacity
     unlock(state)
 
 
@@ -54,7 +54,7 @@ def copy_requests(device, begin, end, sizes, streams, threads):
     """Write the requests above TINY among the events [begin, end), which the record has; how many. For Python."""
     state, count = state_at(device), 0
     for i in range(begin, end):
-        event = event_at(state, i % state.events_capacity)
+        event = event_at(state, i % state.log.events_capacity)
         if event.action & 0xFF == ACTION_ALLOC and event.requested_bytes > TINY:
             sizes[count] = event.requested_bytes
             streams[count] = event.action >> 8

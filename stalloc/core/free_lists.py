@@ -83,9 +83,9 @@ def _next_bin(bins, after):
 @inner()
 def allocate_bins(state, pool):
     """Let a new pool keep its blocks in bins, if there are any left."""
-    used = state.bins_used
-    if used < state.bins_capacity:
-        state.bins_used = used + 1
+    used = state.heap.bins_used
+    if used < state.heap.bins_capacity:
+        state.heap.bins_used = used + 1
         pool_at(state, pool).bins = unused_bins_at(state, used)
 
 

@@ -4,7 +4,7 @@ Contract: as in requests.py. The functions that take a state are called with the
 """
 
 from stalloc.compiled import inner
-from stalloc.core.cells import flip_cells
+from stalloc.core.arena_intervals import flip_intervals
 from stalloc.core.constants import (
     ACTION_FREE_COMPLETED,
     ACTION_FREE_REQUESTED,
@@ -41,14 +41,14 @@ def free(device, address):
     slot, block = find_block(state, address)
     status, uses = status_at(state, slot, block), 0
     if status == BLOCK_LIVE:
-        if state.has_handovers == 1:
+        if state.hot.has_handovers == 1:
             _hand_over(state, address, slot, block)
         else:
             release(state, address, slot, block)
     elif status & STATE_MASK == BLOCK_SHARED:
         uses = _defer(state, address, slot, block, status >> STATE_BITS)
     else:
-        state.num_unknown_frees += 1
+        state.statistics.num_unknown_frees += 1
     unlock(state)
     if uses != 0:
         record_uses(state, uses)
@@ -59,7 +59,7 @@ def _defer(state, address, slot, block, uses):
     """Let a block wait for its uses; those that are to be recorded as soon as the lock is released, 0: none."""
     set_status(state, slot, block, BLOCK_DEFERRED | uses << STATE_BITS)
     count_deferred(state, size_at(state, slot, block), 1)
-    if state.recording == 1:
+    if state.hot.recording == 1:
         record(state, ACTION_FREE_REQUESTED, 0, address, 0)
     return uses if uses != 0 and await_uses(state, uses) else 0
 
@@ -101,12 +101,12 @@ def _release_planned(state, address, slot):
     """Free what lives in a slot."""
     planned = slot_at(state, slot)
     entry = entry_at(state, planned.entry)
-    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
+    flip_intervals(state.plan.interval_bits, entry.interval_low, entry.interval_high)
     planned.entry = -1
     planned.state = BLOCK_FREE
-    state.arena_live -= 1
+    state.plan.arena_live -= 1
     count_free(state, entry.key >> STREAM_BITS, planned.requested_bytes)
-    if state.recording == 1:
+    if state.hot.recording == 1:
         record(state, ACTION_FREE_COMPLETED, entry.key & (MAX_STREAMS - 1), address, planned.requested_bytes)
 
 
@@ -115,11 +115,11 @@ def _release_block(state, address, block):
     """Free a block of the heap."""
     size, requested = rounded_bytes(state, block), block_at(state, block).requested_bytes
     stream = pool_at(state, pool_of(state, block)).stream
-    if block_at(state, block).born >= 0 and state.mode == MODE_REPLAY:
+    if block_at(state, block).born >= 0 and state.hot.mode == MODE_REPLAY:
         note_death(state, block)
     heap_free(state, block)
     count_free(state, size, requested)
-    if state.recording == 1:
+    if state.hot.recording == 1:
         record(state, ACTION_FREE_COMPLETED, stream, address, requested)
 
 
@@ -136,11 +136,11 @@ def release(state, address, slot, block):
 def _hand_over(state, address, slot, block):
     """Free a block; if another stream takes its memory on the plan, with an event that says when it may be used.
 
-    The lock is released while the event is recorded: the block is nobody's then, but its cells stay taken.
+    The lock is released while the event is recorded: the block is nobody's then, but its intervals stay taken.
     """
     position = slot_at(state, slot).entry if slot >= 0 else -1
     recorded = False
-    if position >= 0 and entry_at(state, position).hands_over == 1 and state.private_kind == 0:
+    if position >= 0 and entry_at(state, position).hands_over == 1 and state.hot.private_kind == 0:
         slot_at(state, slot).state = BLOCK_IN_HANDOVER
         unlock(state)
         recorded = record_free(state, position)

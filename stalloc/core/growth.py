@@ -31,7 +31,7 @@ def _first_of_gap(state, row):
 
 @inner()
 def _last_of_gap(state, row):
-    """The last block of a gap, and the bytes from the begin of one of its blocks on."""
+    """The last block of a gap, and the bytes from the start of one of its blocks on."""
     size = block_at(state, row).size_bytes
     following = block_at(state, row).next
     while _is_gap(state, following):
@@ -82,7 +82,7 @@ def find_growth(device, pool, size, addresses, sizes):
     state = locked(device)
     least = least_gap = begin = best = 0
     best_backward = False
-    row = state.first_unmapped
+    row = state.heap.first_unmapped
     while row != 0:
         first = _first_of_gap(state, row) if segment_at(state, block_at(state, row).segment).pool == pool else 0
         if first != 0:
@@ -128,7 +128,7 @@ def leave_free_pages(state, wanted, low, high, addresses, sizes):
     What is free in [low, high) is left as it is.
     """
     count = 0
-    for number in range(state.segments_used - 1, 0, -1):
+    for number in range(state.heap.segments_used - 1, 0, -1):
         row = segment_at(state, number).first if _may_leave(state, number) else 0
         while row != 0 and block_at(state, row).next != 0:
             row = block_at(state, row).next

@@ -1,19 +1,18 @@
-"""Handovers: memory that passes from one stream to another, with an event where it is freed and a wait where it is
-taken.
+"""Handovers: memory that passes from one stream to another, with an event at its free and a wait before its use.
 
-Contract: a planned request on one stream gets cells that another stream used last only after its stream waits for an
-event that the other one recorded after the free was asked for; if that cannot be had (a capture, an error of the
-driver), the request goes to the heap. Who used a cell last is looked up when it is taken, not read from the plan, so
-this holds too when the program deviates from it. The plan only says where an event is worth recording early: at the
-free, so that the wait covers no kernel that came later. Elsewhere it is recorded when the cells are taken.
+Contract: a planned request on one stream gets intervals that another stream used last only after its stream waits for
+an event that the other one recorded after the free was asked for; if that cannot be had (a capture, an error of the
+driver), the request goes to the heap. Who used an interval last is looked up when it is taken, not read from the plan,
+so this holds too when the program deviates from it. The plan only says where an event is worth recording early: at the
+free, so that the wait covers no kernel that came later. Elsewhere it is recorded when the intervals are taken.
 
-The driver is never called with the lock held. The thread that takes cells has them to itself while it looks at their
-previous users, and its block keeps the arena and its tables in place.
+The driver is never called with the lock held. The thread that takes intervals has them to itself while it looks at
+their previous users, and its block keeps the arena and its tables in place.
 """
 
 from stalloc.compiled import inner, njit
+from stalloc.core.arena_intervals import intervals_empty
 from stalloc.core.captured import is_captured
-from stalloc.core.cells import cells_empty
 from stalloc.core.constants import (
     DRIVER_STATUS,
     MAX_STREAMS,
@@ -24,7 +23,7 @@ from stalloc.core.constants import (
     UNRECORDED_USER,
 )
 from stalloc.core.intrinsics import call3, locked, unlock
-from stalloc.core.records import cell_at, entry_at, previous_user_at, segment_at, slot_at, stream_at
+from stalloc.core.records import entry_at, interval_at, previous_user_at, segment_at, slot_at, stream_at
 from stalloc.core.slots import find_slot
 
 
@@ -46,17 +45,17 @@ def record_free(state, position):
     stream = _stream_of(entry)
     if not _may_be_ordered(state, stream):
         return False
-    return call3(state.record_event, entry.event, stream_at(state, stream).value, 0) & DRIVER_STATUS == 0
+    return call3(state.driver.record_event, entry.event, stream_at(state, stream).value, 0) & DRIVER_STATUS == 0
 
 
 @inner()
 def note_user(state, position, recorded):
-    """An entry's block is about to be freed: the next one to take its cells has to wait for it. With the lock held."""
+    """An entry's block is about to be freed: who takes its intervals next has to wait for it. With the lock held."""
     entry = entry_at(state, position)
     if entry.event == 0:
         return
     user = position if recorded else UNRECORDED_USER - _stream_of(entry)
-    for i in range(entry.cell_low, entry.cell_high):
+    for i in range(entry.interval_low, entry.interval_high):
         previous_user_at(state, i).value = user
 
 
@@ -69,17 +68,17 @@ def _using_stream(state, user):
 
 @inner()
 def wait_for_users(state, position):
-    """Let the stream that took an entry's cells wait for all others that used them last, without the lock.
+    """Let the stream that took an entry's intervals wait for all others that used them last, without the lock.
 
-    Return the number of waits, or -1 if the stream cannot wait; the cells must not be used then. What it has waited for
-    is kept in mind either way.
+    Return the number of waits, or -1 if the stream cannot wait; the intervals must not be used then. What it has waited
+    for is kept in mind either way.
     """
     entry = entry_at(state, position)
     if entry.event == 0:
         return 0
-    high, stream = entry.cell_high, _stream_of(entry)
+    high, stream = entry.interval_high, _stream_of(entry)
     waits = 0
-    for i in range(entry.cell_low, high):
+    for i in range(entry.interval_low, high):
         user = previous_user_at(state, i).value
         if user == NO_PREVIOUS_USER or _using_stream(state, user) == stream:
             continue
@@ -110,40 +109,40 @@ def _wait_for(state, entry, user, stream):
         used_on = UNRECORDED_USER - user
         if not _may_be_ordered(state, used_on):
             return False
-        if call3(state.record_event, event, stream_at(state, used_on).value, 0) & DRIVER_STATUS != 0:
+        if call3(state.driver.record_event, event, stream_at(state, used_on).value, 0) & DRIVER_STATUS != 0:
             return False
-    return call3(state.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
+    return call3(state.driver.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
 
 
 @njit()
 def end_sharing(device, stream):
-    """Part the cells that streams share, once no tape is served; what is empty goes to `stream` (index). For Python.
+    """Part the intervals that streams share, once no schedule is served; `stream` (index) gets empty ones. For Python.
 
     What is empty may be used when all streams have done what they were given before; `dissolve_arena` then finds
     regions.
     """
     state = locked(device)
-    if state.mode != MODE_REPLAY and state.has_handovers == 1:
+    if state.hot.mode != MODE_REPLAY and state.hot.has_handovers == 1:
         _part_streams(state, stream)
     unlock(state)
 
 
 @inner()
 def _part_streams(state, stream):
-    """Give every cell that streams share to the stream of what lives there, or to `stream` if it is empty."""
+    """Give every interval that streams share to the stream of what lives there, or to `stream` if it is empty."""
     i = 0
-    while i < state.num_cells:
+    while i < state.plan.num_intervals:
         high, owner = i + 1, stream
-        lease = cell_at(state, i).lease
+        lease = interval_at(state, i).lease
         if lease > 0:  # of one stream already
-            i = segment_at(state, lease).cell_high
+            i = segment_at(state, lease).interval_high
             continue
-        if lease != UNMAPPED and not cells_empty(state.cell_bits, i, i + 1):
-            slot = slot_at(state, find_slot(state, state.arena + cell_at(state, i).offset))
+        if lease != UNMAPPED and not intervals_empty(state.plan.interval_bits, i, i + 1):
+            slot = slot_at(state, find_slot(state, state.plan.arena + interval_at(state, i).offset))
             entry = entry_at(state, slot.entry)
-            high, owner = entry.cell_high, _stream_of(entry)
+            high, owner = entry.interval_high, _stream_of(entry)
         for j in range(i, high):
-            cell = cell_at(state, j)
-            if cell.stream == NO_STREAM:
-                cell.stream = owner
+            interval = interval_at(state, j)
+            if interval.stream == NO_STREAM:
+                interval.stream = owner
         i = high

@@ -1,7 +1,7 @@
 """Hash tables with linear probing: rows whose first word is what they are found by.
 
 Contract: at most half of the rows are used, so a search ends soon. Live blocks are found by address, slots by offset,
-keys of the tape by themselves. Only live blocks leave their table again; theirs grows, for a small one stays in the
+keys of the schedule by themselves. Only live blocks leave their table again; theirs grows, for a small one stays in the
 caches.
 """
 
@@ -35,25 +35,27 @@ def find_row(table, words, mask, number, first_word, empty):
 @inner()
 def find_live(state, address):
     """The block at an address that is not free, 0 if there is none."""
-    return live_at(state, find_row(state.live, _LIVE_WORDS, state.live_mask, address >> 9, address, 0)).block
+    return live_at(
+        state, find_row(state.lookup.live, _LIVE_WORDS, state.lookup.live_mask, address >> 9, address, 0)
+    ).block
 
 
 @inner()
 def add_live(state, address, block):
     """Let a block be found by its address."""
-    mask = state.live_mask
-    row = live_at(state, find_row(state.live, _LIVE_WORDS, mask, address >> 9, 0, 0))
+    mask = state.lookup.live_mask
+    row = live_at(state, find_row(state.lookup.live, _LIVE_WORDS, mask, address >> 9, 0, 0))
     row.address = address
     row.block = block
-    state.live_count += 1
-    if 2 * state.live_count > mask and mask < state.max_live_mask:
+    state.lookup.live_count += 1
+    if 2 * state.lookup.live_count > mask and mask < state.lookup.max_live_mask:
         _grow_live(state)
 
 
 @inner()
 def _grow_live(state):
     """Go over to a table of twice as many rows, which lies behind the one in use."""
-    old, rows = state.live, state.live_mask + 1
+    old, rows = state.lookup.live, state.lookup.live_mask + 1
     new, mask = old + rows * _LIVE_WORDS * 8, 2 * rows - 1
     for i in range(rows):
         row = live_row(old, i)
@@ -61,15 +63,15 @@ def _grow_live(state):
             copy = live_row(new, find_row(new, _LIVE_WORDS, mask, row.address >> 9, 0, 0))
             copy.address = row.address
             copy.block = row.block
-    state.live = new
-    state.live_mask = mask
+    state.lookup.live = new
+    state.lookup.live_mask = mask
 
 
 @inner()
 def drop_live(state, address):
     """Let the block at an address be found no more; what probed past its row moves back."""
-    mask = state.live_mask
-    hole = find_row(state.live, _LIVE_WORDS, mask, address >> 9, address, 0)
+    mask = state.lookup.live_mask
+    hole = find_row(state.lookup.live, _LIVE_WORDS, mask, address >> 9, address, 0)
     i = (hole + 1) & mask
     while live_at(state, i).address != 0:
         row = live_at(state, i)
@@ -80,10 +82,10 @@ def drop_live(state, address):
         i = (i + 1) & mask
     live_at(state, hole).address = 0
     live_at(state, hole).block = 0
-    state.live_count -= 1
+    state.lookup.live_count -= 1
 
 
 @inner(forceinline=True)
 def live_is_full(state):
     """Whether the largest table of live blocks is half full: beyond that looking things up takes long."""
-    return 2 * state.live_count > state.live_mask
+    return 2 * state.lookup.live_count > state.lookup.live_mask

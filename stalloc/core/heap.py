@@ -32,7 +32,7 @@ from stalloc.core.constants import (
 from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, remove_free
 from stalloc.core.hash_table import add_live, drop_live, live_is_full
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, lasting_size_at, pool_at, segment_at
+from stalloc.core.records import block_at, persistent_size_at, pool_at, segment_at
 from stalloc.core.segments import absorb, allocate_block_row
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
@@ -60,20 +60,20 @@ def _choose(state, stream, size, stage):
     Where memory is short, all holes are used, and a free segment that is much too large is left to go back to the
     device, unless Python was asked already.
     """
-    private = state.private_kind
+    private = state.hot.private_kind
     if private != 0:
         pool = find_pool(state, stream, private | LASTING_BIT if _outlives_capture(state, size) else private, True)
         if pool >= 0:  # the kind may have served graphs before that are gone
             pool_at(state, pool).status = POOL_PINNED
         return pool, best_fit(state, pool, size) if pool >= 0 else 0
-    is_short = state.memory_is_short == 1 and stage != HEAP_ONLY
+    is_short = state.policy.memory_is_short == 1 and stage != HEAP_ONLY
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         fit = best_fit(state, pool, size) if pool >= 0 else 0
         if fit == 0 and pool >= 0 and (is_short or _fills_pages(state)):
             return _remnant(state, stream, pool, size, is_short)
         return pool, fit
-    lasts = state.allocating_persistent == 1
+    lasts = state.policy.allocating_persistent == 1
     persistent = find_pool(state, stream, PERSISTENT_KIND, lasts)
     lasts = lasts and persistent >= 0
     pool = find_pool(state, stream, GENERAL_KIND, not lasts)
@@ -91,8 +91,8 @@ def _choose(state, stream, size, stage):
 def _outlives_capture(state, size):
     """Whether a request of a capture is expected to live on after it; a wrong guess costs memory, nothing else."""
     lasts = False
-    for i in range(state.num_lasting_sizes):
-        lasts = lasts or lasting_size_at(state, i).value == size
+    for i in range(state.capture.num_persistent_sizes):
+        lasts = lasts or persistent_size_at(state, i).value == size
     return lasts
 
 
@@ -100,9 +100,9 @@ def _outlives_capture(state, size):
 def _fills_pages(state):
     """Whether small requests use what large ones leave over of their pages before more are mapped.
 
-    Where steps are marked they do not, unless the plan stands aside: what lives on would keep pages from the plan.
+    Where steps are marked they do not, unless the plan is bypassed: what lives on would keep pages from the plan.
     """
-    return state.expects_marks == 0 or state.stands_aside != 0
+    return state.policy.expects_marks == 0 or state.follow.bypassed != 0
 
 
 @inner()
@@ -176,7 +176,7 @@ def _begin_life(state, row, requested):
     add_live(state, block.address, row)
     segment = segment_at(state, block.segment)
     segment.num_live += 1
-    segment.last_used = state.steps_ever
+    segment.last_used = state.steps.steps_ever
     return block.address
 
 
@@ -188,8 +188,12 @@ def heap_allocate(state, stream, size, requested, stage):
         return Outcome(0, REFUSED, FULL_POOLS)
     if live_is_full(state):
         return Outcome(0, REFUSED, FULL_LIVE)
-    if state.private_kind != 0 and pool_at(state, pool).kind == state.private_kind and state.capture_plan_length != 0:
-        if state.capture_plan_base == 0:
+    if (
+        state.hot.private_kind != 0
+        and pool_at(state, pool).kind == state.hot.private_kind
+        and state.capture.capture_plan_length != 0
+    ):
+        if state.capture.capture_plan_base == 0:
             return Outcome(0, NEED_SEGMENT, pool)
         planned = planned_place(state, pool, size)
         if planned < 0:
@@ -209,8 +213,8 @@ def any_pool_fit(state, stream, size, requested):
     """
     if live_is_full(state):
         return 0
-    private, best = state.private_kind, 0
-    for row in range(state.pools_mask + 1):
+    private, best = state.hot.private_kind, 0
+    for row in range(state.heap.pools_mask + 1):
         pool_row = pool_at(state, row)
         is_ours = pool_row.status == POOL_USED
         if private != 0:

@@ -239,6 +239,6 @@ def this_thread():
 @inner(forceinline=True)
 def now_ns(state, which):
     """The time of a clock of the C library in nanoseconds; with the lock held."""
-    clock = state.clock
+    clock = state.driver.clock
     _clock_gettime(which, _c_pointer(clock))
     return clock.seconds * 1_000_000_000 + clock.nanoseconds

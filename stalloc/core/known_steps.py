@@ -16,10 +16,10 @@ _FEW_SHIFT = 5  # 1 / 2 ** shift of a step may be served elsewhere than in its p
 @inner()
 def _note_mark(state):
     known = state.known_steps
-    known.hits, known.conflicts, known.followed = state.hits, state.conflicts, state.history_count
+    known.hits, known.conflicts, known.followed = state.follow.hits, state.steps.conflicts, state.follow.history_count
     known.num_allocs, known.allocated_bytes = state.total.num_allocs, state.total.allocated_bytes
     known.requested_ever = state.small.requested_ever + state.large.requested_ever
-    known.place = state.cursor - state.ring_start
+    known.place = state.follow.cursor - state.follow.cycle_start
 
 
 @inner()
@@ -27,13 +27,18 @@ def _comes(state, step):
     """Whether the step that is over is the one that was expected, and nobody in Python has to know."""
     known = state.known_steps
     goes_as_planned = (
-        state.mode == MODE_REPLAY
-        and state.cursor == step.end
-        and state.history_count - known.followed == step.num_entries
-        and state.misses == known.misses
-        and state.conflicts - known.conflicts <= step.num_entries >> _FEW_SHIFT
+        state.hot.mode == MODE_REPLAY
+        and state.follow.cursor == step.end
+        and state.follow.history_count - known.followed == step.num_entries
+        and state.steps.misses == known.misses
+        and state.steps.conflicts - known.conflicts <= step.num_entries >> _FEW_SHIFT
     )
-    is_asked_for = state.private_kind or state.ask_at_boundary or state.stands_aside or state.allocating_persistent
+    is_asked_for = (
+        state.hot.private_kind
+        or state.triggers.ask_at_boundary
+        or state.follow.bypassed
+        or state.policy.allocating_persistent
+    )
     return goes_as_planned and not is_asked_for
 
 
@@ -46,7 +51,7 @@ def expect_steps(device, expected, num_expected, overdue):
     state = locked(device)
     known = state.known_steps
     known.num_expected, known.count, known.expected = num_expected, 0, expected
-    known.misses, known.overdue = state.misses, overdue
+    known.misses, known.overdue = state.steps.misses, overdue
     _note_mark(state)
     unlock(state)
 
@@ -61,10 +66,10 @@ def end_known_step(device):
         step = expected_step_at(known, known.count)
         comes = _comes(state, step)
         if comes:
-            state.tapes = step.tapes
-            follow(state, step.ring_start, step.ring_end, step.cursor)
-            state.doubt_at = state.total.num_allocs + known.overdue
-            step.num_events = state.num_events
+            state.tables.schedules = step.schedules
+            follow(state, step.cycle_start, step.cycle_end, step.cursor)
+            state.triggers.doubt_at = state.total.num_allocs + known.overdue
+            step.num_events = state.log.num_events
             known.count += 1
             _note_mark(state)
     if not comes:

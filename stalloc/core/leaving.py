@@ -15,10 +15,11 @@ from stalloc.core.shared_pages import leave_shared_pages
 def leave_pages(device, wanted, ahead, spares_arena, low, high, begin, end, addresses, sizes, before, after):
     """Serve no more from as many pages as `wanted` bytes are, or as there are; how many ranges, and segments that move.
 
-    And from those of so many bytes `ahead` that nothing needs soon: what the plan needs in the next quarter of a pass
-    goes last, and not for them. None of the arena goes if `spares_arena`. What is free in addresses [low, high) stays,
-    since memory is to come there, and so do bytes [begin, end) of the arena. Writes address and size of each range, as
-    many as the columns hold, and where segments began `before` that begin elsewhere now (`after`; 0: gone). For Python.
+    And from those of so many bytes `ahead` that nothing needs soon: what the plan needs in the next quarter of an
+    iteration goes last, and not for them. None of the arena goes if `spares_arena`. What is free in addresses [low,
+    high) stays, since memory is to come there, and so do bytes [begin, end) of the arena. Writes address and size of
+    each range, as many as the columns hold, and where segments began `before` that begin elsewhere now (`after`; 0:
+    gone). For Python.
     """
     state = locked(device)
     wanted += ahead

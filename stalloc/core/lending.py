@@ -1,36 +1,36 @@
 """What the heap borrows of the arena for requests that the plan does not serve, and for how long.
 
-Contract: the lock is held. A lease is taken where the plan needs the cells the latest, and at least for as long as such
-requests lived there before (STAlloc's paper, section 5.2, goes by layers; here time is the place in the pass, and
-lifespans are learnt). While the program does something that is on no tape, what is free at the end of a lease counts
-with the idle cells behind it, so that blocks lie side by side as in any other segment.
+Contract: the lock is held. A lease is taken where the plan needs the intervals the latest, and at least for as long as
+such requests lived there before (STAlloc's paper, section 5.2, goes by layers; here time is the place in the iteration,
+and lifespans are learnt). While the program does something that is on no schedule, what is free at the end of a lease
+counts with the idle intervals behind it, so that blocks lie side by side as in any other segment.
 """
 
 from stalloc.compiled import inner
-from stalloc.core.cells import NEVER, cells_empty, needed_at, tape_time
+from stalloc.core.arena_intervals import NEVER, intervals_empty, needed_at, schedule_time
 from stalloc.core.constants import LEASED_KIND, LIFESPAN_ROWS
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
-from stalloc.core.learnt_lifespans import note_birth, outlives_pass
+from stalloc.core.learnt_lifespans import note_birth, outlives_iteration
 from stalloc.core.leases import begin_lease, extend_lease, free_end, revoke_all
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
+from stalloc.core.records import block_at, entry_at, interval_at, lifespan_at, segment_at, word_at
 from stalloc.core.segments import add_segment
 
 _MAX_LEASES = 4096
 _MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
-_HALVINGS = 4  # of the time that a request lasts, to find cells that are needed late if none is needed late enough
-_LOST = 16  # requests in a row that are not on the tape, after which the program does something else
+_HALVINGS = 4  # of the time that a request lasts, to find intervals that are needed late if none is needed late enough
+_LOST = 16  # requests in a row that are not on the schedule, after which the program does something else
 
 
 @inner()
 def _find_idle(state, stream, size, until, pool):
-    """The first cell of the smallest idle range of a stream that holds `size` bytes and is not needed before `until`.
+    """The first interval of the smallest idle range of a stream for `size` bytes, not needed before `until`.
 
     With what is free at the end of the lease before it, if that is one of the pool. -1 if there is none.
     """
-    bits, count, now = state.cell_bits, state.num_cells, tape_time(state)
+    bits, count, now = state.plan.interval_bits, state.plan.num_intervals, schedule_time(state)
     best, best_bytes, run, i = -1, NEVER, -1, 0
     while i <= count:
         idle = False
@@ -39,13 +39,13 @@ def _find_idle(state, stream, size, until, pool):
             if word == -1 and i & 63 == 0 and run < 0:
                 i += 64
                 continue
-            idle = (word >> (i & 63)) & 1 == 0 and cell_at(state, i).stream == stream
+            idle = (word >> (i & 63)) & 1 == 0 and interval_at(state, i).stream == stream
             idle = idle and needed_at(state, i, now) >= until
         if idle:
             if run < 0:
                 run = i
         elif run >= 0:
-            length = cell_at(state, i).offset - cell_at(state, run).offset
+            length = interval_at(state, i).offset - interval_at(state, run).offset
             before = free_end(state, pool, run) if length < best_bytes else 0
             length += block_at(state, before).size_bytes if before != 0 else 0
             if size <= length < best_bytes:
@@ -64,38 +64,38 @@ def _take(state, block, size, requested, row):
 
 @inner(forceinline=True)
 def _times_released(state):
-    """How often cells were given back: by planned requests that were freed, and otherwise."""
-    return state.hits - state.arena_live + state.cells_released
+    """How often intervals were given back: by planned requests that were freed, and otherwise."""
+    return state.follow.hits - state.plan.arena_live + state.dynamic.intervals_released
 
 
 @inner(forceinline=True)
 def _failed_before(state, stream, size, lasts):
-    """Whether the last search found nothing, and this one asks for no less: no cell was given back since."""
-    search = state.failed_search
+    """Whether the last search found nothing, and this one asks for no less: no interval was given back since."""
+    search = state.dynamic.failed_search
     same = search.released_before == _times_released(state) and search.stream == stream
     return same and size >= search.size_bytes and lasts >= search.lasts
 
 
 @inner()
 def _planned_to_last(state, now):
-    """The most that the entry before the cursor lives, as the plan has it: until one of its cells is needed again.
+    """The most that the entry before the cursor lives, as the plan has it: until one of its intervals is needed again.
 
     It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
     turn, and so on from step to step. 0: it has no place.
     """
-    cursor = state.cursor
-    entry = entry_at(state, (cursor if cursor != state.ring_start else state.ring_end) - 1)
-    if state.uses == 0 or entry.offset < 0:
+    cursor = state.follow.cursor
+    entry = entry_at(state, (cursor if cursor != state.follow.cycle_start else state.follow.cycle_end) - 1)
+    if state.tables.uses == 0 or entry.offset < 0:
         return 0
     until = NEVER
-    for index in range(entry.cell_low, entry.cell_high):
+    for index in range(entry.interval_low, entry.interval_high):
         until = min(until, needed_at(state, index, now))
     return until - now
 
 
 @inner()
 def _find_late(state, stream, size, now, lasts, pool):
-    """The first of idle cells for a request that lasts so long, those that the plan needs late before others; -1."""
+    """The first of idle intervals for a request that lasts so long, rather those that the plan needs late; or -1."""
     low = -1
     for shift in range(_HALVINGS if lasts > 0 else 0):
         low = _find_idle(state, stream, size, now + (lasts >> shift), pool) if low < 0 else low
@@ -104,22 +104,22 @@ def _find_late(state, stream, size, now, lasts, pool):
 
 @inner()
 def _find_for(state, pool, stream, size, lasts, is_lost):
-    """Idle cells for a request that is expected to last so long (0: unknown): the first one, and for how long.
+    """Idle intervals for a request that is expected to last so long (0: unknown): the first one, and for how long.
 
     The first is -1 if there are none, and the search is remembered then.
     """
-    length = state.ring_end - state.ring_start
+    length = state.follow.cycle_end - state.follow.cycle_start
     least = 0 if is_lost else lasts if lasts > 0 else length >> 2
     if _failed_before(state, stream, size, least):
         return -1, 0
-    now, low = tape_time(state), -1
+    now, low = schedule_time(state), -1
     if is_lost:
-        low = _find_late(state, stream, size, now, lasts if state.miss_run < _LOST else 0, pool)
+        low = _find_late(state, stream, size, now, lasts if state.follow.miss_run < _LOST else 0, pool)
         lasts = 0
-        before = state.num_leases
+        before = state.dynamic.num_leases
         if low < 0:
             revoke_all(state)
-            low = _find_idle(state, stream, size, 0, pool) if state.num_leases < before else -1
+            low = _find_idle(state, stream, size, 0, pool) if state.dynamic.num_leases < before else -1
     elif lasts > 0:
         low = _find_idle(state, stream, size, now + lasts, -1)
     else:
@@ -128,7 +128,7 @@ def _find_for(state, pool, stream, size, lasts, is_lost):
             if low >= 0:
                 break
     if low < 0:
-        search = state.failed_search
+        search = state.dynamic.failed_search
         search.released_before = _times_released(state)
         search.stream = stream
         search.size_bytes = size
@@ -138,13 +138,13 @@ def _find_for(state, pool, stream, size, lasts, is_lost):
 
 @inner()
 def _lease(state, pool, stream, low, size, lasts, is_lost):
-    """Lease the idle cells from `low` on that are enough for a request, or for several: a free block, 0 if none."""
-    begin, now, bits = cell_at(state, low).offset, tape_time(state), state.cell_bits
+    """Lease the idle intervals from `low` on that are enough for a request, or for several: a free block, 0 if none."""
+    begin, now, bits = interval_at(state, low).offset, schedule_time(state), state.plan.interval_bits
     before = free_end(state, pool, low) if is_lost else 0
     wanted = max(size - (block_at(state, before).size_bytes if before != 0 else 0), _MIN_LEASE)
     high, until = low, NEVER
-    while high < state.num_cells and cell_at(state, high).offset - begin < wanted:
-        usable = cells_empty(bits, high, high + 1) and cell_at(state, high).stream == stream
+    while high < state.plan.num_intervals and interval_at(state, high).offset - begin < wanted:
+        usable = intervals_empty(bits, high, high + 1) and interval_at(state, high).stream == stream
         needed = needed_at(state, high, now) if usable else 0
         if not usable or (needed < now + lasts and not is_lost):
             break
@@ -153,7 +153,7 @@ def _lease(state, pool, stream, low, size, lasts, is_lost):
     if before != 0:
         extend_lease(state, before, low, high, until)
         return before
-    row = add_segment(state, pool, state.arena + begin, cell_at(state, high).offset - begin)
+    row = add_segment(state, pool, state.plan.arena + begin, interval_at(state, high).offset - begin)
     if row != 0:
         begin_lease(state, row, low, high, until)
     return segment_at(state, row).first if row != 0 else 0
@@ -163,18 +163,22 @@ def _lease(state, pool, stream, low, size, lasts, is_lost):
 def lend(state, stream, size, requested, row, anything):
     """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
 
-    While the program does something that is on no tape all that is idle will do, as with `anything`, before memory runs
-    short. `row` is that of the request in the table of lifespans.
+    While the program does something that is on no schedule all that is idle will do, as with `anything`, before memory
+    runs short. `row` is that of the request in the table of lifespans.
     """
-    if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
+    if state.plan.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
-    now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
-    if is_lost and not anything and outlives_pass(state, row):
-        return 0  # it would stand in the way of the next pass, whatever this one is
+    now, is_lost = schedule_time(state), anything or state.follow.miss_run >= _LOST
+    if is_lost and not anything and outlives_iteration(state, row):
+        return 0  # it would stand in the way of the next iteration, whatever this one is
     known = lifespan_at(state, row).value
-    displaced = state.miss_run == 0 and row < LIFESPAN_ROWS
+    displaced = state.follow.miss_run == 0 and row < LIFESPAN_ROWS
     lasts = max(known, _planned_to_last(state, now) if displaced else 0)
-    if state.num_tapes > 1 and not is_lost and now + lasts > state.pass_start + state.ring_end:
+    if (
+        state.follow.num_schedules > 1
+        and not is_lost
+        and now + lasts > state.steps.iteration_start + state.follow.cycle_end
+    ):
         return 0  # a step of another kind may come next: what this one leaves idle is that one's
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:
@@ -182,7 +186,7 @@ def lend(state, stream, size, requested, row, anything):
     fit = best_fit(state, pool, size)
     if fit != 0 and (is_lost or segment_at(state, block_at(state, fit).segment).until >= now + lasts):
         return _take(state, fit, size, requested, row)
-    if state.num_leases >= _MAX_LEASES or state.num_cells == 0:
+    if state.dynamic.num_leases >= _MAX_LEASES or state.plan.num_intervals == 0:
         return 0
     low, lasts = _find_for(state, pool, stream, size, lasts, is_lost)
     if low < 0:

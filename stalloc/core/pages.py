@@ -30,12 +30,12 @@ from stalloc.core.segments import (
 
 @inner()
 def _insert_unmapped(state, row):
-    block, following = block_at(state, row), state.first_unmapped
+    block, following = block_at(state, row), state.heap.first_unmapped
     block.left = 0
     block.right = following
     if following != 0:
         block_at(state, following).left = row
-    state.first_unmapped = row
+    state.heap.first_unmapped = row
 
 
 @inner()
@@ -44,7 +44,7 @@ def _remove_unmapped(state, row):
     if block.left != 0:
         block_at(state, block.left).right = block.right
     else:
-        state.first_unmapped = block.right
+        state.heap.first_unmapped = block.right
     if block.right != 0:
         block_at(state, block.right).left = block.left
 
@@ -71,7 +71,7 @@ def take_off(state, row):
 @inner()
 def has_rows(state, count):
     """Whether the table of blocks has room for so many more."""
-    room, spare = state.blocks_capacity - state.blocks_used, state.free_block_row
+    room, spare = state.heap.blocks_capacity - state.heap.blocks_used, state.heap.free_block_row
     while room < count and spare != 0:
         room += 1
         spare = block_at(state, spare).next
@@ -162,7 +162,7 @@ def give_range(device, pool, address, size):
 
 @inner()
 def _find_unmapped(state, address):
-    row = state.first_unmapped
+    row = state.heap.first_unmapped
     while row != 0:
         block = block_at(state, row)
         if block.address <= address < block.address + block.size_bytes:
@@ -185,8 +185,8 @@ def use_pages(device, address, size):
         segment = block.segment
         _change_part(state, row, address, size, BLOCK_FREE)
         count_pages(state, segment, size)
-        state.num_segment_allocs += 1
-        if state.recording == 1:
+        state.statistics.num_segment_allocs += 1
+        if state.hot.recording == 1:
             record(state, ACTION_SEGMENT_MAP, pool_at(state, segment_at(state, segment).pool).stream, address, size)
     unlock(state)
     return done
@@ -213,8 +213,8 @@ def unmap_free(state, row, begin, size):
     segment = block_at(state, row).segment
     unmap_part(state, row, begin, size)
     count_pages(state, segment, -size)
-    state.num_segment_frees += 1
-    if state.recording == 1:
+    state.statistics.num_segment_frees += 1
+    if state.hot.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, segment).pool).stream, begin, size)
 
 
@@ -226,12 +226,12 @@ def remove_empty_ranges(device, addresses):
     """
     state = locked(device)
     count = 0
-    for row in range(1, state.segments_used):
+    for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         if count == len(addresses) or segment.address == 0 or segment.is_paged == 0 or segment.mapped_bytes != 0:
             continue
         if segment.tail != 0 or segment.head != 0:
-            continue  # a splice has memory of others
+            continue  # a stitched segment has memory of others
         addresses[count] = segment.address
         count += 1
         take_off(state, segment.first)
@@ -246,16 +246,16 @@ def remove_empty_ranges(device, addresses):
 def keep_ranges(device):
     """Leave every range as it is for good: this process is a fork, the pages are its parent's. For Python."""
     state = locked(device)
-    for row in range(1, state.segments_used):
+    for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         if segment.address != 0 and segment.is_paged == 1:
             segment.is_paged = 0
             segment.num_live += 1  # it is never given back
-    row = state.first_unmapped
+    row = state.heap.first_unmapped
     while row != 0:
         following = block_at(state, row).right
         block_at(state, row).left = 0
         block_at(state, row).right = 0
         row = following
-    state.first_unmapped = 0
+    state.heap.first_unmapped = 0
     unlock(state)

@@ -5,8 +5,8 @@ heap; its subject is the row of a dynamic request in the table of lifespans, 0 f
 """
 
 from stalloc.compiled import inner
+from stalloc.core.arena_intervals import flip_intervals, intervals_empty
 from stalloc.core.arena_pages import lacks_only_pages
-from stalloc.core.cells import cells_empty, flip_cells
 from stalloc.core.constants import (
     BLOCK_LIVE,
     MODE_REPLAY,
@@ -19,8 +19,8 @@ from stalloc.core.constants import (
 from stalloc.core.heap import Outcome
 from stalloc.core.leases import revoke
 from stalloc.core.records import entry_at, slot_at
-from stalloc.core.step_log import end_step, is_astray, stands_aside
-from stalloc.core.tape_cursor import dynamic_row, follow
+from stalloc.core.schedule_cursor import dynamic_row, follow
+from stalloc.core.step_log import bypassed, end_step, is_off_plan
 
 
 @inner(forceinline=True)
@@ -30,32 +30,34 @@ def serve_planned(state, key, requested, waiting):
     `waiting`: some that were freed wait for other streams, which may be done with them.
     """
     position, begins = follow(state, key)
-    if position < 0 or state.mode != MODE_REPLAY:
+    if position < 0 or state.hot.mode != MODE_REPLAY:
         return Outcome(0, 0, dynamic_row(position))
     if begins:
         end_step(state)
-    entry, bits = entry_at(state, position), state.cell_bits
-    low, high = entry.cell_low, entry.cell_high
-    lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
-    if state.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
+    entry, bits = entry_at(state, position), state.plan.interval_bits
+    low, high = entry.interval_low, entry.interval_high
+    lasts = (
+        state.policy.allocating_persistent == 1 and position >= state.follow.cycle_start
+    )  # what comes once has a place that lasts
+    if state.policy.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_off_plan(state):
         lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
-    lasts = lasts or stands_aside(state, position)
-    if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
+    lasts = lasts or bypassed(state, position)
+    if entry.offset < 0 or lasts or not (intervals_empty(bits, low, high) or revoke(state, low, high)):
         has_place = entry.offset >= 0 and not lasts
-        if has_place and state.arena_pages != 0 and lacks_only_pages(state, low, high):
+        if has_place and state.plan.arena_pages != 0 and lacks_only_pages(state, low, high):
             return Outcome(0, NEED_PAGES, position)
         if has_place and waiting:
             return Outcome(0, POLL_FOR_PLACE, position)
         _count_conflict(state, not has_place)
         return Outcome(0, 0, 0)
-    return _take_cells(state, position, requested)
+    return _take_intervals(state, position, requested)
 
 
 @inner()
 def _count_conflict(state, unplanned):
-    state.conflicts += 1
-    state.step_misses += 1
-    state.step_unplanned += unplanned
+    state.steps.conflicts += 1
+    state.steps.step_misses += 1
+    state.steps.step_unplanned += unplanned
 
 
 @inner()
@@ -64,27 +66,27 @@ def take_place(state, position, key, requested, stage):
 
     The outcome may ask for pages after the latter; nothing: it is not to be had.
     """
-    if state.mode != MODE_REPLAY or position >= state.num_entries:
+    if state.hot.mode != MODE_REPLAY or position >= state.tables.num_entries:
         return Outcome(0, 0, 0)
-    entry, bits = entry_at(state, position), state.cell_bits
-    low, high = entry.cell_low, entry.cell_high
-    if entry.key == key and entry.offset >= 0 and (cells_empty(bits, low, high) or revoke(state, low, high)):
-        return _take_cells(state, position, requested)
-    if stage == POLLED and entry.key == key and state.arena_pages != 0 and lacks_only_pages(state, low, high):
+    entry, bits = entry_at(state, position), state.plan.interval_bits
+    low, high = entry.interval_low, entry.interval_high
+    if entry.key == key and entry.offset >= 0 and (intervals_empty(bits, low, high) or revoke(state, low, high)):
+        return _take_intervals(state, position, requested)
+    if stage == POLLED and entry.key == key and state.plan.arena_pages != 0 and lacks_only_pages(state, low, high):
         return Outcome(0, NEED_PAGES, position)
     _count_conflict(state, entry.offset < 0)
     return Outcome(0, 0, 0)
 
 
 @inner(forceinline=True)
-def _take_cells(state, position, requested):
-    """Serve a request from the empty cells of an entry."""
+def _take_intervals(state, position, requested):
+    """Serve a request from the empty intervals of an entry."""
     entry = entry_at(state, position)
-    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
+    flip_intervals(state.plan.interval_bits, entry.interval_low, entry.interval_high)
     slot = slot_at(state, entry.slot)
     slot.entry = position
     slot.requested_bytes = requested
     slot.state = BLOCK_LIVE
-    state.arena_live += 1
-    state.hits += 1
-    return Outcome(state.arena + entry.offset, 0, 0)
+    state.plan.arena_live += 1
+    state.follow.hits += 1
+    return Outcome(state.plan.arena + entry.offset, 0, 0)

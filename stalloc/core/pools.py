@@ -24,16 +24,16 @@ from stalloc.core.records import pool_at
 @inner()
 def find_pool(state, stream, kind, create):
     """The row of the pool for a stream and a kind; -1 if there is none and none is made."""
-    mask = state.pools_mask
+    mask = state.heap.pools_mask
     row = ((kind >> 9) * 31 + kind + stream * 7919) & mask
     while True:
         pool = pool_at(state, row)
         if pool.status == 0:
-            used = state.pools_used
+            used = state.heap.pools_used
             # one in eight rows is kept for small and general pools, so that a program of many sizes still gets those
             if not create or used >= mask or (kind > GENERAL_KIND and used >= mask - (mask >> 3)):
                 return -1
-            state.pools_used = used + 1
+            state.heap.pools_used = used + 1
             pool.status = POOL_PINNED if kind >= PRIVATE_KINDS else POOL_USED
             pool.stream = stream
             pool.kind = kind
@@ -49,7 +49,7 @@ def find_pool(state, stream, kind, create):
 def unpin_pools(device, kind):
     """The graphs that a private kind of pool served are gone: its free segments may go back. For Python."""
     state = locked(device)
-    for row in range(state.pools_mask + 1):
+    for row in range(state.heap.pools_mask + 1):
         pool = pool_at(state, row)
         if pool.status == POOL_PINNED and (pool.kind | LASTING_BIT) == (kind | LASTING_BIT):
             pool.status = POOL_USED
@@ -61,7 +61,7 @@ def largest_free(device):
     """The largest free block of the heap, bytes. For Python."""
     state = locked(device)
     largest = 0
-    for row in range(state.pools_mask + 1):
+    for row in range(state.heap.pools_mask + 1):
         if pool_at(state, row).status == POOL_USED:
             largest = max(largest, largest_block(state, row))
     unlock(state)

@@ -1,8 +1,8 @@
 """Classes of named words as one piece of memory that compiled code and Python both read and write.
 
 A record is declared once, as a class of annotated fields. Compiled code gets it as a numba `Record`, which is a
-pointer, so that `state.hits += 1` is one load, one addition and one store; Python gets the same memory as an object
-with the same attributes. A misspelt field is an error in both, and for mypy.
+pointer, so that `state.hits += 1` is one load, one addition and one store, inside other records too; Python gets the
+same memory as an object with the same attributes. A misspelt field is an error in both, and for mypy.
 
 Contract: each field is a 64-bit word, a record, or a number of words in a row. Where a field begins in its line of the
 cache is computed here, so that a field may be added anywhere. Never return a record from a compiled function that is
@@ -125,6 +125,23 @@ def offset_of(record: type[Record], path: str) -> int:
     return offset
 
 
+@cache
+def path_of(record: type[Record], name: str) -> str:
+    """The path of the only word of this name in a record and the records inside it; a path is its own.
+
+    Raises AttributeError if there is none, or several.
+    """
+    if "." in name:
+        return name
+    found = [] if name not in get_annotations(record) else [name]
+    for field, kind in get_annotations(record).items():
+        if isinstance(kind, type) and issubclass(kind, Record) and name in get_annotations(kind):
+            found.append(f"{field}.{name}")
+    if len(found) != 1:
+        raise AttributeError(f"{record.__name__} has {len(found)} fields {name}, not one")
+    return found[0]
+
+
 def view_at(record: type[AnyRecord], address: int) -> AnyRecord:
     """The record at an address, for Python; whoever holds the memory has to outlive it."""
     return structure(record).from_address(address)  # type: ignore[return-value]
@@ -138,8 +155,11 @@ def table(record: type[Record], rows: int) -> np.ndarray:
     return data[first : first + rows * dtype.itemsize].view(dtype)
 
 
-def _field(builder: Any, owner: Any, pointer: Any, name: str) -> Any:
-    return cgutils.get_record_member(builder, pointer, owner.offset(name), _WORD)
+def _field(builder: Any, owner: Any, pointer: Any, path: str) -> Any:
+    offset = 0
+    for name in path.split("."):
+        offset, owner = offset + owner.offset(name), owner.typeof(name)
+    return cgutils.get_record_member(builder, pointer, offset, _WORD)
 
 
 def record_at(record: type[Record]) -> Any:

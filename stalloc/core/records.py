@@ -2,8 +2,8 @@
 
 Who may write: the core, while it holds `State.lock`; Python only through the core's functions, or where a field says
 so. Rows are numbers of rows in a table; row 0 of blocks and segments means none. A stream is its index in the table of
-streams. Bytes are rounded up to ALIGNMENT unless they are called requested. Tape time counts the requests that the
-tape was followed by: the clock of leases.
+streams. Bytes are rounded up to ALIGNMENT unless they are called requested. Schedule time counts the requests that the
+schedule was followed by: the clock of leases.
 
 Everything that turns an address and a row into a record is at the end of this file.
 """
@@ -17,6 +17,7 @@ from stalloc.core.record_types import (
     dtype_of,
     field_of,
     offset_of,
+    path_of,
     record_at,
     row_address,
     row_at,
@@ -27,7 +28,7 @@ from stalloc.core.record_types import (
     word_of,
 )
 
-__all__ = ["dtype_of", "offset_of", "table", "view_at"]  # and what is declared here
+__all__ = ["dtype_of", "offset_of", "path_of", "table", "view_at"]  # and what is declared here
 
 
 class Word(Record):
@@ -51,12 +52,12 @@ class Block(Record):
     left: int  # of a free or unmapped block: the one before it in its list, or those below it in its tree
     right: int
     requested_bytes: int = shares_word("left")  # of a block that is not free
-    # of an unplanned request: tape time when it was made << LIFESPAN_BITS | its row among the lifespans; else -1
+    # of an unplanned request: schedule time when it was made << LIFESPAN_BITS | its row among the lifespans; else -1
     born: int = shares_word("right")
 
 
 class Segment(Record):
-    """A range of the device's memory that one pool has, or a lease: cells of the arena that the heap borrows.
+    """A range of the device's memory that one pool has, or a lease: intervals of the arena that the heap borrows.
 
     num_live = number of its blocks that are not free; what allocating and freeing need comes first, in one line
     """
@@ -65,15 +66,15 @@ class Segment(Record):
     pool: int
     num_live: int
     first: int  # block
-    cell_low: int  # a lease has the cells [cell_low, cell_high)
-    cell_high: int  # 0: it is no lease
-    until: int  # of a lease: tape time at which its cells are needed
-    last_used: int  # State.steps_ever when the last block was taken from it
+    interval_low: int  # a lease has the intervals [interval_low, interval_high)
+    interval_high: int  # 0: it is no lease
+    until: int  # of a lease: schedule time at which its intervals are needed
+    last_used: int  # State.steps.steps_ever when the last block was taken from it
     size_bytes: int
     group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
     mapped_bytes: int  # those of size_bytes that have memory
     is_paged: int  # 1: it gets and loses memory by pages
-    tail: int  # of a splice: the block whose memory it begins with, 0: none
+    tail: int  # of a stitched segment: the block whose memory it begins with, 0: none
     head: int  # the one that it ends with, 0: none
     begins_line = True
 
@@ -115,17 +116,18 @@ class Event(Record):
     thread: int  # that did it, as the C library calls it
 
 
-class TapeEntry(Record):
-    """A request that the plan expects, and its place: the cells [cell_low, cell_high), which are whole."""
+class ScheduleEntry(Record):
+    """A request that the plan expects, and its place: the intervals [interval_low, interval_high), which are whole."""
 
     key: int  # bytes << STREAM_BITS | stream
     offset: int  # in the arena; -1: it has no place, the heap serves it
-    cell_low: int
-    cell_high: int
+    interval_low: int
+    interval_high: int
     slot: int  # row of the slot of its offset
-    event: int  # of the driver; 0: none of its cells is another stream's
+    event: int  # of the driver; 0: none of its intervals is another stream's
     hands_over: int  # 1: the event is to be recorded when it is freed
-    gap: int  # row of the gap before it; 0: a step has nothing there that the tape has not, and does not leave it out
+    # row of the gap before it; 0: a step has nothing there that the schedule has not, and does not leave it out
+    gap: int
     begins_line = True
 
 
@@ -137,7 +139,7 @@ class CaptureEntry(Record):
 
 
 class Slot(Record):
-    """What lives at an offset of the arena; all offsets of the tape have one, in a hash table."""
+    """What lives at an offset of the arena; all offsets of the schedule have one, in a hash table."""
 
     offset: int  # -1: an empty row
     entry: int  # -1: nobody lives there
@@ -150,7 +152,7 @@ class Gap(Record):
 
     first_dynamic: int  # row in the table of lifespans of the first of the dynamic requests that come there
     num_dynamic: int
-    next_sure: int  # entry: the next one that no step leaves out; the end of the ring if there is none
+    next_sure: int  # entry: the next one that no step leaves out; the end of the cycle if there is none
 
 
 class Ratio(Record):
@@ -160,13 +162,13 @@ class Ratio(Record):
     over: int
 
 
-class Cell(Record):
-    """A range of the arena that no entry of the tape has a part of: it ends where the next one begins."""
+class Interval(Record):
+    """A range of the arena that no entry of the schedule has a part of: it ends where the next one begins."""
 
     offset: int
     stream: int  # NO_STREAM: several use it
     lease: int  # segment that has borrowed it; UNMAPPED
-    needed_at: int  # tape time when the plan needs it next; below now: not known
+    needed_at: int  # schedule time when the plan needs it next; below now: not known
 
 
 class Key(Record):
@@ -178,8 +180,8 @@ class Key(Record):
     padding: int  # rows are reached by a shift
 
 
-class Ring(Record):
-    """One of several tapes: its entries are [begin, end)."""
+class Cycle(Record):
+    """One of several schedules: its entries are [begin, end)."""
 
     begin: int
     end: int
@@ -197,14 +199,14 @@ class StepRow(Record):
 
 
 class ExpectedStep(Record):
-    """A step that the tape has, and what is followed after it."""
+    """A step that the schedule has, and what is followed after it."""
 
     end: int  # entry that the cursor is at when it is over
     num_entries: int
-    ring_start: int  # of the step after it
-    ring_end: int
+    cycle_start: int  # of the step after it
+    cycle_end: int
     cursor: int
-    tapes: int
+    schedules: int
     num_events: int  # in the record, when it was over
     begins_line = True
 
@@ -218,7 +220,7 @@ class StreamUse(Record):
     status: int  # USE_LIVE and so on
     next: int  # another use of the block, 0: there is none; of a row that nobody uses: the next such row
     next_freed: int  # in the block's first use: that of the one that was freed after it
-    number: int  # State.num_unrecorded when its event turned out not to be recorded
+    number: int  # State.shared.num_unrecorded when its event turned out not to be recorded
     begins_line = True
 
 
@@ -232,40 +234,40 @@ class Owner(Record):
 
 
 state_at = record_at(State)  # (address of a state)
-block_at = row_of("blocks", Block)  # (state, row), and so on
-segment_at = row_of("segments", Segment)
-pool_at = row_of("pools", Pool)
+block_at = row_of("heap.blocks", Block)  # (state, row), and so on
+segment_at = row_of("heap.segments", Segment)
+pool_at = row_of("heap.pools", Pool)
 bins_at = record_at(Bins)  # (address)
-unused_bins_at = row_address("bins", Bins)
-live_at = row_of("live", LiveBlock)
+unused_bins_at = row_address("heap.bins", Bins)
+live_at = row_of("lookup.live", LiveBlock)
 live_row = row_at(LiveBlock)  # (address of a table, row)
-event_at = row_of("events", Event)
-entry_at = row_of("tape", TapeEntry)
-slot_at = row_of("slots", Slot)
+event_at = row_of("log.events", Event)
+entry_at = row_of("follow.schedule", ScheduleEntry)
+slot_at = row_of("plan.slots", Slot)
 slot_row = row_at(Slot)
 key_row = row_at(Key)
-cell_at = row_of("cells", Cell)
-gap_at = row_of("gaps", Gap)
-ratio_at = row_of("ratios", Ratio)
-key_at = row_of("keys", Key)
-ring_at = row_of("tapes", Ring)
-step_at = row_of("step_log", StepRow)
+interval_at = row_of("plan.intervals", Interval)
+gap_at = row_of("tables.gaps", Gap)
+ratio_at = row_of("tables.ratios", Ratio)
+key_at = row_of("tables.keys", Key)
+cycle_at = row_of("tables.schedules", Cycle)
+step_at = row_of("steps.step_log", StepRow)
 expected_step_at = row_of("expected", ExpectedStep)  # (known steps, which one)
-stream_at = row_of("streams", Word)
-place_at = row_of("places", Word)
-use_at = row_of("uses", Word)
-use_start_at = row_of("use_starts", Word)
-lifespan_at = row_of("lifespans", Word)
-stream_use_at = row_of("stream_uses", StreamUse)
-previous_user_at = row_of("previous_users", Word)
-history_at = word_of("history", Word)
-lasting_size_at = row_of("lasting_sizes", Word)
-capture_entry_at = row_of("capture_plan", CaptureEntry)
+stream_at = row_of("lookup.streams", Word)
+place_at = row_of("tables.places", Word)
+use_at = row_of("tables.uses", Word)
+use_start_at = row_of("tables.use_starts", Word)
+lifespan_at = row_of("tables.lifespans", Word)
+stream_use_at = row_of("shared.stream_uses", StreamUse)
+previous_user_at = row_of("plan.previous_users", Word)
+history_at = word_of("follow.history", Word)
+persistent_size_at = row_of("capture.persistent_sizes", Word)
+capture_entry_at = row_of("capture.capture_plan", CaptureEntry)
 root_at = word_of("roots", Word)
 filled_at = word_of("filled", Word)
 word_at = row_at(Word)  # (address of words, which one)
 left_of = field_of("left", Word)
 right_of = field_of("right", Word)
 root_of = field_of("root", Word)
-mode_of_asker = field_of("mode_of_asker", Word)
+mode_of_asker = field_of("driver.mode_of_asker", Word)
 owner_at = record_at(Owner)  # (address)

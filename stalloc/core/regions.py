@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from stalloc.columns import distinct
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.constants import GRANULE, LITTLE
 from stalloc.core.record_types import Words
 from stalloc.sizes import aligned, whole_pages
@@ -16,31 +16,31 @@ from stalloc.sizes import aligned, whole_pages
 _FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more than 1 / 2 ** shift of the others
 
 
-def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
-    """The same tape, each stream on pages of its own; as it is if streams share memory.
+def on_pages(schedule: ArenaSchedule, *, apart: bool = True) -> ArenaSchedule:
+    """The same schedule, each stream on pages of its own; as it is if streams share memory.
 
     Requests that are much smaller than a page lie `apart` behind the others: one that lives on alone would keep a page
     from whoever needs memory.
     """
-    if tape.cross_streams:
-        return replace(tape, arena_bytes=whole_pages(tape.arena_bytes))
-    end, moved = 0, np.full(len(tape.offset), -1, np.int64)
-    for index in distinct(tape.stream[tape.offset >= 0]).tolist():
+    if schedule.cross_streams:
+        return replace(schedule, arena_bytes=whole_pages(schedule.arena_bytes))
+    end, moved = 0, np.full(len(schedule.offset), -1, np.int64)
+    for index in distinct(schedule.stream[schedule.offset >= 0]).tolist():
         end = whole_pages(end)
-        own = np.flatnonzero((tape.stream == index) & (tape.offset >= 0))
-        for rows in _apart(tape, own) if apart else (own,):
-            packed, size_bytes = _without_gaps(tape.offset[rows], aligned(tape.size[rows]))
+        own = np.flatnonzero((schedule.stream == index) & (schedule.offset >= 0))
+        for rows in _apart(schedule, own) if apart else (own,):
+            packed, size_bytes = _without_gaps(schedule.offset[rows], aligned(schedule.size[rows]))
             moved[rows] = packed + end
             end += size_bytes
-    return replace(tape, offset=moved, arena_bytes=max(whole_pages(end), GRANULE))
+    return replace(schedule, offset=moved, arena_bytes=max(whole_pages(end), GRANULE))
 
 
-def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
+def _apart(schedule: ArenaSchedule, rows: Words) -> tuple[Words, ...]:
     """An owner's rows, small ones for themselves where that takes few bytes more."""
-    is_small = tape.size[rows] < LITTLE
+    is_small = schedule.size[rows] < LITTLE
     small, others = rows[is_small], rows[~is_small]
     small_bytes, other_bytes = (
-        _without_gaps(tape.offset[part], aligned(tape.size[part]))[1] for part in (small, others)
+        _without_gaps(schedule.offset[part], aligned(schedule.size[part]))[1] for part in (small, others)
     )
     few = small_bytes > 0 and max(small_bytes, GRANULE) <= other_bytes >> _FEW_SHIFT
     return (others, small) if few else (rows,)

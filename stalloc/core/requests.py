@@ -2,15 +2,17 @@
 
 Contract, upheld under one lock a device:
 - an address of the arena is handed out only if no live block covers any byte of it: the plan's address space is cut
-  into cells at every boundary that occurs in it, and a planned request is served only while all its cells are empty;
-- a request that is not the expected one, or whose cells are taken, is served by the heap: a deviation costs memory,
+  into intervals at every boundary that occurs in it, and a planned request is served only while all its intervals are
+  empty;
+- a request that is not the expected one, or whose intervals are taken, is served by the heap: a deviation costs memory,
   never correctness;
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
 
-A planned request that meets empty cells costs one atomic exchange, about 31 loads (five of them of four words) and 21
-tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines of
-the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of cells.
+A planned request that meets empty intervals costs one atomic exchange, about 31 loads (five of them of four words) and
+21 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
+of the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of
+intervals.
 """
 
 from stalloc.compiled import cfunc, inner
@@ -52,14 +54,14 @@ from stalloc.core.handovers import wait_for_users
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
-from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_pass
+from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_iteration
 from stalloc.core.lending import lend
 from stalloc.core.planned_requests import serve_planned, take_place
 from stalloc.core.records import slot_at, state_at
+from stalloc.core.schedule_cursor import is_asked_for
 from stalloc.core.shared_blocks import free_those_over
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.stream_table import stream_index
-from stalloc.core.tape_cursor import is_asked_for
 
 
 @inner(forceinline=True)
@@ -83,7 +85,7 @@ def malloc(device, requested, handle):
                 _give_up(state, outcome.address)
                 stage = _ask(state, IN_CAPTURE, 0, size, stage)
                 continue
-            if state.has_handovers == 0 or _secure(state, outcome.address):
+            if state.hot.has_handovers == 0 or _secure(state, outcome.address):
                 return outcome.address
             stage = HEAP_ONLY
         else:
@@ -99,17 +101,17 @@ def _try(state, stream, size, requested, stage, position):
     """One try with the lock held; `position`: the entry that pages were asked for."""
     if stream < 0:
         return Outcome(0, REFUSED, FULL_STREAMS)
-    if stage == FIRST_TRY and state.total.allocated_bytes + size > state.ask_above > 0:
+    if stage == FIRST_TRY and state.total.allocated_bytes + size > state.triggers.ask_above > 0:
         return Outcome(0, OVER_CAP, 0)
     # events must not be asked for while a graph is captured
-    waiting = state.num_deferred > 0 and state.private_kind == 0
+    waiting = state.hot.num_deferred > 0 and state.hot.private_kind == 0
     if stage == FIRST_TRY and waiting and state.total.num_allocs & 31 == 0:
         return Outcome(0, POLL, 0)
-    if size > TINY and stage != HEAP_ONLY and state.private_kind == 0:
-        if state.mode != MODE_HEAP:
+    if size > TINY and stage != HEAP_ONLY and state.hot.private_kind == 0:
+        if state.hot.mode != MODE_HEAP:
             key = size << STREAM_BITS | stream
-            if stage == FIRST_TRY and state.ask_at_boundary != 0 and is_asked_for(state, key):
-                state.ask_at_boundary = 0
+            if stage == FIRST_TRY and state.triggers.ask_at_boundary != 0 and is_asked_for(state, key):
+                state.triggers.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)
             if stage in (GOT_PAGES, POLLED):
                 outcome = take_place(state, position, key, requested, stage)
@@ -117,18 +119,18 @@ def _try(state, stream, size, requested, stage, position):
                 outcome = serve_planned(state, key, requested, waiting)
             if outcome.address != 0 or outcome.reason != 0:
                 return outcome
-            if state.excess_misses >= state.ask_after_misses > 0:
-                state.ask_after_misses = 0
+            if state.follow.excess_misses >= state.triggers.ask_after_misses > 0:
+                state.triggers.ask_after_misses = 0
                 return Outcome(0, STALE, 0)
-            if state.total.num_allocs >= state.doubt_at > 0:
-                state.doubt_at = 0
+            if state.total.num_allocs >= state.triggers.doubt_at > 0:
+                state.triggers.doubt_at = 0
                 return Outcome(0, STALE, 0)
-            if state.mode == MODE_REPLAY and state.allocating_persistent == 0:
+            if state.hot.mode == MODE_REPLAY and state.policy.allocating_persistent == 0:
                 return _serve_unplanned(state, stream, size, requested, outcome.subject)
-        elif stage == FIRST_TRY and state.num_sizable >= state.check_at > 0:
-            state.check_at = 0
+        elif stage == FIRST_TRY and state.log.num_sizable >= state.triggers.check_at > 0:
+            state.triggers.check_at = 0
             return Outcome(0, CHECK, 0)
-    if stage == FIRST_TRY and state.capture_is_untold != 0:
+    if stage == FIRST_TRY and state.capture.capture_is_unannounced != 0:
         return Outcome(0, IN_CAPTURE, 0)
     return heap_allocate(state, stream, size, requested, stage)
 
@@ -136,31 +138,35 @@ def _try(state, stream, size, requested, stage, position):
 @inner(forceinline=True)
 def _count(state, stream, address, size, requested):
     count_alloc(state, size, requested)
-    if state.recording == 1:
+    if state.hot.recording == 1:
         record(state, ACTION_ALLOC, stream, address, requested)
         if size > TINY:
-            state.num_sizable += 1
+            state.log.num_sizable += 1
 
 
 @inner()
 def _serve_unplanned(state, stream, size, requested, row):
     """Serve a request that the plan does not, while it serves others; `row`: as `serve_planned` tells it."""
-    is_dynamic, pages_move = row != 0, state.arena_pages != 0
+    is_dynamic, pages_move = row != 0, state.plan.arena_pages != 0
     row = row if is_dynamic else lifespan_row(state, size)
-    together = size < LITTLE or (state.small_apart != 0 and size <= SMALL_LIMIT)  # what lives on keeps a page
+    together = size < LITTLE or (state.policy.small_apart != 0 and size <= SMALL_LIMIT)  # what lives on keeps a page
     address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
-        state.num_lent += 1
+        state.dynamic.num_lent += 1
         return Outcome(address, IS_LENT, 0)
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
-    elif not together and exceeds_peak(state, size) and not (pages_move and (is_dynamic or outlives_pass(state, row))):
+    elif (
+        not together
+        and exceeds_peak(state, size)
+        and not (pages_move and (is_dynamic or outlives_iteration(state, row)))
+    ):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
         # for what lives on through it, or comes in every step, pages move instead
         address = lend(state, stream, size, requested, row, True)
         if address != 0:
-            state.num_lent += 1
+            state.dynamic.num_lent += 1
             return Outcome(address, IS_LENT, 0)
     return outcome
 
@@ -171,15 +177,15 @@ def _ask(state, reason, subject, size, stage):
     polls = reason in (POLL, POLL_FOR_PLACE)
     helped = polls and free_those_over(state)
     if not helped:
-        helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
+        helped = call3(state.driver.slow_function, state.driver.device, reason | subject << REASON_BITS, size) == 1
     if reason in (AT_BOUNDARY, POLL, CHECK, IN_CAPTURE, OVER_CAP):
-        return ASKED  # the tape has not moved yet
+        return ASKED  # the schedule has not moved yet
     if reason == POLL_FOR_PLACE:
         return POLLED
     if reason == NEED_PAGES:
         return GOT_PAGES
     if reason == STALE or (helped and (reason != REFUSED or stage != HEAP_ONLY)):
-        return HEAP_ONLY  # the tape has moved past this request
+        return HEAP_ONLY  # the schedule has moved past this request
     return -1
 
 
@@ -194,7 +200,7 @@ def _secure(state, address):
         _give_up(state, address)
         return False
     lock(state)
-    state.num_waits += waits
+    state.driver.num_waits += waits
     unlock(state)
     return True
 
@@ -203,19 +209,19 @@ def _secure(state, address):
 def _is_captured(state, handle, outcome):
     """Whether what was served may be for a graph that is captured, of which nobody has told.
 
-    The driver is asked where the plan does not serve, and at the first request of each pass where it does.
+    The driver is asked where the plan does not serve, and at the first request of each iteration where it does.
     """
-    if state.private_kind != 0:
+    if state.hot.private_kind != 0:
         return False
     is_planned = outcome.reason != IS_LENT and in_arena(state, outcome.address)
-    return (not is_planned or state.cursor == state.ring_start + 1) and is_captured(state, handle)
+    return (not is_planned or state.follow.cursor == state.follow.cycle_start + 1) and is_captured(state, handle)
 
 
 @inner()
 def _give_up(state, address):
     """Take back what was just served, since its stream may not use it."""
     lock(state)
-    state.conflicts += in_arena(state, address)
+    state.steps.conflicts += in_arena(state, address)
     slot, block = find_block(state, address)
     release(state, address, slot, block)
     unlock(state)
@@ -224,11 +230,11 @@ def _give_up(state, address):
 @inner()
 def _refuse(state, requested):
     """Python explains a request that no device can serve."""
-    call3(state.slow_function, state.device, REFUSED, requested)
+    call3(state.driver.slow_function, state.driver.device, REFUSED, requested)
     lock(state)
-    state.num_ooms += 1
+    state.statistics.num_ooms += 1
     unlock(state)
-    call3(state.slow_function, state.device, OUT_OF_MEMORY, requested)
+    call3(state.driver.slow_function, state.driver.device, OUT_OF_MEMORY, requested)
     return 0
 
 
@@ -237,19 +243,19 @@ def _last_resort(state, stream, size, requested):
     """Serve a request from whatever is free, if anything is; its address, 0: it is out of memory."""
     lock(state)
     address = 0
-    if stream >= 0 and state.mode == MODE_REPLAY and state.private_kind == 0:
+    if stream >= 0 and state.hot.mode == MODE_REPLAY and state.hot.private_kind == 0:
         address = lend(state, stream, size, requested, lifespan_row(state, size), True)
     if stream >= 0 and address == 0:
         address = any_pool_fit(state, stream, size, requested)
     if address > 0:
         _count(state, stream, address, size, requested)
     else:
-        state.num_ooms += 1
-        if state.recording == 1:
+        state.statistics.num_ooms += 1
+        if state.hot.recording == 1:
             record(state, ACTION_OOM, max(stream, 0), 0, requested)
     unlock(state)
     if address == 0:
-        call3(state.slow_function, state.device, OUT_OF_MEMORY, requested)
+        call3(state.driver.slow_function, state.driver.device, OUT_OF_MEMORY, requested)
     return address
 
 

@@ -22,22 +22,22 @@ from stalloc.core.records import block_at, pool_at, segment_at
 @inner()
 def allocate_block_row(state):
     """A row for a block; 0 if the table is full."""
-    spare = state.free_block_row
+    spare = state.heap.free_block_row
     if spare != 0:
-        state.free_block_row = block_at(state, spare).next
+        state.heap.free_block_row = block_at(state, spare).next
         return spare
-    used = state.blocks_used
-    if used >= state.blocks_capacity:
+    used = state.heap.blocks_used
+    if used >= state.heap.blocks_capacity:
         return 0
-    state.blocks_used = used + 1
+    state.heap.blocks_used = used + 1
     return used
 
 
 @inner()
 def release_block_row(state, row):
     """Give the row of a block back."""
-    block_at(state, row).next = state.free_block_row
-    state.free_block_row = row
+    block_at(state, row).next = state.heap.free_block_row
+    state.heap.free_block_row = row
 
 
 @inner()
@@ -54,29 +54,29 @@ def absorb(state, row, following):
 @inner()
 def allocate_segment_row(state, pool, address, size, first):
     """A row for a segment of a pool whose first block is `first`; 0 if the table is full."""
-    row = state.free_segment_row
+    row = state.heap.free_segment_row
     if row != 0:
-        state.free_segment_row = segment_at(state, row).first
+        state.heap.free_segment_row = segment_at(state, row).first
     else:
-        row = state.segments_used
-        if row >= state.segments_capacity:
+        row = state.heap.segments_used
+        if row >= state.heap.segments_capacity:
             return 0
-        state.segments_used = row + 1
+        state.heap.segments_used = row + 1
     segment = segment_at(state, row)
     segment.address = address
     segment.pool = pool
     segment.size_bytes = size
     segment.num_live = 0
     segment.first = first
-    segment.cell_low = 0
-    segment.cell_high = 0
+    segment.interval_low = 0
+    segment.interval_high = 0
     segment.until = 0
     segment.group = 0
     segment.mapped_bytes = size
     segment.is_paged = 0
     segment.tail = 0
     segment.head = 0
-    segment.last_used = state.steps_ever
+    segment.last_used = state.steps.steps_ever
     return row
 
 
@@ -85,9 +85,9 @@ def release_segment_row(state, row):
     """Give the row of a segment back."""
     segment = segment_at(state, row)
     segment.address = 0
-    segment.cell_high = 0
-    segment.first = state.free_segment_row
-    state.free_segment_row = row
+    segment.interval_high = 0
+    segment.first = state.heap.free_segment_row
+    state.heap.free_segment_row = row
 
 
 @inner()
@@ -120,7 +120,7 @@ def add_segment(state, pool, address, size):
 
 @inner()
 def _group_in_use(state, group):
-    for row in range(1, state.segments_used):
+    for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         if segment.address != 0 and segment.group == group and segment.num_live != 0:
             return True
@@ -130,7 +130,7 @@ def _group_in_use(state, group):
 @inner()
 def _is_removable(state, segment, used_before):
     """Whether a segment holds nothing, was not used of late, and neither a lease nor a graph keeps it."""
-    if segment.address == 0 or segment.num_live != 0 or segment.cell_high != 0 or segment.is_paged == 1:
+    if segment.address == 0 or segment.num_live != 0 or segment.interval_high != 0 or segment.is_paged == 1:
         return False
     if segment.group != 0 and _group_in_use(state, segment.group):
         return False
@@ -145,23 +145,23 @@ def give_segment(device, pool, address, size):
     done = add_segment(state, pool, address, size) != 0
     if done:
         count_segment(state, pool_at(state, pool).kind, size)
-        state.num_segment_allocs += 1
-        if state.recording == 1:
+        state.statistics.num_segment_allocs += 1
+        if state.hot.recording == 1:
             record(state, ACTION_SEGMENT_ALLOC, pool_at(state, pool).stream, address, size)
     unlock(state)
     return done
 
 
 @njit(**BORROWING)
-def remove_free_segments(device, addresses, sizes, idle_passes):
+def remove_free_segments(device, addresses, sizes, idle_iterations):
     """Take free segments out of the heap, as many as there is room for in two columns; how many. For Python.
 
-    Only those from which nothing was taken in the last `idle_passes` passes; of those that came from the device as one
+    Only those from which nothing was taken in the last `idle_iterations`; of those that came from the device as one
     piece all or none.
     """
     state = locked(device)
-    used_before, count = state.steps_ever + 1 - idle_passes, 0
-    for row in range(1, state.segments_used):
+    used_before, count = state.steps.steps_ever + 1 - idle_iterations, 0
+    for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         if count == len(addresses) or not _is_removable(state, segment, used_before):
             continue
@@ -171,8 +171,8 @@ def remove_free_segments(device, addresses, sizes, idle_passes):
         remove_free(state, segment.first)
         release_block_row(state, segment.first)
         release_segment_row(state, row)
-        state.num_segment_frees += 1
-        if state.recording == 1:
+        state.statistics.num_segment_frees += 1
+        if state.hot.recording == 1:
             record(state, ACTION_SEGMENT_FREE, 0, addresses[count], sizes[count])
         count += 1
     unlock(state)

@@ -35,7 +35,7 @@ def share(device, address, stream):
             set_status(state, slot, block, noted)
             break
         unlock(state)
-        num_failures += call3(state.slow_function, state.device, NEED_EVENTS, 0) != 1
+        num_failures += call3(state.driver.slow_function, state.driver.device, NEED_EVENTS, 0) != 1
     unlock(state)
 
 
@@ -52,7 +52,7 @@ def _own_stream(state, slot, block):
 @inner()
 def free_those_over(state):
     """Free blocks whose other streams are done with them; whether there is nothing more to be done now."""
-    if state.frees_in_python == 1 or state.record_event == 0:
+    if state.shared.frees_in_python == 1 or state.driver.record_event == 0:
         return False
     return _ask_and_release(state, 0) != UNKNOWN
 
@@ -85,7 +85,7 @@ def ask(device, before, addresses):
     knew = ask_uses(state, before)
     count = 0
     lock(state)
-    first = state.first_freed_use
+    first = state.shared.first_freed_use
     while first != 0 and count < len(addresses):
         if is_over(state, first):
             addresses[count] = stream_use_at(state, first).address
@@ -106,7 +106,7 @@ def release_those_over(device):
 def _release_those_over(state):
     previous = 0
     lock(state)
-    first = state.first_freed_use
+    first = state.shared.first_freed_use
     unlock(state)
     while first != 0:
         lock(state)
@@ -125,7 +125,7 @@ def _finish(state, address):
     """Free a block that does not wait any more."""
     slot, block = find_block(state, address)
     count_deferred(state, size_at(state, slot, block), -1)
-    if slot >= 0 and state.has_handovers == 1:
+    if slot >= 0 and state.hot.has_handovers == 1:
         note_user(state, slot_at(state, slot).entry, False)
     release(state, address, slot, block)
 

@@ -1,4 +1,4 @@
-"""Pages that several segments have a part of: an arena that streams shared is cut where its cells are, not its pages.
+"""Pages that several segments have a part of: a shared arena is cut where its intervals are, not its pages.
 
 Contract: the lock is held. What has no memory is whole pages of one segment. A page that is free in all of the segments
 that have a part of it ceases to be served, and is the first one's from then on, so that no byte goes from one stream to
@@ -6,12 +6,12 @@ another before the device is done with it; the others begin behind it, or are go
 """
 
 from stalloc.compiled import inner
-from stalloc.core.cells import has_page
+from stalloc.core.arena_intervals import has_page
 from stalloc.core.constants import ACTION_SEGMENT_UNMAP, BLOCK_FREE, BLOCK_UNMAPPED, GRANULE, POOL_USED
 from stalloc.core.counters import count_joined
 from stalloc.core.event_log import record
 from stalloc.core.pages import count_pages, cut_out, has_rows, join
-from stalloc.core.records import block_at, cell_at, pool_at, segment_at
+from stalloc.core.records import block_at, interval_at, pool_at, segment_at
 from stalloc.core.segments import release_block_row, release_segment_row
 
 _ROWS = 2  # of the table of blocks, that cutting a block may take
@@ -19,7 +19,7 @@ _ROWS = 2  # of the table of blocks, that cutting a block may take
 
 @inner()
 def _has_part(segment, page):
-    """Whether a segment has a part of a page, and is no splice, whose pages have other addresses too."""
+    """Whether a segment has a part of a page, and is no stitched segment, whose pages have other addresses too."""
     if segment.address == 0 or segment.is_paged == 0 or segment.tail != 0 or segment.head != 0:
         return False
     return segment.address < page + GRANULE and segment.address + segment.size_bytes > page
@@ -40,7 +40,7 @@ def _block_in(state, segment, page):
 def _first_if_free(state, page):
     """The first of the segments that have a part of a page, and how many have, if all parts are free; else 0, 0."""
     first = count = size = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         if not _has_part(segment, page):
             continue
@@ -58,7 +58,7 @@ def _first_if_free(state, page):
 def _note_gone(state, number, begin, size):
     """A part of a page has no memory any more."""
     count_pages(state, number, -size)
-    if state.recording == 1:
+    if state.hot.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, number).pool).stream, begin, size)
 
 
@@ -85,7 +85,7 @@ def _cut_begin(state, number, page):
 
 @inner()
 def _grow_end(state, number, page):
-    """Let a segment that has the begin of a page have all of it, without memory."""
+    """Let a segment that has the start of a page have all of it, without memory."""
     segment = segment_at(state, number)
     row = _block_in(state, segment, page)
     begin, end = max(segment.address, page), segment.address + segment.size_bytes
@@ -103,7 +103,7 @@ def _give_to_first(state, page, first, before, after, count):
     Writes where the others began, and begin now (0: they are gone), behind `count` that were written before; how many
     were then.
     """
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         if number != first and _has_part(segment_at(state, number), page):
             before[count] = segment_at(state, number).address
             after[count] = _cut_begin(state, number, page)
@@ -118,18 +118,22 @@ def part_at_pages(state, regions):
 
     The arena must not be served any more.
     """
-    if regions == 0 or state.arena_pages == 0:
+    if regions == 0 or state.plan.arena_pages == 0:
         return regions
     regions = 1
-    for index in range(1, state.num_cells):
-        cell, before = cell_at(state, index), cell_at(state, index - 1)
-        end = (cell.offset // GRANULE + 1) * GRANULE
-        if cell.stream != before.stream and cell.offset % GRANULE > 0 and not has_page(state, cell.offset // GRANULE):
-            if cell_at(state, index + 1).offset <= end:
-                cell.stream = before.stream
+    for index in range(1, state.plan.num_intervals):
+        interval, before = interval_at(state, index), interval_at(state, index - 1)
+        end = (interval.offset // GRANULE + 1) * GRANULE
+        if (
+            interval.stream != before.stream
+            and interval.offset % GRANULE > 0
+            and not has_page(state, interval.offset // GRANULE)
+        ):
+            if interval_at(state, index + 1).offset <= end:
+                interval.stream = before.stream
             else:
-                cell.offset = end
-        regions += cell.stream != before.stream
+                interval.offset = end
+        regions += interval.stream != before.stream
     return regions
 
 
@@ -140,7 +144,7 @@ def leave_shared_pages(state, wanted, low, high, addresses, sizes, count, before
     Writes the pages behind `count` ranges that are written, and which segments begin elsewhere now; how many of both.
     """
     moved = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         page = segment_at(state, number).address & -GRANULE
         if page == segment_at(state, number).address or wanted <= 0 or (low < page + GRANULE and page < high):
             continue
@@ -152,5 +156,5 @@ def leave_shared_pages(state, wanted, low, high, addresses, sizes, count, before
         sizes[count] = GRANULE
         count += 1
         wanted -= GRANULE
-        state.num_segment_frees += 1
+        state.statistics.num_segment_frees += 1
     return count, moved

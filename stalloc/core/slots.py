@@ -1,7 +1,7 @@
 """The slots of the arena: what planned request lives at an offset.
 
-Contract: the lock is held. Every offset of the tape has a slot from when the tape is installed on; a slot is never
-added or removed while the tape is in place.
+Contract: the lock is held. Every offset of the schedule has a slot from when the schedule is installed on; a slot is
+never added or removed while the schedule is in place.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
@@ -22,12 +22,12 @@ def fill_slots(table, mask, offsets, rows):
 @inner(forceinline=True)
 def in_arena(state, address):
     """Whether an address is one of the arena's."""
-    return state.arena <= address < state.arena + state.arena_bytes
+    return state.plan.arena <= address < state.plan.arena + state.plan.arena_bytes
 
 
 @inner(forceinline=True)
 def find_slot(state, address):
     """The row of the slot of what lives at an address in the arena; -1 if no planned request does."""
-    offset = address - state.arena
-    row = find_row(state.slots, _WORDS, state.slots_mask, offset >> 9, offset, -1)
+    offset = address - state.plan.arena
+    row = find_row(state.plan.slots, _WORDS, state.plan.slots_mask, offset >> 9, offset, -1)
     return row if slot_at(state, row).entry >= 0 else -1

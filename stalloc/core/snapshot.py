@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.cells import cells_empty
+from stalloc.core.arena_intervals import intervals_empty
 from stalloc.core.constants import (
     BLOCK_FREE,
     BLOCK_LENT,
@@ -30,12 +30,12 @@ from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.record_types import Words, structure
 from stalloc.core.records import (
     Owner,
+    ScheduleEntry,
     Slot,
     State,
-    TapeEntry,
     block_at,
-    cell_at,
     entry_at,
+    interval_at,
     owner_at,
     pool_at,
     segment_at,
@@ -117,11 +117,11 @@ def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
 
 def segments(state: DeviceState) -> list[HeapSegment]:
     """Every segment of a device with its blocks, as they were at one moment; the arena of a plan is one of them."""
-    record, tables, tape = state.record, state.tables, state.arena.tape
-    has_arena = record.arena_bytes > 0 and tape is not None
-    slots: np.ndarray = tape.slots if tape is not None and has_arena else table(Slot, 0)
-    entries: np.ndarray = tape.entries if tape is not None and has_arena else table(TapeEntry, 0)
-    used_segments, used_blocks = record.segments_used + _SLACK, record.blocks_used + _SLACK
+    record, tables, schedule = state.record, state.tables, state.arena.schedule
+    has_arena = record.plan.arena_bytes > 0 and schedule is not None
+    slots: np.ndarray = schedule.slots if schedule is not None and has_arena else table(Slot, 0)
+    entries: np.ndarray = schedule.entries if schedule is not None and has_arena else table(ScheduleEntry, 0)
+    used_segments, used_blocks = record.heap.segments_used + _SLACK, record.heap.blocks_used + _SLACK
     memory, rows, pools, blocks, slots, pages = _copies(
         state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena.pages]
     )
@@ -131,15 +131,16 @@ def segments(state: DeviceState) -> list[HeapSegment]:
         pool = pools[int(row["pool"])]
         stream = raw_streams[int(pool["stream"])]
         inside = _blocks(blocks, int(row["first"]), stream)
-        if row["cell_high"]:
+        if row["interval_high"]:
             leased += inside
         else:
             found += _mapped_parts(inside, stream, int(pool["kind"]))
-    arena, arena_bytes = int(memory["arena"][0]), int(memory["arena_bytes"][0])
+    plan = memory["plan"][0]
+    arena, arena_bytes = int(plan["arena"]), int(plan["arena_bytes"])
     if arena_bytes:
         planned = _planned_blocks(arena, slots, entries, raw_streams)
         taken = [block for block in leased if block.state != BLOCK_FREE] + planned
-        for begin, end in _mapped_ranges(pages, arena_bytes) if memory["arena_pages"][0] else [(0, arena_bytes)]:
+        for begin, end in _mapped_ranges(pages, arena_bytes) if plan["arena_pages"] else [(0, arena_bytes)]:
             inside = _filled_up(arena + begin, end - begin, taken)
             found.append(HeapSegment(arena + begin, end - begin, 0, ARENA_KIND, inside))
     return found
@@ -225,9 +226,9 @@ def counts(state: DeviceState) -> State:
 def _count_inactive(device):
     state = locked(device)
     size = number = small_size = small_number = 0
-    for row in range(1, state.segments_used):
+    for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
-        if segment.address == 0 or (segment.num_live == 0 and segment.cell_high == 0):
+        if segment.address == 0 or (segment.num_live == 0 and segment.interval_high == 0):
             continue
         is_small = pool_at(state, segment.pool).kind == SMALL_KIND
         index = segment.first
@@ -239,10 +240,10 @@ def _count_inactive(device):
                 small_number += is_small
             index = block.next
     idle = False
-    for i in range(state.num_cells if state.arena_bytes > 0 else 0):
-        empty = cells_empty(state.cell_bits, i, i + 1)
+    for i in range(state.plan.num_intervals if state.plan.arena_bytes > 0 else 0):
+        empty = intervals_empty(state.plan.interval_bits, i, i + 1)
         if empty:
-            size += cell_at(state, i + 1).offset - cell_at(state, i).offset
+            size += interval_at(state, i + 1).offset - interval_at(state, i).offset
             number += not idle
         idle = empty
     unlock(state)

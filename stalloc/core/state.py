@@ -38,7 +38,7 @@ _TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass over the ring of a plan was like."""
+    """What one iteration over the cycle of a plan was like."""
 
     end_ns: int  # monotonic time at which the ring began again
     hits: int  # requests served from the plan
@@ -87,13 +87,13 @@ class DeviceState:
 
         Raises IndexError if there is no room for so many.
         """
-        if self.record.stream_uses_used + len(events) > len(self.tables.stream_uses):
+        if self.record.shared.stream_uses_used + len(events) > len(self.tables.stream_uses):
             raise IndexError("more blocks are used by several streams at once than there is room for")
         stream_uses.give_events(self.address, np.array(events, np.int64))
 
     def awaited(self) -> tuple[list[int], list[int]]:
         """What freed blocks wait for: events, and streams whose events are not recorded; both may change meanwhile."""
-        uses: np.ndarray = self.tables.stream_uses[1 : self.record.stream_uses_used].copy()
+        uses: np.ndarray = self.tables.stream_uses[1 : self.record.shared.stream_uses_used].copy()
         events = uses["event"][uses["status"] == USE_RECORDED].tolist()
         return events, np.unique(uses["stream"][uses["status"] == USE_UNRECORDED]).tolist()
 
@@ -142,10 +142,10 @@ class DeviceState:
         return {"oom_text": buffer.ctypes.data, "oom_text_length": len(data)}
 
     def forget_streams(self) -> int:
-        """Forget the streams that hold no memory and are on no tape in force; how many."""
+        """Forget the streams that hold no memory and are on no schedule in force; how many."""
         kept = np.zeros(MAX_STREAMS, np.int64)
-        if self.arena.tape is not None and (self.record.mode != MODE_HEAP or self.record.arena_bytes):
-            kept[self.arena.tape.entries["key"] & (MAX_STREAMS - 1)] = 1
+        if self.arena.schedule is not None and (self.record.hot.mode != MODE_HEAP or self.record.plan.arena_bytes):
+            kept[self.arena.schedule.entries["key"] & (MAX_STREAMS - 1)] = 1
         return int(stream_table.forget_streams(self.address, kept))
 
     @property
@@ -155,36 +155,36 @@ class DeviceState:
 
     @property
     def num_displaced(self) -> int:
-        """Requests of this pass over the plan that have a place and were served elsewhere."""
+        """Requests of this iteration over the plan that have a place and were served elsewhere."""
         record = self.record
-        return int(record.conflicts - record.conflicts_before - record.step_unplanned)
+        return int(record.steps.conflicts - record.steps.conflicts_before - record.steps.step_unplanned)
 
     def take_peak_bytes(self) -> int:
-        """What was allocated at most since this was asked last; while a plan is served, in this pass and the last."""
+        """The most that was allocated since this was asked last; under a plan, in this iteration and the last."""
         return int(step_log.take_peak(self.address))
 
     @property
     def allocated_peak_bytes(self) -> int:
         """The allocated peak since the plan was put in force, or ever if none is."""
-        return max(self.record.span_allocated_peak, self.record.step_allocated_peak)
+        return max(self.record.steps.span_allocated_peak, self.record.hot.step_allocated_peak)
 
     @property
     def reserved_peak_bytes(self) -> int:
         """The same of what was reserved."""
-        return max(self.record.span_reserved_peak, self.record.step_reserved_peak)
+        return max(self.record.steps.span_reserved_peak, self.record.steps.step_reserved_peak)
 
     def steps(self) -> list[Step]:
         """The planned steps that ended, oldest first, as far as the log reaches back.
 
         The log's first row only marks the start of the first planned step.
         """
-        count, rows = self.record.step_count, self.tables.step_log.copy()
+        count, rows = self.record.steps.step_count, self.tables.step_log.copy()
         order = range(max(1, count - STEP_LOG_ROWS), count)
         return [Step(*rows[i % STEP_LOG_ROWS].tolist()[:5]) for i in order]
 
     def recorded(self, begin: int = 0) -> np.ndarray:
         """A copy of the recorded events from `begin` on, those that a ring still has."""
-        events = self._events(begin, self.record.num_events)
+        events = self._events(begin, self.record.log.num_events)
         times = np.maximum.accumulate(events["time_ns"])
         if len(times):
             times[times == 0] = times[times > 0].min(initial=times[-1])  # frees before the first request
@@ -194,11 +194,11 @@ class DeviceState:
     @property
     def first_event(self) -> int:
         """The first event that is still in the record."""
-        return max(0, int(self.record.num_events) - int(self.record.events_capacity))
+        return max(0, int(self.record.log.num_events) - int(self.record.log.events_capacity))
 
     def _events(self, begin: int, end: int) -> np.ndarray:
         """A copy of the events [begin, end), as far as they are there."""
-        begin, capacity = max(begin, self.first_event), int(self.record.events_capacity)
+        begin, capacity = max(begin, self.first_event), int(self.record.log.events_capacity)
         table: np.ndarray = self.tables.events.view(np.ndarray)
         if end <= capacity:
             return table[begin:end].copy()
@@ -226,7 +226,7 @@ class DeviceState:
         """
         events = self.tables.events
         capacity = 1 << max(num_events - 1, 1).bit_length() if num_events else len(events)
-        if capacity < self.record.events_capacity:
+        if capacity < self.record.log.events_capacity:
             event_log.narrow(self.address, capacity, np.zeros(capacity, events.dtype))
             forget_pages(events[capacity:])
         self.write(events_clock=CLOCK if exact_times else COARSE_CLOCK)
@@ -244,6 +244,6 @@ class DeviceState:
         `chosen` (m,) bool says which; with all of these events still in the record.
         """
         table: np.ndarray = self.tables.events.view(np.ndarray)
-        rows = np.arange(begin, end) % int(self.record.events_capacity)
+        rows = np.arange(begin, end) % int(self.record.log.events_capacity)
         is_request = ((table["action"][rows] & 0xFF) == ACTION_ALLOC) & (table["requested_bytes"][rows] > TINY)
         table["thread"][rows[is_request][chosen]] = thread

@@ -29,8 +29,8 @@ def give_events(device, events):
     """Let as many more uses be known as there are events for them (handles). For Python."""
     state = locked(device)
     for i in range(len(events)):
-        row = state.stream_uses_used
-        state.stream_uses_used += 1
+        row = state.shared.stream_uses_used
+        state.shared.stream_uses_used += 1
         stream_use_at(state, row).event = events[i]
         _give_back(state, row)
     unlock(state)
@@ -38,8 +38,8 @@ def give_events(device, events):
 
 @inner()
 def _give_back(state, row):
-    stream_use_at(state, row).next = state.free_stream_use
-    state.free_stream_use = row
+    stream_use_at(state, row).next = state.shared.free_stream_use
+    state.shared.free_stream_use = row
 
 
 @inner()
@@ -51,11 +51,11 @@ def note_use(state, address, status, stream):
         if stream_use_at(state, row).stream == stream:
             return status
         row = stream_use_at(state, row).next
-    row = state.free_stream_use
+    row = state.shared.free_stream_use
     if row == 0:
         return 0
     use = stream_use_at(state, row)
-    state.free_stream_use = use.next
+    state.shared.free_stream_use = use.next
     use.address = address
     use.stream = stream
     use.status = USE_LIVE
@@ -66,15 +66,15 @@ def note_use(state, address, status, stream):
 @inner()
 def await_uses(state, first):
     """A block was freed, and waits for its uses; whether they are to be recorded now. With the lock held."""
-    records = state.private_kind == 0 and state.record_event != 0
+    records = state.hot.private_kind == 0 and state.driver.record_event != 0
     row = first
     while row != 0:
         use = stream_use_at(state, row)
         _set_status(state, use, USE_BEING_RECORDED if records else USE_UNRECORDED)
         row = use.next
     stream_use_at(state, first).next_freed = 0
-    _queue_after(state, state.last_freed_use, first)
-    state.last_freed_use = first
+    _queue_after(state, state.shared.last_freed_use, first)
+    state.shared.last_freed_use = first
     return records
 
 
@@ -82,7 +82,7 @@ def await_uses(state, first):
 def _queue_after(state, previous, first):
     """Let a block (its first use, 0: none) be the next in the queue after another one (0: the first)."""
     if previous == 0:
-        state.first_freed_use = first
+        state.shared.first_freed_use = first
     else:
         stream_use_at(state, previous).next_freed = first
 
@@ -91,8 +91,8 @@ def _queue_after(state, previous, first):
 def _set_status(state, use, status):
     """Write the status of a use of a freed block. With the lock held."""
     if status == USE_UNRECORDED and use.status != USE_UNRECORDED:
-        state.num_unrecorded += 1
-        use.number = state.num_unrecorded
+        state.shared.num_unrecorded += 1
+        use.number = state.shared.num_unrecorded
     use.status = status
 
 
@@ -111,17 +111,17 @@ def record_uses(state, first):
 
 @inner()
 def _record(state, use):
-    if state.record_event == 0 or is_captured(state, use.stream):
+    if state.driver.record_event == 0 or is_captured(state, use.stream):
         return False
-    return call3(state.record_event, use.event, use.stream, 0) & DRIVER_STATUS == 0
+    return call3(state.driver.record_event, use.event, use.stream, 0) & DRIVER_STATUS == 0
 
 
 @inner()
 def begin_asking(state):
     """Whether no other thread is asking; then this one is, until `end_asking`."""
     lock(state)
-    begins = state.is_asking == 0
-    state.is_asking = 1
+    begins = state.shared.is_asking == 0
+    state.shared.is_asking = 1
     unlock(state)
     return begins
 
@@ -130,7 +130,7 @@ def begin_asking(state):
 def end_asking(state):
     """Let others ask."""
     lock(state)
-    state.is_asking = 0
+    state.shared.is_asking = 0
     unlock(state)
 
 
@@ -142,7 +142,7 @@ def ask_uses(state, before):
     """
     held_up, knew = NO_HANDLE, True
     lock(state)
-    first = state.first_freed_use
+    first = state.shared.first_freed_use
     unlock(state)
     if first == 0:
         return True
@@ -178,7 +178,7 @@ def _ask(state, use, before, held_up):
     if status == USE_UNRECORDED and use.number <= before:
         status = USE_OVER
     elif status == USE_RECORDED or _record(state, use):
-        answer = call3(state.query_event, use.event, 0, 0) & DRIVER_STATUS
+        answer = call3(state.driver.query_event, use.event, 0, 0) & DRIVER_STATUS
         status = USE_RECORDED
         if answer != NOT_READY:
             status = USE_OVER if answer == 0 else USE_UNRECORDED
@@ -204,8 +204,8 @@ def is_over(state, first):
 def forget_uses(state, previous, first):
     """A block does not wait any more; `previous`: the first use of the one before it in the queue, 0: there is none."""
     _queue_after(state, previous, stream_use_at(state, first).next_freed)
-    if state.last_freed_use == first:
-        state.last_freed_use = previous
+    if state.shared.last_freed_use == first:
+        state.shared.last_freed_use = previous
     row = first
     while row != 0:
         following = stream_use_at(state, row).next

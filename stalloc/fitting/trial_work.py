@@ -106,7 +106,7 @@ class _Trial:
 
     def _clock(self) -> int:
         """How many events were recorded so far."""
-        return int(self._runtime.controllers[0].state.record.num_events)
+        return int(self._runtime.controllers[0].state.record.log.num_events)
 
     def _watch(self) -> Any:
         from stalloc.fitting.run_watch import RunWatch

@@ -114,10 +114,12 @@ def _out_of_memory(runtime: Runtime, nbytes: int) -> Exception:
     from cupy.cuda.runtime import CUDARuntimeError
 
     controller = runtime.controllers[get_device_id()]
-    status = controller.state.record.driver_error
+    status = controller.state.record.driver.driver_error
     if status:
         return CUDARuntimeError(status)
-    error = OutOfMemoryError(nbytes, controller.state.record.reserved_bytes, controller.memory.source.limit_bytes)
+    error = OutOfMemoryError(
+        nbytes, controller.state.record.statistics.reserved_bytes, controller.memory.source.limit_bytes
+    )
     error.args = (controller.state.out_of_memory_text,)
     return error
 
@@ -146,12 +148,12 @@ def _allocate_with_hooks(runtime: Runtime, allocate: Callable[[int, bool], Any],
     for hook in hooks:
         hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
     memory = None
-    num_segments, reserved = state.record.num_segment_allocs, state.record.reserved_bytes
+    num_segments, reserved = state.record.statistics.num_segment_allocs, state.record.statistics.reserved_bytes
     try:
         with _without_hooks():
             memory = allocate(nbytes, True).mem
-        if state.record.num_segment_allocs > num_segments:  # it came from the device just now
-            taken = max(size, state.record.reserved_bytes - reserved)
+        if state.record.statistics.num_segment_allocs > num_segments:  # it came from the device just now
+            taken = max(size, state.record.statistics.reserved_bytes - reserved)
             for hook in hooks:
                 hook.alloc_preprocess(device_id=device, mem_size=taken)
                 hook.alloc_postprocess(device_id=device, mem_size=taken, mem_ptr=memory.ptr)

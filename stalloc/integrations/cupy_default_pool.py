@@ -69,7 +69,9 @@ class Pool:
     def total_bytes(self) -> int:
         """Bytes taken from the device, used or not."""
         controller = self._controller()
-        return self._own.total_bytes() + (controller.state.record.reserved_bytes if controller is not None else 0)
+        return self._own.total_bytes() + (
+            controller.state.record.statistics.reserved_bytes if controller is not None else 0
+        )
 
     def free_bytes(self) -> int:
         """Bytes taken from the device that nobody uses now."""

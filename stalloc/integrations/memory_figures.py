@@ -38,13 +38,13 @@ def _under_stalloc(controller: "Controller") -> dict[str, Any]:
         "phase": controller.status.phase.value,
         "total_bytes": controller.device.total_bytes,
         "allocated_bytes": record.total.allocated_bytes,
-        "reserved_bytes": record.reserved_bytes,
+        "reserved_bytes": record.statistics.reserved_bytes,
         "allocated_peak_bytes": allocated_peak,
         "reserved_peak_bytes": reserved_peak,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "steps": len(marks),
         "step_ms": lasted,
-        "out_of_memory_errors": record.num_ooms,
+        "out_of_memory_errors": record.statistics.num_ooms,
     }
 
 

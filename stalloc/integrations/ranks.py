@@ -1,8 +1,8 @@
 """Ranks of one job that do the same plan once: the first to ask plans, the others take its plan from the job's store.
 
-Contract: a rank uses another's plan only if it was made for exactly its own tape (sizes, streams and lifespans), and
-after the validator has passed it; whatever is amiss (no job, no store, a rank that died, other versions), it plans for
-itself. The store is only asked, never waited in, since other threads of the rank share its connection.
+Contract: a rank uses another's plan only if it was made for exactly its own schedule (sizes, streams and lifespans),
+and after the validator has passed it; whatever is amiss (no job, no store, a rank that died, other versions), it plans
+for itself. The store is only asked, never waited in, since other threads of the rank share its connection.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
+    from stalloc.lifespans.repeating_schedule import Schedule
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
 
@@ -23,22 +23,22 @@ _PATIENCE_SECONDS = 60.0  # for a rank that said it would plan
 _POLL_SECONDS = 0.02
 
 
-def plan_together(tape: "Tape", *, streams: "Streams" = "separate") -> "Plan":
-    """The plan of a tape (options as of plan_tape), made here or by another rank of this job that has the same tape."""
-    from stalloc.planner import plan_tape, plans_to_bytes
+def plan_together(schedule: "Schedule", *, streams: "Streams" = "separate") -> "Plan":
+    """The plan of a schedule (options: plan_schedule's), made here or by another rank that has the same schedule."""
+    from stalloc.planner import plan_schedule, plans_to_bytes
 
     store = _store()
     if store is None:
-        return plan_tape(tape, streams=streams)
-    key = f"stalloc/plan/{streams}/{digest(tape)}"
+        return plan_schedule(schedule, streams=streams)
+    key = f"stalloc/plan/{streams}/{digest(schedule)}"
     try:
         mine = store.add(f"{key}/ranks", 1) == 1
-        found = None if mine else _take(store, key, tape, handovers=streams != "separate")
+        found = None if mine else _take(store, key, schedule, handovers=streams != "separate")
     except Exception:  # of many kinds: a store whose server is gone, a backend that cannot add
         mine, found = False, None
     if found is not None:
         return found
-    plan = plan_tape(tape, streams=streams)
+    plan = plan_schedule(schedule, streams=streams)
     if mine:
         try:
             store.set(key, plans_to_bytes([plan]))
@@ -47,27 +47,30 @@ def plan_together(tape: "Tape", *, streams: "Streams" = "separate") -> "Plan":
     return plan
 
 
-def digest(tape: "Tape") -> str:
-    """What two ranks have to have in common to share a plan: the tape and the version of stalloc."""
+def digest(schedule: "Schedule") -> str:
+    """What two ranks have to have in common to share a plan: the schedule and the version of stalloc."""
     from stalloc import __version__
 
-    found = hashlib.sha256(f"{__version__} {tape.num_prologue} {tape.ring_start} {tape.ring_end}".encode())
+    found = hashlib.sha256(
+        f"{__version__} {schedule.num_prologue} {schedule.cycle_start} {schedule.cycle_end}".encode()
+    )
     for name in _COLUMNS:
-        found.update(np.ascontiguousarray(getattr(tape, name)).tobytes())
+        found.update(np.ascontiguousarray(getattr(schedule, name)).tobytes())
     return found.hexdigest()[:32]
 
 
-def fits(plan: "Plan", tape: "Tape", *, handovers: bool = False) -> bool:
-    """Whether a plan is one of exactly this tape, and valid; with `handovers` streams may share memory."""
+def fits(plan: "Plan", schedule: "Schedule", *, handovers: bool = False) -> bool:
+    """Whether a plan is one of exactly this schedule, and valid; with `handovers` streams may share memory."""
     from stalloc.planner import validate
 
     same = (
-        (plan.num_prologue, plan.ring_start, plan.ring_end) == (tape.num_prologue, tape.ring_start, tape.ring_end)
-        and np.array_equal(plan.tape_size, tape.size)
-        and np.array_equal(plan.tape_stream, tape.stream)
-        and np.array_equal(plan.tape_start, tape.start)
-        and np.array_equal(plan.tape_end, tape.end)
-        and bool(((plan.tape_offset < 0) | tape.planned).all())
+        (plan.num_prologue, plan.cycle_start, plan.cycle_end)
+        == (schedule.num_prologue, schedule.cycle_start, schedule.cycle_end)
+        and np.array_equal(plan.schedule_size, schedule.size)
+        and np.array_equal(plan.schedule_stream, schedule.stream)
+        and np.array_equal(plan.schedule_start, schedule.start)
+        and np.array_equal(plan.schedule_end, schedule.end)
+        and bool(((plan.schedule_offset < 0) | schedule.planned).all())
     )
     return same and validate(plan, handovers=handovers).ok
 
@@ -83,7 +86,7 @@ def _store() -> Any:
         return None
 
 
-def _take(store: Any, key: str, tape: "Tape", *, handovers: bool) -> "Plan | None":
+def _take(store: Any, key: str, schedule: "Schedule", *, handovers: bool) -> "Plan | None":
     from stalloc.planner import plans_from_bytes
 
     end = time.monotonic() + _PATIENCE_SECONDS
@@ -94,6 +97,6 @@ def _take(store: Any, key: str, tape: "Tape", *, handovers: bool) -> "Plan | Non
     [plan] = plans_from_bytes(bytes(store.get(key)), "what another rank handed over")
     return (
         dataclasses.replace(plan, method=f"{plan.method}, by another rank")
-        if fits(plan, tape, handovers=handovers)
+        if fits(plan, schedule, handovers=handovers)
         else None
     )

@@ -17,7 +17,7 @@ from stalloc.errors import SetupError
 from stalloc.integrations import autograd_threads, torch_answers, torch_cache_info
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
-from stalloc.runtime.entries import lasting_entry
+from stalloc.runtime.entries import persistent_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
 _LOOK_EVERY = 64  # steps, after which the devices of an optimizer's parameters are looked up again
@@ -116,14 +116,14 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not optimizer.state and optimizer not in known:
             known.add(optimizer)
-            runtime.expect_lasting(devices.of(optimizer))
+            runtime.expect_persistent(devices.of(optimizer))
         leaders.begin_step(optimizer)
 
     def has_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         its = devices.of(optimizer)
         led = leaders.devices_led(optimizer, its)
         if len(led) < len(its):
-            runtime.end_lasting(its - led)
+            runtime.end_persistent(its - led)
         if led:
             stepped(led)
 
@@ -158,7 +158,7 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         controllers[device].memory.limit(fraction)
 
     # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
-    begin, end = lasting_entry(begin_capture), lasting_entry(end_capture)
+    begin, end = persistent_entry(begin_capture), persistent_entry(end_capture)
     if hasattr(allocator, "set_begin_allocate_to_pool"):
         allocator.set_begin_allocate_to_pool(begin)
         allocator.set_end_allocate_to_pool_fn(end)
@@ -167,8 +167,8 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         allocator.set_begin_allocate_stream_to_pool(begin)
         allocator.set_end_allocate_stream_to_pool_fn(end)
     allocator.set_record_stream_fn(torch_record_stream(runtime.states))
-    allocator.set_reset_fn(lasting_entry(empty_cache))
-    allocator.set_release_pool(lasting_entry(release_capture))
+    allocator.set_reset_fn(persistent_entry(empty_cache))
+    allocator.set_release_pool(persistent_entry(release_capture))
     callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
     _keep.append(callback)
     allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)

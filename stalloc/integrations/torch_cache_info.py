@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from stalloc.runtime.entries import lasting_entry
+from stalloc.runtime.entries import persistent_entry
 
 _FUNCTION = "_ZN5torch4cuda22CUDAPluggableAllocator22CUDAPluggableAllocator9cacheInfoE{}Pm"
 _INDEX_TYPES = {"a": 0x7F, "i": 0x7FFF_FFFF}  # a device's index is a byte, before torch 2.3 an int
@@ -41,7 +41,7 @@ def answer(torch: Any, allocator: Any) -> bool:
         ctypes.c_size_t.from_address(largest).value = torch.cuda.mem_get_info(index)[0] + unused
         return 1
 
-    entry = lasting_entry(say_what_is_free)
+    entry = persistent_entry(say_what_is_free)
     made = (ctypes.c_uint64 * len(words))(*(entry if one == function else one for one in words))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # for ever: torch gives memory back after Python has ended
     ctypes.c_uint64.from_address(held[0]).value = ctypes.addressof(made) + _BEFORE * _WORD

@@ -1,4 +1,4 @@
-"""What a trace means: load, periods, the fold of many steps into one tape, phases, classes and their graph."""
+"""What a trace means: load, periods, the fold of many steps into one schedule, phases, classes and their graph."""
 
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         sequence_rows,
     )
     from stalloc.lifespans.phases import Phases, find_phases
+    from stalloc.lifespans.repeating_schedule import Schedule, expand, fold
     from stalloc.lifespans.roles import find_roles
     from stalloc.lifespans.steady_step import SteadyStep, find_steady_step, last_repetition, recorded_step
-    from stalloc.lifespans.tape import Tape, expand, fold
 
 __all__ = [
     "Classes",
@@ -32,8 +32,8 @@ __all__ = [
     "Regularity",
     "Reordered",
     "RepeatedBlocks",
+    "Schedule",
     "SteadyStep",
-    "Tape",
     "Total",
     "classify",
     "crossing_bytes",
@@ -72,19 +72,19 @@ _MODULES = {
     "Reordered": ".operation_order",
     "RepeatedBlocks": ".operation_modules",
     "SteadyStep": ".steady_step",
-    "Tape": ".tape",
+    "Schedule": ".repeating_schedule",
     "Total": ".classes",
     "classify": ".classes",
     "crossing_bytes": ".operation_dependencies",
     "cut_events": ".graph",
     "cut_operations": ".operation_dependencies",
-    "expand": ".tape",
+    "expand": ".repeating_schedule",
     "find_period": ".periods",
     "find_phases": ".phases",
     "find_roles": ".roles",
     "find_steady_step": ".steady_step",
     "find_step_period": ".periods",
-    "fold": ".tape",
+    "fold": ".repeating_schedule",
     "fullest": ".load_curves",
     "last_repetition": ".steady_step",
     "lifespan_graph": ".graph",
@@ -101,4 +101,4 @@ _MODULES = {
     "sequence_rows": ".periods",
 }
 
-__getattr__ = loaded_on_use(__name__, _MODULES)
+__getattr__ = loaded_on_use(__name__, _MODULES, {"Tape": "Schedule"})

@@ -1,8 +1,8 @@
-"""Steps that are alike in part: what they have in common is a ring of static requests, the rest comes between these.
+"""Steps that are alike in part: what they have in common is a cycle of static requests, the rest comes between these.
 
 In a mixture of experts the sizes of what an expert asks for come from the data. Such steps are aligned: requests of one
 size on one stream that come in one order in most steps are static. All others are dynamic: known by the static request
-before which they come, and by how many dynamic ones came there before them. The clock is that of a ring of the static
+before which they come, and by how many dynamic ones came there before them. The clock is that of a cycle of the static
 requests, so a dynamic request lives for as long as static ones are allocated.
 
 The longest common subsequence is found a word of bits at a time, which takes as long however much the steps differ
@@ -20,7 +20,7 @@ import numpy as np
 from stalloc.columns import Column, distinct
 from stalloc.compiled import BORROWING, njit
 from stalloc.lifespans.periods import TINY_BYTES, sequence_keys, sequence_rows
-from stalloc.lifespans.tape import Tape
+from stalloc.lifespans.repeating_schedule import Schedule
 from stalloc.sizes import LITTLE_BYTES
 from stalloc.trace import MARK_STEP, Trace
 
@@ -227,8 +227,8 @@ class AlignedSteps:
         lived = death - birth + ~is_static
         return birth, np.where(is_freed, lived, 0), np.where(is_freed, 0, lived)
 
-    def tape(self) -> Tape:
-        """The ring of the static requests; to be asked for where there are any."""
+    def schedule(self) -> Schedule:
+        """The cycle of the static requests; to be asked for where there are any."""
         length, is_static = self._length, self._sites >= 0
         (birth, lived, age), rows = (column[is_static] for column in self._times), self._whole[is_static]
         longest, oldest = np.zeros((2, length), np.int64)
@@ -238,7 +238,7 @@ class AlignedSteps:
         shown = np.zeros(length, np.int64)
         shown[birth[::-1] % length] = rows[::-1]  # the first that is one
         start = np.arange(length)
-        return Tape(
+        return Schedule(
             size=self._trace.size[shown],
             stream=self._trace.stream[shown].astype(np.int64),
             start=start,
@@ -246,17 +246,17 @@ class AlignedSteps:
             planned=planned,
             row=shown,
             num_prologue=0,
-            ring_start=0,
-            ring_end=length,
+            cycle_start=0,
+            cycle_end=length,
             period_requests=length,
             covered_requests=length * self.num_steps,
             minimum_size=TINY_BYTES + 1,
         )
 
-    def with_dynamic(self, ring: Tape) -> Tape:
-        """The ring that `tape` made, with the dynamic requests of the last step, on a clock that counts these too.
+    def with_dynamic(self, cycle: Schedule) -> Schedule:
+        """The cycle that `schedule` made, with the dynamic requests of the last step, on a clock that counts these too.
 
-        `row` is the entry of the ring, -1: a dynamic one. Little ones, and those that live on after the step, are none
+        `row` is the entry of the cycle, -1: a dynamic one. Little ones, and those that live on after the step, are none
         of it: the heap has them.
         """
         sites, (begin, stop) = self._aligned.sites[-1], self._steps[-1]
@@ -264,21 +264,21 @@ class AlignedSteps:
         size, stream, number = self._trace.size[rows], self._trace.stream[rows].astype(np.int64), np.arange(len(rows))
         is_static, unit = sites >= 0, len(sites)
         last = np.maximum.accumulate(np.where(is_static, number, -1))  # static request before each, or itself
-        time = np.append(sites[last] * unit + number - last, ring.ring_end * unit)
+        time = np.append(sites[last] * unit + number - last, cycle.cycle_end * unit)
         freed, over = self._trace.end[rows], self._marks[np.searchsorted(self._bounds, stop)]
         end = np.searchsorted(births, freed)
         beside = np.flatnonzero(~is_static & (last >= 0) & (freed <= over) & (size >= LITTLE_BYTES))
-        start = np.concatenate([ring.start * unit, time[beside]])
+        start = np.concatenate([cycle.start * unit, time[beside]])
         order, count = np.argsort(start, kind="stable"), len(start)
         return replace(
-            ring,
-            size=np.concatenate([ring.size, size[beside]])[order],
-            stream=np.concatenate([ring.stream, stream[beside]])[order],
+            cycle,
+            size=np.concatenate([cycle.size, size[beside]])[order],
+            stream=np.concatenate([cycle.stream, stream[beside]])[order],
             start=start[order],
-            end=np.concatenate([ring.end * unit, time[end[beside]]])[order],
-            planned=np.concatenate([ring.planned, np.ones(len(beside), bool)])[order],
+            end=np.concatenate([cycle.end * unit, time[end[beside]]])[order],
+            planned=np.concatenate([cycle.planned, np.ones(len(beside), bool)])[order],
             row=np.concatenate([np.arange(self._length), np.full(len(beside), -1)])[order],
-            ring_end=ring.ring_end * unit,
+            cycle_end=cycle.cycle_end * unit,
             period_requests=count,
             covered_requests=count,
         )

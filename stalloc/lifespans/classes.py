@@ -13,7 +13,7 @@ import numpy as np
 from stalloc.columns import Column, distinct
 from stalloc.lifespans.periods import sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
-from stalloc.lifespans.tape import Tape, expand
+from stalloc.lifespans.repeating_schedule import Schedule, expand
 from stalloc.trace import MARK_STEP, Trace
 
 
@@ -29,7 +29,7 @@ class Regularity(enum.IntEnum):
     """Whether a request comes and lives the same way in every step."""
 
     UNKNOWN = 0
-    """Before the steps begin to repeat, too small to be on the tape, or no steps are known."""
+    """Before the steps begin to repeat, too small to be on the schedule, or no steps are known."""
     STATIC = 1
     DYNAMIC = 2
 
@@ -65,9 +65,9 @@ class Classes:
         }
 
 
-def classify(trace: Trace, tape: Tape | None = None) -> Classes:
-    """The classes of all requests; `tape` is the fold of the trace, which knows its steps, if there is one."""
-    boundaries = _step_boundaries(trace, tape)
+def classify(trace: Trace, schedule: Schedule | None = None) -> Classes:
+    """The classes of all requests; `schedule` is the fold of the trace, which knows its steps, if there is one."""
+    boundaries = _step_boundaries(trace, schedule)
     phases = find_phases(trace, int(np.median(np.diff(boundaries))) if len(boundaries) >= 2 else None)
     num_phases = len(phases.begin)
     never_freed = trace.end >= trace.num_events
@@ -85,30 +85,30 @@ def classify(trace: Trace, tape: Tape | None = None) -> Classes:
     )
     return Classes(
         lifespan=lifespan.astype(np.int8),
-        regularity=_regularity(trace, tape),
+        regularity=_regularity(trace, schedule),
         birth_phase=birth,
         death_phase=death,
         phases=phases,
     )
 
 
-def _step_boundaries(trace: Trace, tape: Tape | None) -> Column:
+def _step_boundaries(trace: Trace, schedule: Schedule | None) -> Column:
     """Events at which a step begins."""
     marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
-    if len(marks) or tape is None:
+    if len(marks) or schedule is None:
         return marks
-    rows = sequence_rows(trace, tape.minimum_size)
-    first = int(np.searchsorted(rows, tape.row[tape.num_prologue]))
-    return trace.start[rows[first : first + tape.covered_requests : tape.period_requests]]
+    rows = sequence_rows(trace, schedule.minimum_size)
+    first = int(np.searchsorted(rows, schedule.row[schedule.num_prologue]))
+    return trace.start[rows[first : first + schedule.covered_requests : schedule.period_requests]]
 
 
-def _regularity(trace: Trace, tape: Tape | None) -> Column:
+def _regularity(trace: Trace, schedule: Schedule | None) -> Column:
     regularity = np.full(trace.num_requests, Regularity.UNKNOWN, np.int8)
-    if tape is None:
+    if schedule is None:
         return regularity
-    rows = sequence_rows(trace, tape.minimum_size)
-    regularity[rows[rows >= tape.row[tape.num_prologue]]] = Regularity.DYNAMIC
-    on_tape = np.zeros(tape.num_requests, np.int64)
-    on_tape[: tape.num_prologue] = -1
-    regularity[expand(tape, on_tape, trace) >= 0] = Regularity.STATIC
+    rows = sequence_rows(trace, schedule.minimum_size)
+    regularity[rows[rows >= schedule.row[schedule.num_prologue]]] = Regularity.DYNAMIC
+    on_schedule = np.zeros(schedule.num_requests, np.int64)
+    on_schedule[: schedule.num_prologue] = -1
+    regularity[expand(schedule, on_schedule, trace) >= 0] = Regularity.STATIC
     return regularity

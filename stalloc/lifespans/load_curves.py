@@ -22,26 +22,27 @@ def load_curve(start: Times, end: Times, size: Sizes) -> tuple[Times, Sizes]:
     return at[last], level[last]
 
 
-def peak_load(start: Times, end: Times, size: Sizes, ring: tuple[int, int] | None = None) -> int:
+def peak_load(start: Times, end: Times, size: Sizes, cycle: tuple[int, int] | None = None) -> int:
     """The most bytes ever live.
 
-    With `ring` = (ring_start, ring_end), lifespans that start in the ring repeat with it for ever, and what reaches
-    beyond ring_end occupies the beginning of the next pass; the others are a prologue that runs once, of which what
-    ends beyond ring_end lives for ever. The result then covers the prologue, the first pass and every later one.
+    With `cycle` = (cycle_start, cycle_end), lifespans that start in the cycle repeat with it for ever, and what reaches
+    beyond cycle_end occupies the beginning of the next iteration; the others are a prologue that runs once, of which
+    what ends beyond cycle_end lives for ever. The result then covers the prologue, the first iteration and every later
+    one.
     """
-    if ring is None:
+    if cycle is None:
         return int(load_curve(start, end, size)[1].max(initial=0))
-    ring_start, ring_end = ring
-    length = ring_end - ring_start
+    cycle_start, cycle_end = cycle
+    length = cycle_end - cycle_start
     start, end, size = np.asarray(start), np.asarray(end), np.asarray(size)
-    in_ring = start >= ring_start
-    lasting = ~in_ring & (end > ring_end)
-    once = peak_load(start, np.minimum(end, ring_end), size)  # the prologue and the first pass
-    wraps = in_ring & (end > ring_end)
+    in_cycle = start >= cycle_start
+    lasting = ~in_cycle & (end > cycle_end)
+    once = peak_load(start, np.minimum(end, cycle_end), size)  # the prologue and the first iteration
+    wraps = in_cycle & (end > cycle_end)
     steady = peak_load(
-        np.concatenate([start[in_ring], np.full(int(wraps.sum()), ring_start)]),
-        np.concatenate([np.minimum(end[in_ring], ring_end), np.minimum(end[wraps] - length, ring_end)]),
-        np.concatenate([size[in_ring], size[wraps]]),
+        np.concatenate([start[in_cycle], np.full(int(wraps.sum()), cycle_start)]),
+        np.concatenate([np.minimum(end[in_cycle], cycle_end), np.minimum(end[wraps] - length, cycle_end)]),
+        np.concatenate([size[in_cycle], size[wraps]]),
     )
     return max(once, steady + int(size[lasting].sum()))
 

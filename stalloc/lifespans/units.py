@@ -1,7 +1,7 @@
 """Steps that recur in any order: what lies between two marks of the program, taken as one sequence each.
 
 Contract: two steps are of one kind if they ask for the same sizes on the same streams in the same order. The clock of a
-step is the position in that sequence, as on a tape. A request that outlives its step is handed on, perhaps through
+step is the position in that sequence, as on a schedule. A request that outlives its step is handed on, perhaps through
 several steps of whatever kind: those of one stream are ranked by size, and each kind of step knows of every stream and
 rank how long what was handed on to it has lived in it. What lives longer than the record shows, or for very long, has
 no known end.
@@ -125,7 +125,7 @@ def _ends(bounds: Column, deaths: Column, told: list[int], length: int) -> Colum
         through = np.maximum(through, np.where(dead, steps_later, 0))
         unseen = np.maximum(unseen, np.where(dead, 0, len(bounds) - 2 - step))
     known = (latest > 0) & (through <= _MAX_STEPS) & (unseen <= through)
-    handed = np.minimum(latest, length + np.maximum(np.arange(length), 1))  # at most as long as a pass
+    handed = np.minimum(latest, length + np.maximum(np.arange(length), 1))  # at most as long as an iteration
     return np.where(known, np.where(latest > length, handed, latest), 0)
 
 

@@ -1,13 +1,13 @@
-"""Where it goes: offsets for the requests of a trace or a tape, the Plan record, and the naive validator.
+"""Where it goes: offsets for the requests of a trace or a schedule, the Plan record, and the naive validator.
 
 How a plan is found, from the outside to the inside; every step has a file of its name:
 
-- planning: `plan` takes a trace, bare lifespans or a tape, notes where the plan comes from, and makes the budget that
-  everything below is given. Requests of a tape go through sharing: streams get regions of their own, or share with
-  handovers.
+- planning: `plan` takes a trace, bare lifespans or a schedule, notes where the plan comes from, and makes the budget
+  that everything below is given. Requests of a schedule go through sharing: streams get regions of their own, or share
+  with handovers.
 - layout: sizes are rounded up, requests of no bytes and of no time are put aside. What has constraints of its own
-  (constraints) goes to constrained, a ring that repeats to ring, everything else to intervals.
-- ring: prologue and ring lie on one axis; what wraps round is live at its end and at its beginning, and is placed
+  (constraints) goes to constrained, a cycle that repeats to cycle, everything else to intervals.
+- cycle: prologue and cycle lie on one axis; what wraps round is live at its end and at its beginning, and is placed
   first. What is left are intervals.
 - intervals: the maximum load is the lower bound. pieces takes the problem apart: what lives throughout is a stack, what
   never meets is placed by itself, and parts that look alike are placed once. The best packings of the parts make a
@@ -26,7 +26,7 @@ How a plan is found, from the outside to the inside; every step has a file of it
   places anything; what is asked to be at fixed places is judged by it first.
 
 A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the
-same; room changes that of a ring so that requests beside it find idle memory; joint_plans are for programs that take
+same; room changes that of a cycle so that requests beside it find idle memory; joint_plans are for programs that take
 turns in one arena; least_moves finds which live blocks to move. groups holds packings of others to compare with;
 methods lists what can be asked for by name.
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from stalloc.planner.orders import METHODS
     from stalloc.planner.pieces import decomposition
     from stalloc.planner.plan_record import Plan, load_plans, plans_from_bytes, plans_to_bytes, save_plans
-    from stalloc.planner.planning import plan, plan_tape
+    from stalloc.planner.planning import plan, plan_schedule
     from stalloc.planner.replanning import replan
     from stalloc.planner.validator import validate
     from stalloc.planner.verdict import Verdict
@@ -65,7 +65,7 @@ __all__ = [
     "plan_arrays",
     "plan_joint",
     "plan_moving_least",
-    "plan_tape",
+    "plan_schedule",
     "plans_from_bytes",
     "plans_to_bytes",
     "replan",
@@ -83,7 +83,7 @@ _MODULES = {
     "plan_joint": ".joint_plans",
     "Moves": ".least_moves",
     "plan_moving_least": ".least_moves",
-    "plan_tape": ".planning",
+    "plan_schedule": ".planning",
     "replan": ".replanning",
     "Plan": ".plan_record",
     "Progress": ".budget",
@@ -96,4 +96,4 @@ _MODULES = {
     "validate_kinds": ".kinds_check",
 }
 
-__getattr__ = loaded_on_use(__name__, _MODULES)
+__getattr__ = loaded_on_use(__name__, _MODULES, {"plan_tape": "plan_schedule"})

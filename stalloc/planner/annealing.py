@@ -1,4 +1,4 @@
-"""Simulated annealing over the order in which requests are placed, for lines and for rings.
+"""Simulated annealing over the order in which requests are placed, for lines and for cycles.
 
 Contract: a packing without overlap whatever happens; the same for the same seed, unless a clock or a request to stop
 ends it; never worse than the best of the orders that it begins with.
@@ -6,7 +6,7 @@ ends it; never worse than the best of the orders that it begins with.
 Source: Imanishi and Xu, "A Heuristic for Periodic Memory Allocation with Little Fragmentation to Train Neural
 Networks", ISMM 2024, which joins a heuristic that places with annealing. Their paper was read as far as its abstract,
 so the rest is ours. On a line the first order is that of the quickest packing of the portfolio. An order is decoded by
-filling the lowest hole, lifespans as they are, so that what wraps round a ring is placed like the rest; a move shifts
+filling the lowest hole, lifespans as they are, so that what wraps round a cycle is placed like the rest; a move shifts
 one request, mostly one that reaches the top, to an earlier place; the temperature falls from 1 % of the peak by a
 number of moves that is less the more requests there are.
 """
@@ -44,13 +44,13 @@ def anneal(problem: Problem, target: int, budget: Budget) -> Packing:
     return Packing(offset, peak, "annealing")
 
 
-def anneal_ring(
+def anneal_cycle(
     a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, target: int, budget: Budget
 ) -> tuple[Column, int, str]:
     """(offset, peak, method) of intervals [a, b) and, for what wraps round, [a2, b2) as well."""
     whole = Problem(a, np.maximum(b, b2), size, np.zeros(num_epochs, np.int64))
     orders = _orders(whole, (b - a) + (b2 - a2))
-    return *place_annealed(a, b, a2, b2, size, orders, target, budget), "ring, annealing"
+    return *place_annealed(a, b, a2, b2, size, orders, target, budget), "cycle, annealing"
 
 
 def _orders(problem: Problem, span: Column) -> list[Column]:

@@ -25,7 +25,7 @@ class Keeping:
     own: Column  #: (r,) rows of the step that are carried over and have a place, by rank
     home: Column  #: (r,) the place of each
     until: Column  #: position in the step before which what came from earlier steps is gone; -1: there is nothing
-    begin: Column  #: the place is needed from here to `end`, which may lie in the next pass
+    begin: Column  #: the place is needed from here to `end`, which may lie in the next iteration
     end: Column
 
 
@@ -72,7 +72,7 @@ class CarriedOver:
         return Keeping(own, home, until, begin, end)
 
     def needed_double_buffered(self, kind: int) -> tuple[Column, Column]:
-        """(p,) when each place is needed in a ring of two steps of a kind that carries all such ranks over.
+        """(p,) when each place is needed in a cycle of two steps of a kind that carries all such ranks over.
 
         What is live at a time in any kind of step is so here too.
         """

@@ -25,7 +25,7 @@ EPOCHS_LOOKED_AT, CELLS = 64, 1 << 20
 
 
 class Stays(NamedTuple):
-    """When n requests are live: epochs [start, end) and, in a ring, [start2, end2) as well (0, 0 if not)."""
+    """When n requests are live: epochs [start, end) and, in a cycle, [start2, end2) as well (0, 0 if not)."""
 
     start: Column
     end: Column
@@ -43,19 +43,19 @@ class Constrained(NamedTuple):
     method: str
 
 
-def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
-    """Lifespans as epochs. In a ring what wraps is taken to be live at its beginning from the first pass on."""
+def stays(start: Column, end: Column, cycle: tuple[int, int] | None) -> Stays:
+    """Lifespans as epochs. In a cycle what wraps is taken to be live at its beginning from the first iteration on."""
     none = np.zeros(len(start), np.int64)
-    if ring is None:
+    if cycle is None:
         a, b, num_epochs = epochs(start, end)
         return Stays(a, b, none, none, num_epochs)
-    ring_start, ring_end = ring
-    wraps = (start >= ring_start) & (end > ring_end)
-    back = np.minimum(end - (ring_end - ring_start), start)  # no longer than once round
-    both = np.flatnonzero(wraps & (back > ring_start))
+    cycle_start, cycle_end = cycle
+    wraps = (start >= cycle_start) & (end > cycle_end)
+    back = np.minimum(end - (cycle_end - cycle_start), start)  # no longer than once round
+    both = np.flatnonzero(wraps & (back > cycle_start))
     a, b, num_epochs = epochs(
-        np.concatenate([start, np.full(len(both), ring_start)]),
-        np.concatenate([np.minimum(end, ring_end), back[both]]),
+        np.concatenate([start, np.full(len(both), cycle_start)]),
+        np.concatenate([np.minimum(end, cycle_end), back[both]]),
     )
     start2, end2 = none.copy(), none.copy()
     start2[both], end2[both] = a[len(start) :], b[len(start) :]

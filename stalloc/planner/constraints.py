@@ -115,17 +115,17 @@ def _ranges(forbidden: Ranges) -> Column:
 
 
 def check_places(
-    start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None = None
+    start: Column, end: Column, size: Column, given: Constraints, cycle: tuple[int, int] | None = None
 ) -> None:
     """Raise BadInputError for the first fixed request that cannot be where it is. Lifespans [start, end), (n,)."""
     rows = np.flatnonzero(given.fixed >= 0)
     _check_each(rows, size, given)
     rows = rows[(size[rows] > 0) & (start[rows] < end[rows])]
     begins, ends = start[rows], end[rows]
-    if ring is not None:  # the second pass: all later ones are like it
-        again, period = begins >= ring[0], ring[1] - ring[0]
+    if cycle is not None:  # the second iteration: all later ones are like it
+        again, period = begins >= cycle[0], cycle[1] - cycle[0]
         rows, begins = (np.concatenate([rows, rows[again]]), np.concatenate([begins, begins[again] + period]))
-        ends = np.concatenate([ends, np.minimum(ends[again], ring[1]) + period])
+        ends = np.concatenate([ends, np.minimum(ends[again], cycle[1]) + period])
     low = given.fixed[rows]
     if (pair := walk(Uses(begins, ends, low, low + size[rows], rows), 1).pair) is not None:
         one, two = sorted(rows[[*pair]].tolist())

@@ -12,17 +12,17 @@ import numpy as np
 
 from stalloc.planner.layout import columns
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.planning import Arrays, plan, plan_tape, tape_bound
+from stalloc.planner.planning import Arrays, plan, plan_schedule, schedule_bound
 from stalloc.planner.problem import epochs, load_curve
 from stalloc.sizes import aligned
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
+    from stalloc.lifespans.repeating_schedule import Schedule
 
 
-def plan_joint(sources: "Sequence[Trace | Tape | Arrays]", *, alignment: int = 512) -> list[Plan]:
-    """One plan for each of `sources`: traces, tapes, or (start, end, size). All have the same `peak_bytes`.
+def plan_joint(sources: "Sequence[Trace | Schedule | Arrays]", *, alignment: int = 512) -> list[Plan]:
+    """One plan for each of `sources`: traces, schedules, or (start, end, size). All have the same `peak_bytes`.
 
     The one that needs most is planned first; the others need not be better than that. Raises BadInputError for input
     that cannot be planned.
@@ -35,7 +35,7 @@ def plan_joint(sources: "Sequence[Trace | Tape | Arrays]", *, alignment: int = 5
         if isinstance(source, Trace | tuple):
             plans[index] = plan(source, alignment=alignment, aim_bytes=peak)
         else:
-            plans[index] = plan_tape(source, alignment)
+            plans[index] = plan_schedule(source, alignment)
         peak = max(peak, plans[index].peak_bytes)
     proven = max((made.proven_bound_bytes for made in plans.values()), default=0)
     return [
@@ -50,10 +50,10 @@ def plan_joint(sources: "Sequence[Trace | Tape | Arrays]", *, alignment: int = 5
     ]
 
 
-def _bound(source: "Trace | Tape | Arrays", alignment: int) -> int:
+def _bound(source: "Trace | Schedule | Arrays", alignment: int) -> int:
     """The maximum load of one source, sizes rounded up."""
     if not isinstance(source, Trace | tuple):
-        return tape_bound(source, alignment)
+        return schedule_bound(source, alignment)
     given = (source.start, source.end, source.size) if isinstance(source, Trace) else source
     start, end, size = columns(*given)
     rows = start < end

@@ -14,8 +14,8 @@ from stalloc.columns import Column, distinct
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan
 from stalloc.planner.carried_over import carried_over
+from stalloc.planner.cycle import cycle_bound
 from stalloc.planner.region_plan import RegionPlan, plan_region
-from stalloc.planner.ring import ring_bound
 from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
 
@@ -27,27 +27,27 @@ class KindPlans:
     num_buffers: int  #: plans that each kind has
     switches_buffers: list[bool]  #: for each kind, whether those of the other buffer are followed after a step of it
     plans: list[Plan]
-    """One a kind for each buffer, those of the first buffer first; of one peak. The ring is a step, with one entry a
+    """One a kind for each buffer, those of the first buffer first; of one peak. The cycle is a step, with one entry a
     request; its clock begins at 1 and ends one after the last request. The prologue holds the places that are kept for
     what earlier steps carry over, for each buffer one a rank (of size 0: the one of the first buffer)."""
-    begins: list[int]  #: where each plan's rows begin, if the rings of all are laid one after the other
+    begins: list[int]  #: where each plan's rows begin, if the cycles of all are laid one after the other
 
     @property
     def size(self) -> Column:
         """(k,) requested bytes, over all kinds."""
-        return self._rings("tape_size")
+        return self._cycles("schedule_size")
 
     @property
     def stream(self) -> Column:
         """(k,) stream indices."""
-        return self._rings("tape_stream")
+        return self._cycles("schedule_stream")
 
     @property
     def offset(self) -> Column:
         """(k,) bytes; -1: not planned, since the end is not known, or what it replaces is not gone yet."""
-        return self._rings("tape_offset")
+        return self._cycles("schedule_offset")
 
-    def _rings(self, name: str) -> Column:
+    def _cycles(self, name: str) -> Column:
         return np.concatenate([getattr(plan, name)[plan.num_prologue :] for plan in self.plans])
 
     @property
@@ -63,7 +63,7 @@ class KindPlans:
     @property
     def largest_plan(self) -> Plan:
         """The plan of the kind with the most requests, for reports; its lower bound is that of the whole arena."""
-        largest = max(self.plans, key=lambda plan: len(plan.tape_size))
+        largest = max(self.plans, key=lambda plan: len(plan.schedule_size))
         return replace(largest, lower_bound_bytes=self.lower_bound_bytes)
 
 
@@ -113,21 +113,21 @@ def _plan_of(
         begin += region.peak_bytes
     stream, size, place, end = (np.concatenate(columns) for columns in zip(*places, strict=True))
     # a step lasts one tick longer than its requests, in which what it carries over lives still
-    ring_start, ring_end, rows = 1, length + 2, np.arange(length, dtype=np.int64)
-    last = np.where(kind.end > length, np.minimum(ring_end + left_until, ring_end + rows), kind.end + 1)
-    tape_start = np.concatenate([np.zeros(len(end), np.int64), rows + 1])
-    tape_end = np.concatenate([end, np.where(kind.end > 0, last, rows + 1)])
-    tape_size, tape_offset = np.concatenate([size, kind.size]), np.concatenate([place, offset])
-    counted = (tape_offset >= 0) & (tape_start < tape_end) & (tape_size > 0)
-    times = tape_start[counted], tape_end[counted]
-    bound = ring_bound(*times, aligned(tape_size[counted]), ring_start, ring_end) if counted.any() else 0
-    tape_stream = np.concatenate([stream, kind.stream])
+    cycle_start, cycle_end, rows = 1, length + 2, np.arange(length, dtype=np.int64)
+    last = np.where(kind.end > length, np.minimum(cycle_end + left_until, cycle_end + rows), kind.end + 1)
+    schedule_start = np.concatenate([np.zeros(len(end), np.int64), rows + 1])
+    schedule_end = np.concatenate([end, np.where(kind.end > 0, last, rows + 1)])
+    schedule_size, schedule_offset = np.concatenate([size, kind.size]), np.concatenate([place, offset])
+    counted = (schedule_offset >= 0) & (schedule_start < schedule_end) & (schedule_size > 0)
+    times = schedule_start[counted], schedule_end[counted]
+    bound = cycle_bound(*times, aligned(schedule_size[counted]), cycle_start, cycle_end) if counted.any() else 0
+    schedule_stream = np.concatenate([stream, kind.stream])
     return Plan(
-        offset=tape_offset,
-        size=tape_size,
-        start=tape_start,
-        end=tape_end,
-        stream=tape_stream,
+        offset=schedule_offset,
+        size=schedule_size,
+        start=schedule_start,
+        end=schedule_end,
+        stream=schedule_stream,
         device=device,
         alignment=ALIGNMENT_BYTES,
         peak_bytes=peak,
@@ -137,12 +137,12 @@ def _plan_of(
         kind="program",
         provenance={},
         num_prologue=len(end),
-        ring_start=ring_start,
-        ring_end=ring_end,
-        tape_row=np.arange(len(tape_size), dtype=np.int64),
-        tape_size=tape_size,
-        tape_stream=tape_stream,
-        tape_start=tape_start,
-        tape_end=tape_end,
-        tape_offset=tape_offset,
+        cycle_start=cycle_start,
+        cycle_end=cycle_end,
+        schedule_row=np.arange(len(schedule_size), dtype=np.int64),
+        schedule_size=schedule_size,
+        schedule_stream=schedule_stream,
+        schedule_start=schedule_start,
+        schedule_end=schedule_end,
+        schedule_offset=schedule_offset,
     )

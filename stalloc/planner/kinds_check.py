@@ -1,6 +1,6 @@
 """Whether the plans of several kinds of steps may follow one another in any order, in one arena.
 
-Contract: as of validator.py. The ring of each plan is one step; its prologue is what earlier steps carry over to it:
+Contract: as of validator.py. The cycle of each plan is one step; its prologue is what earlier steps carry over to it:
 one place after the other, the same for all kinds, each kept free until the end of that entry. What a step carries over
 is ranked by size, stream by stream, the largest first; what is of rank i lies in the i-th place of its stream. Where
 kinds have two plans, which their steps alternate between, there are as many places again, for what the plans of the
@@ -21,7 +21,7 @@ _Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by ran
 def validate_kinds(
     plans: Sequence[Plan], num_buffers: int = 1, *, judge: Callable[[Plan], Verdict] = validate
 ) -> Verdict:
-    """Judge each "program" plan by itself, and all as plans of one arena whose rings follow one another in any order.
+    """Judge each "program" plan by itself, and all as plans of one arena whose cycles follow one another in any order.
 
     Those of the first buffer come first, then those of the second, if there is one. The places of the prologue are
     judged in the prologue of the plan itself, so what is placed around them in a step is safe whichever came before.
@@ -37,25 +37,27 @@ def validate_kinds(
             return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
         row = _misplaced(plan, places, index * num_buffers // len(plans), num_buffers)
         if row is not None:
-            return Verdict(False, "bad-handed-on", f"kind {index}: tape entry {row} outlives its step in no kept place")
+            return Verdict(
+                False, "bad-handed-on", f"kind {index}: schedule entry {row} outlives its step in no kept place"
+            )
     return check_streams(*plans)
 
 
 def _places(plan: Plan) -> _Places:
     found: _Places = {}
-    columns = plan.tape_offset, plan.tape_size, plan.tape_stream
+    columns = plan.schedule_offset, plan.schedule_size, plan.schedule_stream
     for low, size, stream in zip(*(column[: plan.num_prologue].tolist() for column in columns), strict=True):
         found.setdefault(stream, []).append((low, low + size))
     return found
 
 
 def _misplaced(plan: Plan, places: _Places, buffer: int, num_buffers: int) -> int | None:
-    """The tape entry that outlives its step, but not where all kinds keep a place for it; None if there is none."""
-    ends, sizes = plan.tape_end.tolist(), plan.tape_size.tolist()
-    handed = [row for row in range(plan.num_prologue, len(ends)) if ends[row] >= plan.ring_end]
+    """The schedule entry that outlives its step, but not where all kinds keep a place for it; None if there is none."""
+    ends, sizes = plan.schedule_end.tolist(), plan.schedule_size.tolist()
+    handed = [row for row in range(plan.num_prologue, len(ends)) if ends[row] >= plan.cycle_end]
     ranks: dict[int, int] = {}
     for row in sorted(handed, key=lambda row: -sizes[row]):
-        stream, low = int(plan.tape_stream[row]), int(plan.tape_offset[row])
+        stream, low = int(plan.schedule_stream[row]), int(plan.schedule_offset[row])
         rank = ranks[stream] = ranks.get(stream, -1) + 1
         kept = places.get(stream, [])
         num_ranks = len(kept) // num_buffers

@@ -6,6 +6,7 @@ file holds, reading it runs no code of the file, and anything that is not a well
 
 import io
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,25 @@ from stalloc.inputs import read_input
 from stalloc.npz import Columns
 from stalloc.printable import printable
 
-FORMAT, VERSION = "stalloc plan", 2
-#: files of version 1 lack the tables of constraints and of handovers, and the proven bound
-READABLE = (1, VERSION)
+FORMAT, VERSION = "stalloc plan", 3
+#: files of version 1 lack the tables of constraints and of handovers, and the proven bound; up to version 2 a schedule
+#: was called a tape, and its cycle a ring
+READABLE = (1, 2, VERSION)
 
 ROW_COLUMNS = ("offset", "size", "start", "end", "stream")
-TAPE_COLUMNS = ("tape_row", "tape_size", "tape_stream", "tape_start", "tape_end", "tape_offset")
+SCHEDULE_COLUMNS = (
+    "schedule_row",
+    "schedule_size",
+    "schedule_stream",
+    "schedule_start",
+    "schedule_end",
+    "schedule_offset",
+)
 CONSTRAINT_TABLES = (("row_alignment",), ("fixed_row", "fixed_offset"), ("forbidden_low", "forbidden_high"))
 HANDOVER_COLUMNS = ("handover_earlier", "handover_later")
 LATER_TABLES = (*CONSTRAINT_TABLES, HANDOVER_COLUMNS)  #: since version 2
 LATER_COLUMNS = tuple(name for table in LATER_TABLES for name in table)
-INTEGERS = ("device", "alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "ring_start", "ring_end")
+INTEGERS = ("device", "alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "cycle_start", "cycle_end")
 PROVEN = "proven_bound_bytes"
 
 
@@ -41,7 +50,7 @@ def _empty() -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Offsets for the n requests of one device; a "program" plan also carries the k entries of its tape.
+    """Offsets for the n requests of one device; a "program" plan also carries the k entries of its schedule.
 
     All columns are int64. Times are event indices and lifespans half open, [start, end).
     """
@@ -57,26 +66,36 @@ class Plan:
     lower_bound_bytes: int  #: the maximum load of the planned requests, sizes rounded up to the alignment
     optimal: bool  #: whether the peak is proven to be the lowest possible
     method: str  #: what found the layout, for people
-    kind: str  #: "trace": the requests of one recording; "program": a tape to be followed for ever
+    kind: str  #: "trace": the requests of one recording; "program": a schedule to be followed for ever
     provenance: dict[str, Any]  #: source, options, version; nothing that varies between equal runs
-    num_prologue: int = 0  #: entries of the tape that run once, before the ring
-    ring_start: int = 0  #: tape time at which the ring begins
-    ring_end: int = 0  #: tape time at which the ring starts over
-    #: (k,) the row of this plan that each tape entry stands for; -1: it comes later than the record
-    tape_row: Rows = field(default_factory=_empty)
-    tape_size: Sizes = field(default_factory=_empty)  #: (k,) bytes
-    tape_stream: Ints = field(default_factory=_empty)  #: (k,)
-    tape_start: Times = field(default_factory=_empty)  #: (k,) tape time
-    tape_end: Times = field(default_factory=_empty)  #: (k,) tape time; beyond ring_end: into the next pass
-    tape_offset: Offsets = field(default_factory=_empty)  #: (k,) bytes; -1: served dynamically
+    num_prologue: int = 0  #: entries of the schedule that run once, before the cycle
+    cycle_start: int = 0  #: schedule time at which the cycle begins
+    cycle_end: int = 0  #: schedule time at which the cycle starts over
+    #: (k,) the row of this plan that each schedule entry stands for; -1: it comes later than the record
+    schedule_row: Rows = field(default_factory=_empty)
+    schedule_size: Sizes = field(default_factory=_empty)  #: (k,) bytes
+    schedule_stream: Ints = field(default_factory=_empty)  #: (k,)
+    schedule_start: Times = field(default_factory=_empty)  #: (k,) schedule time
+    #: (k,) schedule time; beyond cycle_end: into the next iteration
+    schedule_end: Times = field(default_factory=_empty)
+    schedule_offset: Offsets = field(default_factory=_empty)  #: (k,) bytes; -1: served dynamically
     proven_bound_bytes: int = 0  #: no plan is lower, at least lower_bound_bytes; 0: nothing beyond that is claimed
     row_alignment: Sizes = field(default_factory=_empty)  #: (n,) bytes, where rows ask for more than `alignment`
     fixed_row: Rows = field(default_factory=_empty)  #: (f,) rows that were placed beforehand
     fixed_offset: Offsets = field(default_factory=_empty)  #: (f,) bytes, where they are
     forbidden_low: Offsets = field(default_factory=_empty)  #: (b,) ranges [low, high) of bytes that no row may use
     forbidden_high: Offsets = field(default_factory=_empty)  #: (b,) bytes
-    handover_earlier: Rows = field(default_factory=_empty)  #: (h,) tape entries whose bytes another stream takes over
+    #: (h,) schedule entries whose bytes another stream takes over
+    handover_earlier: Rows = field(default_factory=_empty)
     handover_later: Rows = field(default_factory=_empty)  #: (h,) the entries that take them, after an event and a wait
+
+    def __getattr__(self, name: str) -> Any:
+        """What the last release called a tape and its ring is there under these names, too."""
+        if not name.startswith(("tape_", "ring_")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        now = name.replace("tape_", "schedule_").replace("ring_", "cycle_")
+        warnings.warn(f"Plan.{name} is called {now} now.", DeprecationWarning, stacklevel=2)
+        return getattr(self, now)
 
     def __repr__(self) -> str:
         bound = "the lower bound" if not self.gap_bytes else f"{human_bytes(self.gap_bytes)} above the lower bound"
@@ -132,7 +151,7 @@ def plans_to_bytes(plans: list[Plan]) -> bytes:
     columns = {
         f"{i}.{name}": np.ascontiguousarray(getattr(plan, name), np.int64)
         for i, plan in enumerate(plans)
-        for name in ROW_COLUMNS + TAPE_COLUMNS + LATER_COLUMNS
+        for name in ROW_COLUMNS + SCHEDULE_COLUMNS + LATER_COLUMNS
     }
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     # Not compressed: the bytes would depend on the version of zlib.
@@ -155,8 +174,7 @@ def plans_from_bytes(data: bytes, source: str | Path) -> list[Plan]:
             raise ValueError("it is no archive of columns")
         archive = Columns(io.BytesIO(data))
         header = _header(archive)
-        later = header["version"] != READABLE[0]
-        return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
+        return [_plan(archive, index, entry, header["version"]) for index, entry in enumerate(header["plans"])]
     except Exception as error:  # zipfile and numpy raise a dozen kinds for damaged bytes, none of them a defect of ours
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]
@@ -183,13 +201,21 @@ def _array(archive: Any, name: str, dtype: type) -> NDArray[Any]:
     return array
 
 
-def _plan(archive: Any, index: int, entry: dict[str, Any], later: bool) -> Plan:
-    tables: tuple[tuple[str, ...], ...] = (ROW_COLUMNS, TAPE_COLUMNS, *(LATER_TABLES if later else ()))
+def _name_in_file(name: str, version: int) -> str:
+    return name if version > 2 else name.replace("schedule_", "tape_").replace("cycle_", "ring_")
+
+
+def _plan(archive: Any, index: int, entry: dict[str, Any], version: int) -> Plan:
+    later = version > 1
+    tables: tuple[tuple[str, ...], ...] = (ROW_COLUMNS, SCHEDULE_COLUMNS, *(LATER_TABLES if later else ()))
     integers = (*INTEGERS, PROVEN) if later else INTEGERS
-    columns = {name: _array(archive, f"{index}.{name}", np.int64) for table in tables for name in table}
+    columns = {
+        name: _array(archive, f"{index}.{_name_in_file(name, version)}", np.int64) for table in tables for name in table
+    }
     for names in tables:
         if len({len(columns[name]) for name in names}) != 1:
             raise ValueError(f"the columns {', '.join(names)} of plan {index} differ in length")
+    entry = {**entry, **{name: entry[_name_in_file(name, version)] for name in integers}}
     for name in integers:
         if type(entry[name]) is not int or not 0 <= entry[name] < 2**63:
             raise ValueError(f"{name} of plan {index} is no count")

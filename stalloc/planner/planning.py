@@ -1,4 +1,4 @@
-"""Plans from traces, from bare lifespans and from tapes.
+"""Plans from traces, from bare lifespans and from schedules.
 
 Contract: a plan made here passes the naive validator. In a program's plan requests of different streams share
 addresses only where the plan lists a handover, and never unless asked for; by default each stream has a region of its
@@ -20,16 +20,16 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.budget import Budget, Progress
 from stalloc.planner.constraints import Constraints, Ranges, constraints
+from stalloc.planner.cycle import cycle_bound
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.methods import check_method
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.ring import ring_bound
 from stalloc.planner.sharing import Streams, handovers, place_streams
 from stalloc.sizes import aligned
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
+    from stalloc.lifespans.repeating_schedule import Schedule
 
 #: one request each: start, end (event indices) and size (bytes)
 Arrays = tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -67,7 +67,7 @@ def plan(
     better packing of a part. A peak of at most `aim_bytes` will do. Equal arguments give an equal plan, unless a clock
     or `stop` ends the search.
 
-    `streams` is for programs: see `plan_tape`.
+    `streams` is for programs: see `plan_schedule`.
 
     Raises BadInputError, naming the row, for input that cannot be planned.
     """
@@ -124,48 +124,48 @@ def _program(trace: Trace, alignment: int, provenance: dict[str, Any], streams: 
     """The "program" plan of a recording of our own that repeats, its rows those of the trace."""
     if trace.info.get("source") != "stalloc recorder":
         return None
-    from stalloc.lifespans import tape as tapes  # only a recording of our own needs it
+    from stalloc.lifespans import repeating_schedule  # only a recording of our own needs it
 
-    tape = tapes.fold(trace)
-    if tape is None:
+    schedule = repeating_schedule.fold(trace)
+    if schedule is None:
         return None
-    program = plan_tape(tape, alignment, device=trace.device, streams=streams, budget=budget)
+    program = plan_schedule(schedule, alignment, device=trace.device, streams=streams, budget=budget)
     return dataclasses.replace(
         program,
-        offset=tapes.expand(tape, program.tape_offset, trace),
+        offset=repeating_schedule.expand(schedule, program.schedule_offset, trace),
         size=trace.size,
         start=trace.start,
         end=trace.end,
         stream=trace.stream,
-        tape_row=tape.row,
+        schedule_row=schedule.row,
         provenance=provenance,
     )
 
 
-def plan_tape(
-    tape: "Tape",
+def plan_schedule(
+    schedule: "Schedule",
     alignment: int = 512,
     *,
     device: int = 0,
     streams: Streams = "separate",
     budget: Budget | None = None,
 ) -> Plan:
-    """The "program" plan of a tape; its rows are the tape's entries, those not `planned` with offset -1.
+    """The "program" plan of a schedule; its rows are the schedule's entries, those not `planned` with offset -1.
 
     `streams`: "separate" gives every stream a region of its own; "share" plans all streams together and lists in
     `handover_earlier` and `handover_later` which entry takes over bytes of another stream's, which the runtime has to
     secure with an event and a wait.
     """
-    offset, region, method = place_streams(tape, alignment, streams, budget)
-    offset = where_live(offset, tape.start, tape.end, tape.size)
-    earlier, later = handovers(tape, offset) if streams != "separate" else (None, None)
-    bound = tape_bound(tape, alignment)
+    offset, region, method = place_streams(schedule, alignment, streams, budget)
+    offset = where_live(offset, schedule.start, schedule.end, schedule.size)
+    earlier, later = handovers(schedule, offset) if streams != "separate" else (None, None)
+    bound = schedule_bound(schedule, alignment)
     return Plan(
         offset=offset,
-        size=tape.size,
-        start=tape.start,
-        end=tape.end,
-        stream=tape.stream,
+        size=schedule.size,
+        start=schedule.start,
+        end=schedule.end,
+        stream=schedule.stream,
         device=device,
         alignment=alignment,
         peak_bytes=region,
@@ -174,25 +174,27 @@ def plan_tape(
         method=method,
         kind="program",
         provenance={"stalloc": __version__},
-        num_prologue=tape.num_prologue,
-        ring_start=tape.ring_start,
-        ring_end=tape.ring_end,
-        tape_row=np.arange(len(tape.size), dtype=np.int64),
-        tape_size=tape.size,
-        tape_stream=tape.stream,
-        tape_start=tape.start,
-        tape_end=tape.end,
-        tape_offset=offset,
+        num_prologue=schedule.num_prologue,
+        cycle_start=schedule.cycle_start,
+        cycle_end=schedule.cycle_end,
+        schedule_row=np.arange(len(schedule.size), dtype=np.int64),
+        schedule_size=schedule.size,
+        schedule_stream=schedule.stream,
+        schedule_start=schedule.start,
+        schedule_end=schedule.end,
+        schedule_offset=offset,
         proven_bound_bytes=bound,
         **({} if earlier is None or later is None else {"handover_earlier": earlier, "handover_later": later}),
     )
 
 
-def tape_bound(tape: "Tape", alignment: int) -> int:
-    """The maximum load of what a tape plans."""
-    rounded = aligned(tape.size, alignment)
-    counted = np.flatnonzero(tape.planned & (rounded > 0) & (tape.start < tape.end))
-    return ring_bound(tape.start[counted], tape.end[counted], rounded[counted], tape.ring_start, tape.ring_end)
+def schedule_bound(schedule: "Schedule", alignment: int) -> int:
+    """The maximum load of what a schedule plans."""
+    rounded = aligned(schedule.size, alignment)
+    counted = np.flatnonzero(schedule.planned & (rounded > 0) & (schedule.start < schedule.end))
+    return cycle_bound(
+        schedule.start[counted], schedule.end[counted], rounded[counted], schedule.cycle_start, schedule.cycle_end
+    )
 
 
 def _constraint_tables(given: Constraints) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What all kinds of steps ask for on one stream, placed in one region of their arena.
 
 Contract: as kind_plans.py. The kind that needs most decides where the places are that all kinds share. Where these are
-double-buffered it is one that carries over the most, and its steps with both buffers are planned as one ring.
+double-buffered it is one that carries over the most, and its steps with both buffers are planned as one cycle.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike
 class _Asked:
     """What is to be placed in a step, or two: requests, then the places that are kept for what is carried over."""
 
-    length: int  # of the ring
+    length: int  # of the cycle
     start: Column  # (n,)
     end: Column
     size: Column
@@ -43,7 +43,7 @@ class _Asked:
                 self.end,
                 self.size,
                 alignment=ALIGNMENT_BYTES,
-                ring=(0, self.length),
+                cycle=(0, self.length),
                 fixed=fixed if (fixed >= 0).any() else None,
                 budget=Budget(aim_bytes=aim, num_restarts=_RESTARTS),
             )

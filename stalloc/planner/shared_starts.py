@@ -48,7 +48,7 @@ def places_of_begin(
         beside[row] = False
         clashes[row] = (beside & ~clashes).any()
     start, end, size, offset = (column[(kept[3] >= 0) & (kept[0] < kept[1]), None] for column in kept)
-    carried = np.zeros_like(start), end - len(kind.size), size, offset  # into this pass from the one before
+    carried = np.zeros_like(start), end - len(kind.size), size, offset  # into this iteration from the one before
     at_once = max(1, _CELLS // max(len(found), 1))
     for columns, first in itertools.product(((start, end, size, offset), carried), range(0, len(start), at_once)):
         clashes |= _overlaps(spans, *(column[first : first + at_once] for column in columns)).any(axis=0)

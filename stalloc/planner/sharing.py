@@ -1,7 +1,7 @@
 """Streams in one arena: regions apart, or shared with planned handovers.
 
 Contract: entries of streams that do not share a region never share a byte; for those that do, `handovers` lists every
-pair of entries of different streams of which the later takes over a byte from the earlier, in any pass.
+pair of entries of different streams of which the later takes over a byte from the earlier, in any iteration.
 """
 
 from bisect import bisect_right
@@ -16,20 +16,22 @@ from stalloc.planner.intervals import Layout
 from stalloc.planner.layout import plan_arrays
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
+    from stalloc.lifespans.repeating_schedule import Schedule
 
 Streams = Literal["separate", "share"]
 
 
-def place_streams(tape: "Tape", alignment: int, streams: Streams, budget: Budget | None) -> tuple[Column, int, str]:
-    """(offset, peak, method): offsets of (n,) tape entries in bytes, -1 for those that are not planned."""
+def place_streams(
+    schedule: "Schedule", alignment: int, streams: Streams, budget: Budget | None
+) -> tuple[Column, int, str]:
+    """(offset, peak, method): offsets of (n,) schedule entries in bytes, -1 for those that are not planned."""
     if streams not in ("separate", "share"):
         raise BadInputError(f"streams is {streams!r}: give 'separate' or 'share'.")
-    planned = np.flatnonzero(tape.planned)
-    names = distinct(tape.stream[planned]).tolist()
+    planned = np.flatnonzero(schedule.planned)
+    names = distinct(schedule.stream[planned]).tolist()
     groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
-    layouts = {group: _together(tape, group, alignment, budget) for group in groups}
-    offset = np.full(len(tape.size), -1, np.int64)
+    layouts = {group: _together(schedule, group, alignment, budget) for group in groups}
+    offset = np.full(len(schedule.size), -1, np.int64)
     region = 0
     placed = [layouts[group] for group in sorted(layouts)]
     for rows, layout in placed:
@@ -38,22 +40,24 @@ def place_streams(tape: "Tape", alignment: int, streams: Streams, budget: Budget
     return offset, region, "; ".join(layout.method for _, layout in placed) or "nothing to place"
 
 
-def _together(tape: "Tape", group: tuple[int, ...], alignment: int, budget: Budget | None) -> tuple[Column, Layout]:
-    rows = np.flatnonzero(tape.planned & np.isin(tape.stream, group))
-    ring = tape.ring_start, tape.ring_end
+def _together(
+    schedule: "Schedule", group: tuple[int, ...], alignment: int, budget: Budget | None
+) -> tuple[Column, Layout]:
+    rows = np.flatnonzero(schedule.planned & np.isin(schedule.stream, group))
+    cycle = schedule.cycle_start, schedule.cycle_end
     return rows, plan_arrays(
-        tape.start[rows], tape.end[rows], tape.size[rows], alignment=alignment, ring=ring, budget=budget
+        schedule.start[rows], schedule.end[rows], schedule.size[rows], alignment=alignment, cycle=cycle, budget=budget
     )
 
 
-def handovers(tape: "Tape", offset: Column) -> tuple[Column, Column]:
-    """(earlier, later) tape entries, ascending: of other streams, and the later one takes bytes of the earlier."""
-    period = tape.ring_end - tape.ring_start
+def handovers(schedule: "Schedule", offset: Column) -> tuple[Column, Column]:
+    """(earlier, later) schedule entries, ascending: of other streams, and the later one takes bytes of the earlier."""
+    period = schedule.cycle_end - schedule.cycle_start
     uses = []
-    for row in np.flatnonzero((offset >= 0) & (tape.size > 0) & (tape.start < tape.end)).tolist():
-        begin, low, high = int(tape.start[row]), int(offset[row]), int(offset[row] + tape.size[row])
+    for row in np.flatnonzero((offset >= 0) & (schedule.size > 0) & (schedule.start < schedule.end)).tolist():
+        begin, low, high = int(schedule.start[row]), int(offset[row]), int(offset[row] + schedule.size[row])
         uses.append((begin, row, low, high))
-        if row >= tape.num_prologue:
+        if row >= schedule.num_prologue:
             uses.append((begin + period, row, low, high))
     uses.sort()
     edges, owners = [0], [-1]  # owners[i] used the bytes [edges[i], edges[i + 1]) last
@@ -65,7 +69,11 @@ def handovers(tape: "Tape", offset: Column) -> tuple[Column, Column]:
                 edges.insert(at, edge)
                 owners.insert(at, owners[at - 1])
         first, last = bisect_right(edges, low) - 1, bisect_right(edges, high) - 1
-        pairs |= {(owner, row) for owner in owners[first:last] if owner >= 0 and tape.stream[owner] != tape.stream[row]}
+        pairs |= {
+            (owner, row)
+            for owner in owners[first:last]
+            if owner >= 0 and schedule.stream[owner] != schedule.stream[row]
+        }
         edges[first:last], owners[first:last] = [low], [row]
     columns = np.array(sorted(pairs), np.int64).reshape(-1, 2)
     return columns[:, 0].copy(), columns[:, 1].copy()

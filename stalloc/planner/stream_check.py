@@ -6,12 +6,14 @@ Contract: as of validator.py, of which this is a part.
 from bisect import bisect_left, bisect_right
 
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.verdict import Verdict, uses_of_tape
+from stalloc.planner.verdict import Verdict, uses_of_schedule
 
 
 def check_streams(*plans: Plan) -> Verdict:
     """Whether two streams have bytes in common, at whatever time, in plans of one arena."""
-    columns = [(plan.tape_offset.tolist(), plan.tape_size.tolist(), plan.tape_stream.tolist()) for plan in plans]
+    columns = [
+        (plan.schedule_offset.tolist(), plan.schedule_size.tolist(), plan.schedule_stream.tolist()) for plan in plans
+    ]
     if len({stream for _, _, streams in columns for stream in streams}) == 1:
         return Verdict(True)
     rows = [(row, *entry) for entries in columns for row, entry in enumerate(zip(*entries, strict=True))]
@@ -22,7 +24,7 @@ def check_streams(*plans: Plan) -> Verdict:
             return Verdict(
                 False,
                 "shared-by-streams",
-                f"tape entries {reacher} and {row} of streams {owner} and {stream} share bytes from {low}",
+                f"schedule entries {reacher} and {row} of streams {owner} and {stream} share bytes from {low}",
             )
         if high > furthest:
             furthest, reacher, owner = high, row, stream
@@ -32,16 +34,16 @@ def check_streams(*plans: Plan) -> Verdict:
 def check_handovers(plan: Plan) -> Verdict:
     """Whether every byte that passes from one stream to another does so by a listed handover, and no other is listed.
 
-    Looks at who used each byte last, over prologue and two passes; what follows is like the second.
+    Looks at who used each byte last, over prologue and two iterations; what follows is like the second.
     """
-    count = len(plan.tape_size)
+    count = len(plan.schedule_size)
     listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
     if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
-        return Verdict(False, "bad-handover", f"a handover names a tape entry that is none of {count}")
-    stream = plan.tape_stream.tolist()
+        return Verdict(False, "bad-handover", f"a handover names a schedule entry that is none of {count}")
+    stream = plan.schedule_stream.tolist()
     seen: set[tuple[int, int]] = set()
     last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last, by address
-    for _, _, low, high, user in uses_of_tape(plan).lasting().by_start().tuples():
+    for _, _, low, high, user in uses_of_schedule(plan).lasting().by_start().tuples():
         first = bisect_right(last, low, key=lambda piece: piece[1])  # the first that ends above its low
         beyond = bisect_left(last, high, key=lambda piece: piece[0])  # the first that begins at its high or above
         pieces = [(low, high, user)]
@@ -55,8 +57,8 @@ def check_handovers(plan: Plan) -> Verdict:
             return Verdict(
                 False,
                 "shared-by-streams",
-                f"tape entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
+                f"schedule entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
                 f"without a handover",
             )
-        return Verdict(False, "bad-handover", f"tape entry {two} takes over no bytes of entry {one}")
+        return Verdict(False, "bad-handover", f"schedule entry {two} takes over no bytes of entry {one}")
     return Verdict(True)

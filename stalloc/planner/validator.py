@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from stalloc.planner.overlaps import walk
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.stream_check import check_handovers, check_streams
-from stalloc.planner.verdict import Uses, Verdict, uses_of_rows, uses_of_tape
+from stalloc.planner.verdict import Uses, Verdict, uses_of_rows, uses_of_schedule
 
 _MAX_BYTES = 1 << 61  # of a request or an arena: sums of two stay below 2**62
 _MAX_STREAMS = 1 << 16
-_MAX_TIME = 1 << 61  # of a ring's begin and end
+_MAX_TIME = 1 << 61  # of a cycle's begin and end
 
 
 class Lifespans(Protocol):
@@ -38,20 +38,20 @@ def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = Fa
     With `handovers`, streams may share bytes where the plan lists a handover: for those who will secure each of them
     with an event and a wait. Without, they may not.
 
-    A "program" plan is judged twice: its rows as a recording, its tape as prologue, first pass and second pass of the
-    ring, all later passes being like the second.
+    A "program" plan is judged twice: its rows as a recording, its schedule as prologue, first iteration and second
+    iteration of the cycle, all later iterations being like the second.
     """
     if trace is not None and (wrong := _unlike(plan, trace)):
         return Verdict(False, "trace-mismatch", wrong)
     checks: list[Callable[[Plan], Verdict]] = []
     if plan.kind == "program":
         checks = [
-            _tape_in_range,
-            _tape_form,
-            lambda plan: _judge(plan, uses_of_tape(plan), "tape entry", bound=True),
+            _schedule_in_range,
+            _schedule_form,
+            lambda plan: _judge(plan, uses_of_schedule(plan), "schedule entry", bound=True),
             check_handovers if handovers else check_streams,
         ]
-    if _rows_are_tape(plan):
+    if _rows_are_schedule(plan):
         checks += [_constraints]
     else:
         checks += [
@@ -66,19 +66,19 @@ def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = Fa
     return Verdict(True)
 
 
-def _rows_are_tape(plan: Plan) -> bool:
-    """Whether the rows of a "program" plan are its tape itself: what lives in a recording, lives in the first pass."""
+def _rows_are_schedule(plan: Plan) -> bool:
+    """Whether the rows of a "program" plan are its schedule itself: what a recording has, is in the first iteration."""
     names = "offset", "size", "start", "end", "stream"
-    return plan.kind == "program" and all(getattr(plan, name) is getattr(plan, f"tape_{name}") for name in names)
+    return plan.kind == "program" and all(getattr(plan, name) is getattr(plan, f"schedule_{name}") for name in names)
 
 
 def _rows_in_range(plan: Plan) -> Verdict:
     return _in_range(plan, "request", (plan.start, plan.end, plan.offset, plan.size, plan.stream))
 
 
-def _tape_in_range(plan: Plan) -> Verdict:
-    columns = plan.tape_start, plan.tape_end, plan.tape_offset, plan.tape_size, plan.tape_stream
-    return _in_range(plan, "tape entry", columns)
+def _schedule_in_range(plan: Plan) -> Verdict:
+    columns = plan.schedule_start, plan.schedule_end, plan.schedule_offset, plan.schedule_size, plan.schedule_stream
+    return _in_range(plan, "schedule entry", columns)
 
 
 def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> Verdict:
@@ -183,36 +183,40 @@ def _unlike(plan: Plan, trace: Lifespans) -> str:
     return ""
 
 
-def _tape_form(plan: Plan) -> Verdict:
-    """Whether the tape is a prologue and a ring, and the rows that it names live where it says."""
-    period, length = plan.ring_end - plan.ring_start, len(plan.tape_size)
+def _schedule_form(plan: Plan) -> Verdict:
+    """Whether the schedule is a prologue and a cycle, and the rows that it names live where it says."""
+    period, length = plan.cycle_end - plan.cycle_start, len(plan.schedule_size)
     if period <= 0:
-        return Verdict(False, "bad-tape", f"the ring [{plan.ring_start}, {plan.ring_end}) is empty")
+        return Verdict(False, "bad-schedule", f"the cycle [{plan.cycle_start}, {plan.cycle_end}) is empty")
     if plan.num_prologue >= length:
-        return Verdict(False, "bad-tape", f"the prologue has {plan.num_prologue} of {length} entries, the ring none")
-    if not -_MAX_TIME <= plan.ring_start < plan.ring_end <= _MAX_TIME:
-        return Verdict(False, "bad-tape", f"the ring [{plan.ring_start}, {plan.ring_end}) is of times no tape reaches")
-    start, end = plan.tape_start, plan.tape_end
-    once = (start < plan.ring_start) & (start <= end) & ((end <= plan.ring_end) | (end == plan.ring_end + period))
-    again = (plan.ring_start <= start) & (start < plan.ring_end) & (start <= end) & (end - period <= start)
+        return Verdict(
+            False, "bad-schedule", f"the prologue has {plan.num_prologue} of {length} entries, the cycle none"
+        )
+    if not -_MAX_TIME <= plan.cycle_start < plan.cycle_end <= _MAX_TIME:
+        return Verdict(
+            False, "bad-schedule", f"the cycle [{plan.cycle_start}, {plan.cycle_end}) is of times no schedule reaches"
+        )
+    start, end = plan.schedule_start, plan.schedule_end
+    once = (start < plan.cycle_start) & (start <= end) & ((end <= plan.cycle_end) | (end == plan.cycle_end + period))
+    again = (plan.cycle_start <= start) & (start < plan.cycle_end) & (start <= end) & (end - period <= start)
     in_prologue = np.arange(length) < plan.num_prologue
     for row in np.flatnonzero(~np.where(in_prologue, once, again)).tolist():
-        part = "prologue" if row < plan.num_prologue else "ring"
-        detail = f"tape entry {row} is live [{start[row]}, {end[row]}), which the {part} cannot hold"
-        return Verdict(False, "bad-tape", detail)
-    return _tape_rows(plan, in_prologue)
+        part = "prologue" if row < plan.num_prologue else "cycle"
+        detail = f"schedule entry {row} is live [{start[row]}, {end[row]}), which the {part} cannot hold"
+        return Verdict(False, "bad-schedule", detail)
+    return _schedule_rows(plan, in_prologue)
 
 
-def _tape_rows(plan: Plan, in_prologue: NDArray[np.bool_]) -> Verdict:
-    """Whether each tape entry, but those of the ring that come after the end of the recording, is where its row is."""
-    row, count = plan.tape_row, len(plan.size)
+def _schedule_rows(plan: Plan, in_prologue: NDArray[np.bool_]) -> Verdict:
+    """Whether each entry, but those of the cycle that come after the end of the recording, is where its row is."""
+    row, count = plan.schedule_row, len(plan.size)
     known = (row >= 0) & (row < count)
     for entry in np.flatnonzero(~known & ~((row == -1) & ~in_prologue)).tolist():
-        return Verdict(False, "bad-tape", f"tape entry {entry} stands for request {row[entry]}, of {count}")
+        return Verdict(False, "bad-schedule", f"schedule entry {entry} stands for request {row[entry]}, of {count}")
     entries = np.flatnonzero(known)
-    for entry in entries[plan.offset[row[entries]] != plan.tape_offset[entries]].tolist():
-        detail = f"request {row[entry]} is at {plan.offset[row[entry]]}, its tape entry {entry} at "
-        return Verdict(False, "bad-tape", f"{detail}{plan.tape_offset[entry]}")
+    for entry in entries[plan.offset[row[entries]] != plan.schedule_offset[entries]].tolist():
+        detail = f"request {row[entry]} is at {plan.offset[row[entry]]}, its schedule entry {entry} at "
+        return Verdict(False, "bad-schedule", f"{detail}{plan.schedule_offset[entry]}")
     return Verdict(True)
 
 
@@ -222,7 +226,7 @@ def _judge(plan: Plan, uses: Uses, what: str, *, bound: bool) -> Verdict:
     seen = walk(uses, plan.alignment)
     if seen.pair is not None:
         one, two = sorted(seen.pair, key=lambda number: int(uses.row[number]))
-        both = "requests" if what == "request" else "tape entries"
+        both = "requests" if what == "request" else "schedule entries"
         low, high = max(uses.low[one], uses.low[two]), min(uses.high[one], uses.high[two])
         start, end = max(uses.start[one], uses.start[two]), min(uses.end[one], uses.end[two])
         return Verdict(

@@ -29,7 +29,7 @@ REASONS = (
     "bad-size",  # a size is negative or more than any address space holds
     "bad-lifespan",  # a request ends before it starts
     "bad-stream",  # a stream has a negative index, or one that no program reaches
-    "bad-tape",  # the tape is no prologue and ring, or the rows do not follow it
+    "bad-schedule",  # the schedule is no prologue and cycle, or the rows do not follow it
     "negative-offset",  # below the arena
     "misaligned",  # an offset is no multiple of the alignment
     "bad-constraint",  # a table of constraints or handovers names what is not there
@@ -38,7 +38,7 @@ REASONS = (
     "beyond-peak",  # a request, its size rounded up, ends above the stated peak
     "overlap",  # two requests that are live together share bytes
     "shared-by-streams",  # requests of two streams share bytes in a plan that is to be followed
-    "bad-handover",  # a planned handover joins two tape entries that cannot follow each other in one place
+    "bad-handover",  # a planned handover joins two schedule entries that cannot follow each other in one place
     "bad-handed-on",  # what one kind of step leaves to the next is not where all kinds keep a place free for it
     "wrong-lower-bound",  # the stated bound is not the maximum load
     "wrong-proven-bound",  # what is said to be proven contradicts the plan
@@ -77,18 +77,18 @@ def uses_of_rows(plan: Plan) -> Uses:
     return Uses(plan.start[rows], plan.end[rows], low, low + plan.size[rows], rows)
 
 
-def uses_of_tape(plan: Plan) -> Uses:
-    """The tape unrolled over prologue and two passes."""
-    period = plan.ring_end - plan.ring_start
-    first = np.flatnonzero(plan.tape_offset != -1)
+def uses_of_schedule(plan: Plan) -> Uses:
+    """The schedule unrolled over prologue and two iterations."""
+    period = plan.cycle_end - plan.cycle_start
+    first = np.flatnonzero(plan.schedule_offset != -1)
     second = first[first >= plan.num_prologue]
-    end = np.minimum(plan.tape_end[second] + period, plan.ring_end + period)
+    end = np.minimum(plan.schedule_end[second] + period, plan.cycle_end + period)
     rows = np.concatenate([first, second])
-    low = plan.tape_offset[rows]
+    low = plan.schedule_offset[rows]
     return Uses(
-        np.concatenate([plan.tape_start[first], plan.tape_start[second] + period]),
-        np.concatenate([plan.tape_end[first], end]),
+        np.concatenate([plan.schedule_start[first], plan.schedule_start[second] + period]),
+        np.concatenate([plan.schedule_end[first], end]),
         low,
-        low + plan.tape_size[rows],
+        low + plan.schedule_size[rows],
         rows,
     )

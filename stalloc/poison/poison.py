@@ -105,7 +105,7 @@ class Poison:
         block = self._owner(address) if address else None
         if self._memory is None or block is None or block.is_private:
             self.state.free(address)
-        elif self.state.record.private_kind:
+        elif self.state.record.hot.private_kind:
             self._waiting.append(address)
         else:
             self._free([address])
@@ -118,7 +118,7 @@ class Poison:
 
     def _free_waiting(self) -> None:
         """Free what was freed while a graph was captured, if that is over: at once, and filled by one launch."""
-        if self._waiting and not self.state.record.private_kind:
+        if self._waiting and not self.state.record.hot.private_kind:
             addresses = []
             while self._waiting:  # other threads may take some, or add
                 addresses.append(self._waiting.pop())
@@ -162,7 +162,7 @@ class Poison:
         self._do(self._taken, base, size_bytes)
 
     def _taken(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
-        if self.state.record.private_kind:
+        if self.state.record.hot.private_kind:
             self._of_graphs.add(base)
             return
         memory.fill([(base, size_bytes)], FREED, 0)
@@ -175,12 +175,12 @@ class Poison:
     def _returned(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         if base in self._of_graphs:
             self._of_graphs.discard(base)
-        elif not self.state.record.private_kind and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
+        elif not self.state.record.hot.private_kind and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
             self._name_writer(memory, base, size_bytes, "when it went back to the device")
 
     def check(self) -> None:
         """Look at everything, with the controller's lock held, which keeps segments in place."""
-        if not self.state.record.private_kind:
+        if not self.state.record.hot.private_kind:
             self._free_waiting()
             self._do(self._check)
 
@@ -251,7 +251,7 @@ class Poison:
         memory = self._memory
         if memory is None:
             return
-        if not self.state.record.private_kind and is_captured(int(self.state.record.last_stream)):
+        if not self.state.record.hot.private_kind and is_captured(int(self.state.record.hot.last_stream)):
             self.stop("a graph is captured that neither torch nor CuPy told of, and its capture forbids to look.")
             return
         try:

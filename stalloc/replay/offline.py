@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stalloc.columns import Column
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import slow_entry
 from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
 from stalloc.replay.blocks import FIRST_ADDRESS
@@ -172,5 +172,5 @@ def let_go(controller: Controller) -> None:
 def serve_recording(controller: Controller, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
     """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
     return controller.serve_recording(
-        ArenaTape(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset)
+        ArenaSchedule(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset)
     )

@@ -125,7 +125,7 @@ class Planned:
         made = plan((start, ends, size), alignment=ALIGNMENT)
         if serve_recording(self._controller, size, stream, made.offset, made.peak_bytes):
             self._plan_bytes = made.peak_bytes
-            self._words[_PEAK_RESERVED] = self._controller.state.record.reserved_bytes
+            self._words[_PEAK_RESERVED] = self._controller.state.record.statistics.reserved_bytes
 
     def feed(self, events: Events) -> Fed:
         """Go on with these events; see Allocator.feed."""
@@ -153,10 +153,10 @@ class Planned:
                 continue
             if stop < num_events:
                 self._controller.memory.release_unused()
-                reserved[stop], allocated[stop] = state.record.reserved_bytes, words[_ALLOCATED]
+                reserved[stop], allocated[stop] = state.record.statistics.reserved_bytes, words[_ALLOCATED]
             start = stop + 1
         if failed >= 0:
-            reserved[failed:], allocated[failed:] = state.record.reserved_bytes, words[_ALLOCATED]
+            reserved[failed:], allocated[failed:] = state.record.statistics.reserved_bytes, words[_ALLOCATED]
         return Fed(reserved, allocated, failed)
 
     def _stops(self, events: Events) -> list[tuple[int, bool]]:
@@ -173,21 +173,21 @@ class Planned:
         """What was done so far."""
         state, device = self._controller.state, cast(NumbersDevice, self._controller.device)
         return Counters(
-            reserved_bytes=state.record.reserved_bytes,
+            reserved_bytes=state.record.statistics.reserved_bytes,
             peak_reserved_bytes=int(self._words[_PEAK_RESERVED]),
             allocated_bytes=int(self._words[_ALLOCATED]),
             peak_allocated_bytes=int(self._words[_PEAK_ALLOCATED]),
             device_allocs=device.num_allocs,
             device_frees=device.num_frees,
-            retries=state.record.num_retries,
+            retries=state.record.statistics.num_retries,
             more={
-                "planned_hits": state.record.hits,
-                "unplanned": state.record.misses,
-                "conflicts": state.record.conflicts,
-                "arena_bytes": state.record.arena_bytes,
+                "planned_hits": state.record.follow.hits,
+                "unplanned": state.record.steps.misses,
+                "conflicts": state.record.steps.conflicts,
+                "arena_bytes": state.record.plan.arena_bytes,
                 "plan_bytes": self._plan_bytes,
                 "plans": self._controller.status.num_plans,
-                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.step_count else 0,
+                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.steps.step_count else 0,
             },
         )
 

@@ -1,7 +1,7 @@
 """The one door to a plan in force: whoever made a plan, the validator judges it here, and arenas serve nothing else.
 
 Contract: what `admit` returns was passed by the validator as it is, or as it is but for a smaller arena. What builds
-the arena's tables checks each entry once more, with code of its own (arena_tape.py).
+the arena's tables checks each entry once more, with code of its own (arena_schedule.py).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stalloc.columns import distinct
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.core.record_types import Words
 from stalloc.errors import PlanError
@@ -22,11 +22,11 @@ _MOST_REMEMBERED = 4096
 _passed: dict[bytes, int] = {}  # names of plans that the validator passed, and the size of the arena then
 
 
-def admit(plans: Sequence[Plan], *, ring_only: bool, num_buffers: int = 1) -> ArenaTape:
+def admit(plans: Sequence[Plan], *, cycle_only: bool, num_buffers: int = 1) -> ArenaSchedule:
     """Judge the plan of a program, or those of several kinds of steps for one arena, and make ready what is served.
 
-    With `ring_only` the prologue is left out: it is over, or there was none. Plans of several kinds are served so; they
-    may be several for each kind, which take turns.
+    With `cycle_only` the prologue is left out: it is over, or there was none. Plans of several kinds are served so;
+    they may be several for each kind, which take turns.
     Raises PlanError with the validator's reason, or with one of the runtime's own.
     """
     for plan in plans:
@@ -37,14 +37,14 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_buffers: int = 1) -> Ar
     )
     if not verdict.ok:
         raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the program again.")
-    firsts = [plan.num_prologue if ring_only else 0 for plan in plans]
+    firsts = [plan.num_prologue if cycle_only else 0 for plan in plans]
     size, stream, offset = (
         np.concatenate([getattr(plan, name)[first:] for plan, first in zip(plans, firsts, strict=True)])
-        for name in ("tape_size", "tape_stream", "tape_offset")
+        for name in ("schedule_size", "schedule_stream", "schedule_offset")
     )
     num_prologue, earlier = plans[0].num_prologue - firsts[0], plans[0].handover_earlier
-    lengths = [len(plan.tape_size) - plan.num_prologue for plan in plans]
-    return ArenaTape(
+    lengths = [len(plan.schedule_size) - plan.num_prologue for plan in plans]
+    return ArenaSchedule(
         arena_bytes=whole_pages(plans[0].peak_bytes),
         size=size,
         stream=stream,
@@ -58,17 +58,18 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_buffers: int = 1) -> Ar
 
 
 def _bytes_ahead(plan: Plan) -> Words:
-    """(k,) bytes by which more of the ring lives at its peak than when each entry of the tape is asked for."""
-    ring = np.arange(len(plan.tape_size)) >= plan.num_prologue
-    size = np.where(ring & (plan.tape_offset >= 0), aligned(plan.tape_size), 0)
-    order = np.argsort(plan.tape_end, kind="stable")
+    """(k,) bytes by which more of the cycle lives at its peak than when each entry of the schedule is asked for."""
+    cycle = np.arange(len(plan.schedule_size)) >= plan.num_prologue
+    size = np.where(cycle & (plan.schedule_offset >= 0), aligned(plan.schedule_size), 0)
+    order = np.argsort(plan.schedule_end, kind="stable")
     begun, ended = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (size, size[order]))
-    ends = plan.tape_end[order]
+    ends = plan.schedule_end[order]
     over, after_wrap = (
-        np.searchsorted(ends, plan.tape_start + shift, side="right") for shift in (0, plan.ring_end - plan.ring_start)
+        np.searchsorted(ends, plan.schedule_start + shift, side="right")
+        for shift in (0, plan.cycle_end - plan.cycle_start)
     )
-    live = begun[:-1] - ended[over] + (ended[-1] - ended[after_wrap])  # of this pass, and of the one before
-    peak = int((live + size)[ring].max(initial=0))
+    live = begun[:-1] - ended[over] + (ended[-1] - ended[after_wrap])  # of this iteration, and of the one before
+    peak = int((live + size)[cycle].max(initial=0))
     return peak - live
 
 
@@ -96,7 +97,7 @@ def _name_of(plan: Plan) -> bytes:
         value = getattr(plan, one.name)
         if isinstance(value, np.ndarray):
             digest.update(f"{one.name} {value.dtype.str} {value.shape} {columns.get(id(value))}".encode())
-            if id(value) not in columns:  # the rows of a plan may be its tape itself
+            if id(value) not in columns:  # the rows of a plan may be its schedule itself
                 digest.update(np.ascontiguousarray(value).data)
             columns[id(value)] = one.name
         elif one.name not in ("peak_bytes", "method", "provenance"):
@@ -113,9 +114,9 @@ def _check_servable(plan: Plan) -> None:
         )
     if plan.alignment % ALIGNMENT:
         raise PlanError(f"the plan's alignment of {plan.alignment} bytes is not a multiple of {ALIGNMENT}.")
-    if plan.peak_bytes > MAX_REQUEST or int(plan.tape_size.max(initial=0)) > MAX_REQUEST:
+    if plan.peak_bytes > MAX_REQUEST or int(plan.schedule_size.max(initial=0)) > MAX_REQUEST:
         raise PlanError(
             f"the plan asks for more than {MAX_REQUEST} bytes at a time, which no device has: plan it again."
         )
-    if int(plan.tape_stream.max(initial=0)) >= MAX_STREAMS:
+    if int(plan.schedule_stream.max(initial=0)) >= MAX_STREAMS:
         raise PlanError(f"the plan uses more than {MAX_STREAMS} streams, which is more than can be followed.")

@@ -38,11 +38,11 @@ class Allowance:
 
     def _peak_with(self, size_bytes: int) -> int:
         total, (asked_bytes, num_allocs, num_ooms) = self._record.total, self._asked
-        was_served = total.num_allocs > num_allocs and self._record.num_ooms == num_ooms
+        was_served = total.num_allocs > num_allocs and self._record.statistics.num_ooms == num_ooms
         peaks = asked_bytes if was_served else 0, total.allocated_peak, self._state.allocated_peak_bytes
         self._peak_bytes = max(self._peak_bytes, *peaks)
-        now = total.allocated_bytes + self._record.deferred_bytes + size_bytes
-        self._asked = now, total.num_allocs, self._record.num_ooms
+        now = total.allocated_bytes + self._record.shared.deferred_bytes + size_bytes
+        self._asked = now, total.num_allocs, self._record.statistics.num_ooms
         return max(self._peak_bytes, now)
 
     def held_bytes(self, size_bytes: int) -> int:
@@ -52,7 +52,7 @@ class Allowance:
 
     @property
     def _is_planned(self) -> bool:
-        return bool(self._record.mode == MODE_REPLAY)
+        return bool(self._record.hot.mode == MODE_REPLAY)
 
     @property
     def is_marked(self) -> bool:
@@ -87,7 +87,7 @@ class Allowance:
             if planned:
                 self._let_rest(free_bytes)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by in which no page moved."""
         self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
 
@@ -97,9 +97,9 @@ class Allowance:
         Or what streams that are kept apart do: PyTorch's allocator passes no memory from one to another.
         """
         record = self._record
-        lacking_bytes = int(record.arena_bytes - record.arena_mapped_bytes)
-        needed_bytes = int(record.reserved_bytes) + lacking_bytes
+        lacking_bytes = int(record.plan.arena_bytes - record.plan.arena_mapped_bytes)
+        needed_bytes = int(record.statistics.reserved_bytes) + lacking_bytes
         if self._rest_bytes < needed_bytes:
-            has_streams = record.cell_streams & (record.cell_streams - 1) != 0
+            has_streams = record.plan.interval_streams & (record.plan.interval_streams - 1) != 0
             figures = needed_bytes, lacking_bytes, self.peak_bytes, free_bytes()
             self._rest_bytes = max(self._rest_bytes, decisions.rest_bytes(*figures, has_streams=has_streams))

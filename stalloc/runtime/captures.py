@@ -27,7 +27,7 @@ class Captures:
         self._times_shared = 0  # declarations under way that no two new pools are used at once
         self._shared_kind = _NONE  # of the pools that are new meanwhile
         self._warm_ups = WarmUps(memory.state)
-        self._untold_stream = 0  # that is captured without a word
+        self._unannounced_stream = 0  # that is captured without a word
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
     def begin(self, graph_pool: tuple[int, int]) -> None:
@@ -49,15 +49,15 @@ class Captures:
                         self._shared_kind = kind
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
-            self._state.record.private_kind = kind
-            self._state.record.capture_is_untold = 0
+            self._state.record.hot.private_kind = kind
+            self._state.record.capture.capture_is_unannounced = 0
         self._counted[me] = False
 
     def end(self) -> None:
         """The capture is over; what it allocated stays where it is."""
         with self._memory.lock:
-            self._state.write(private_kind=0, capture_is_untold=0)
-            self._warm_ups.pass_over()
+            self._state.write(private_kind=0, capture_is_unannounced=0)
+            self._warm_ups.skip()
 
     def place_plan(self, pool: int, size_bytes: int) -> bool:
         """At a request (bytes, rounded): do what its planned place lacks; False if that is nothing.
@@ -66,13 +66,13 @@ class Captures:
         the pool nothing is planned, since best fit uses what is free around it.
         """
         record, paging = self._state.record, self._memory.paging
-        if not record.capture_plan_length or self._state.heap.pool_kind(pool) != record.private_kind:
+        if not record.capture.capture_plan_length or self._state.heap.pool_kind(pool) != record.hot.private_kind:
             return False
-        if not record.capture_plan_base:
-            base = self._base(pool, int(record.capture_plan_bytes))
+        if not record.capture.capture_plan_base:
+            base = self._base(pool, int(record.capture.capture_plan_bytes))
             self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
             return True
-        address = int(record.capture_plan_lacks)
+        address = int(record.capture.capture_plan_lacks)
         if address:
             self._state.write(capture_plan_lacks=0)
             if not paging.fill(address, size_bytes):
@@ -97,12 +97,12 @@ class Captures:
         others of the kind. With the lock held.
         """
         record = self._state.record
-        if record.capture_is_untold and not is_captured(self._untold_stream):
+        if record.capture.capture_is_unannounced and not is_captured(self._unannounced_stream):
             self.end()
-        if captured_stream and not record.private_kind:
-            self._untold_stream = captured_stream
+        if captured_stream and not record.hot.private_kind:
+            self._unannounced_stream = captured_stream
             self.begin(_UNTOLD)
-            record.capture_is_untold = 1
+            record.capture.capture_is_unannounced = 1
 
     def release(self, graph_pool: tuple[int, int]) -> None:
         """A graph is gone; with the last one of its pool the pool's memory may be given back."""

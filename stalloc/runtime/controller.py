@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape, Between
+from stalloc.core.arena_schedule import ArenaSchedule, Between
 from stalloc.core.host_memory import trim
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
@@ -21,22 +21,22 @@ from stalloc.errors import PlanError
 from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.bypass import Bypass
 from stalloc.runtime.captures import Captures
-from stalloc.runtime.effort import Effort
+from stalloc.runtime.cpu_budget import CpuBudget
 from stalloc.runtime.eviction import Evict
 from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.interruptions import is_interruption, is_passing
 from stalloc.runtime.kind_search import KindSearch
-from stalloc.runtime.lasting import Lasting
-from stalloc.runtime.looking import Found, Looking
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.persistent_phase import PersistentPhase
+from stalloc.runtime.plan_validation import PlanValidation
 from stalloc.runtime.planning_job import NextPlan, PlanJob
-from stalloc.runtime.probation import Probation
+from stalloc.runtime.record_search import Found, RecordSearch
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Observed, Phase, Settings
 from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.sources import Source
-from stalloc.runtime.standing_aside import StandingAside
 from stalloc.runtime.status import Status
 from stalloc.runtime.steady_marks import SteadyMarks
 from stalloc.runtime.steps import Steps
@@ -45,7 +45,7 @@ from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
+    from stalloc.lifespans.repeating_schedule import Schedule
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
     from stalloc.poison.poison_watch import Watch
@@ -74,27 +74,29 @@ class Controller:
         watch: "Watch | None" = None,
         planner: "Planner | None" = None,
     ) -> None:
-        """`slow_function` is the address that the core enters Python by; `planner` stands in for `plan_tape`."""
+        """`slow_function` is the address that the core enters Python by; `planner` stands in for `plan_schedule`."""
         self.device = device
         self.memory = DeviceMemory(device, source, slow_function, watch)
         self.state, self.lock = self.memory.state, self.memory.lock
         self.arenas = Arenas(self.memory)
         self.captures = Captures(self.memory)
         self.recording = Recording(device, self.state)
-        self.status = Status(settings, Effort(settings.max_effort))
-        self.steps = Steps(self.state, self.recording, self.status.effort)
-        self.lasting = Lasting(self.memory, self.recording)
+        self.status = Status(settings, CpuBudget(settings.max_effort))
+        self.steps = Steps(self.state, self.recording, self.status.cpu_budget)
+        self.persistent = PersistentPhase(self.memory, self.recording)
         self.shortage = Shortage(self.arenas, self.recording, self.status)
         self.full_device = FullDevice(self.memory)
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
-        self._tidying = Tidying(self.arenas, self.status.effort)
-        self._looking = Looking(self.state, self.recording)
-        self._probation = Probation(self.status, self.state, self.recording)
+        self._tidying = Tidying(self.arenas, self.status.cpu_budget)
+        self._search = RecordSearch(self.state, self.recording)
+        self._validation = PlanValidation(self.status, self.state, self.recording)
         self._next_plan = NextPlan(self.status, self.state, self.recording, planner)
-        self._aside = StandingAside(self.status, self.arenas, self.recording)
-        self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
+        self._bypass = Bypass(self.status, self.arenas, self.recording)
+        self._separate: Schedule | None = (
+            None  # of the plan in force, if it keeps streams apart that could share memory
+        )
         self._began = time.monotonic()
-        told = self.status.effort, self.memory.paging.allowance, self.full_device, self._aside
+        told = self.status.cpu_budget, self.memory.paging.allowance, self.full_device, self._bypass
         self.steady = SteadyMarks(self.memory, self.recording, self.steps, told)
         self.observe()
 
@@ -116,7 +118,7 @@ class Controller:
                 return False
             if reason == constants.NEED_PAGES:
                 self.memory.free_deferred()
-                if not self._aside.begins():
+                if not self._bypass.begins():
                     self.arenas.back(detail)
                 self._rest_if_refused()
             elif reason == constants.AT_BOUNDARY:
@@ -144,8 +146,8 @@ class Controller:
         if (
             self.captures.place_plan(pool, size_bytes)
             or self.memory.free_deferred()
-            or self.lasting.ends_here(expects_marks=self.expects_marks)
-            or self._aside.begins()
+            or self.persistent.ends_here(expects_marks=self.expects_marks)
+            or self._bypass.begins()
         ):
             return True  # the core asks again, if it needs to
         if self._is_planned and not self.steps.keep_plan and self.full_device.is_left(size_bytes):
@@ -191,11 +193,11 @@ class Controller:
     def _give_up(self, error: BaseException) -> None:
         """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
         goes_on = self.status.phase is not Phase.RESTING and is_passing(error)
-        self.state.arena.drop_tape()
+        self.state.arena.drop_schedule()
         self._forget_plans()
         self.arenas.match()
         if goes_on:
-            self.arenas.drop_tape()
+            self.arenas.drop_schedule()
             self.observe()
         else:
             self.rest(f"{type(error).__name__}: {error}")
@@ -205,11 +207,11 @@ class Controller:
     @property
     def expects_marks(self) -> bool:
         """Whether the program marks steps, or has an optimizer, whose steps will be marked."""
-        return bool(self.state.record.expects_marks)
+        return bool(self.state.record.policy.expects_marks)
 
     @expects_marks.setter
     def expects_marks(self, expects: bool) -> None:
-        self.state.record.expects_marks = expects
+        self.state.record.policy.expects_marks = expects
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark of the program (trace.MARK_STEP, …)."""
@@ -228,7 +230,7 @@ class Controller:
             self.recording.note_mark(kind, name)
             try:
                 self._heed(self._end_step())
-                self._aside.end()
+                self._bypass.end()
                 self._follow_cycle()
             except Exception as error:  # whatever it is, the program must not see it: it only marked a step
                 if is_interruption(error):
@@ -237,21 +239,21 @@ class Controller:
             self._look()
             if self.memory.poison is not None:
                 self.memory.poison.check()
-            elif self._is_planned and self._aside.is_far:
+            elif self._is_planned and self._bypass.is_far:
                 self.steady.begin()
 
     def _note_step(self) -> None:
         """The program marks a step: tell the parts, and give up what does not follow the marks."""
-        self.status.effort.note_step()
+        self.status.cpu_budget.note_step()
         self.memory.paging.allowance.note_step(self.memory.source.free_bytes)
         self.expects_marks = True
-        self.lasting.end_step()
-        self._probation.end()
+        self.persistent.end_step()
+        self._validation.end()
         is_first = not self.recording.marks and self.status.settings.plan
         if is_first:
             self.steps.search = None  # steps that it found where there are no marks are none
             if self.status.phase is Phase.PLANNING:
-                self.arenas.drop_tape()
+                self.arenas.drop_schedule()
                 self.steps.forget()
                 self._next_plan.forget()
                 self.status.phase = Phase.OBSERVING
@@ -261,16 +263,16 @@ class Controller:
     def _why_plan_goes(self, *, is_first: bool) -> str | None:
         """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
         record = self.state.record
-        if is_first and decisions.misses_much(record.misses, record.hits):
+        if is_first and decisions.misses_much(record.steps.misses, record.follow.hits):
             return "the first plan did not follow the steps that are marked now"
         return None
 
-    def expect_lasting(self) -> None:
+    def expect_persistent(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
             self.steady.end()
             watching = self.status.phase is Phase.OBSERVING and self.status.settings.plan
-            self.lasting.expect(watching=watching, planned=self._is_planned)
+            self.persistent.expect(watching=watching, planned=self._is_planned)
 
     def begin_in_child(self) -> None:
         """This process is a fork: other threads are gone, wherever they were; serve from the heap from now on."""
@@ -279,7 +281,7 @@ class Controller:
         self.lock = self.memory.lock
         self.steady.end()
         self._next_plan.forget()
-        self.state.arena.drop_tape()
+        self.state.arena.drop_schedule()
         self.state.write(recording=0, allocating_persistent=0)
         self.state.triggers.at_recorded(0)
         self.status.phase, self.status.note = Phase.RESTING, "a forked process is served without a plan"
@@ -310,52 +312,52 @@ class Controller:
         """Any phase -> OBSERVING, with a fresh record."""
         self.steady.end()
         self.shortage.forget_arena()
-        self._probation.leave()
+        self._validation.leave()
         self._observe(anew=True)
 
     def _observe(self, *, anew: bool) -> None:
         """The same; if not `anew` with the record that was begun beside a plan."""
         self.status.phase = Phase.OBSERVING
         self._next_plan.forget()
-        self._looking.begin()
+        self._search.begin()
         self._tidying.settled = False
         if anew:
-            self.recording.begin(lasting=self.lasting.begin(watching=self.status.settings.plan))
+            self.recording.begin(persistent=self.persistent.begin(watching=self.status.settings.plan))
         else:
             self.state.triggers.at_recorded(1)
 
     def _follow(self, job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
-        """OBSERVING or PLANNED -> PLANNING: follow a ring until its plan is there, which a job makes or has made."""
+        """OBSERVING or PLANNED -> PLANNING: follow a cycle until its plan is there, which a job makes or has made."""
         self.status.phase = Phase.PLANNING
         self._next_plan.make(job, cursor, is_sure=is_sure)
 
     def _follow_recorded(self, trace: "Trace", job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
         """The same for what was found in a trace of the record, which is kept."""
-        self.status.observed_steps = job.tape.covered_requests // job.tape.period_requests
+        self.status.observed_steps = job.schedule.covered_requests // job.schedule.period_requests
         self.recording.kept = KeptTrace(trace)
         self._follow(job, cursor, is_sure=is_sure)
 
     def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
-        """The same for a ring that was found in the record."""
+        """The same for a cycle that was found in the record."""
         self._follow_recorded(found.trace, job, cursor, is_sure=found.is_sure)
         if self.recording.marks:
-            self.steps.follow_marks(found.trace, job.tape, found.sizable, found.first)
+            self.steps.follow_marks(found.trace, job.schedule, found.sizable, found.first)
             self.state.triggers.at_any_request()  # this is where a step begins
 
-    def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
+    def put_in_force(self, schedule: ArenaSchedule, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
         """Any phase -> PLANNED: serve what was admitted; False, and no change, if the device has no room for it.
 
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
         status, record = self.status, self.state.record
-        hits, misses = record.hits, record.misses + record.conflicts
-        with status.effort.counted():
-            if not self.arenas.put_in_force(tape):
+        hits, misses = record.follow.hits, record.steps.misses + record.steps.conflicts
+        with status.cpu_budget.counted():
+            if not self.arenas.put_in_force(schedule):
                 return False
         status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
-        self._separate, status.steps_per_ring = None, 1
+        self._separate, status.steps_per_cycle = None, 1
         self._tidying.begin_plan()
-        status.effort.note_plan()
+        status.cpu_budget.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
         self.full_device.begin_plan(ask_after_misses)
@@ -365,25 +367,25 @@ class Controller:
         """PLANNED or PLANNING -> OBSERVING, or RESTING after too many plans; `is_part`: what repeats is longer."""
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
-        goes_on = self.status.note_dropped(note, self.state.record.step_count)
-        follows_ring = self.steps.tapes is None
+        goes_on = self.status.note_dropped(note, self.state.record.steps.step_count)
+        follows_cycle = self.steps.schedules is None
         self._forget_plans()
-        self.arenas.drop_tape()
+        self.arenas.drop_schedule()
         record = self.state.record
         was_found = self.status.observed is not None and not self.recording.marks  # in this run
-        if follows_ring and was_found and (is_part or decisions.was_no_step(record.misses, record.hits)):
-            self._looking.was_misled(is_part=is_part)
+        if follows_cycle and was_found and (is_part or decisions.was_no_step(record.steps.misses, record.follow.hits)):
+            self._search.was_misled(is_part=is_part)
         if not goes_on:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
             return
         self.status.note = note
         self.shortage.forget_arena()
-        self._observe(anew=not self._probation.leave() or not is_part)
+        self._observe(anew=not self._validation.leave() or not is_part)
 
     def rest(self, note: str) -> None:
         """Any phase -> RESTING: leave everything to the heap, and say why."""
         self.status.phase, self.status.note = Phase.RESTING, note
-        self.arenas.drop_tape()
+        self.arenas.drop_schedule()
         self.memory.paging.end_gathering()
         self._tidying.settle()
         self.recording.end(self.status.settings)
@@ -406,7 +408,7 @@ class Controller:
 
     def _look(self) -> None:
         """See whether a step repeats in the record, or a plan is there: at marks and every so often."""
-        if (note := self._why_looking_ends()) is not None:
+        if (note := self._why_search_ends()) is not None:
             self.rest(note)
         if self._first_kinds_are_ready():
             ready = self.steps.take_ready()
@@ -416,19 +418,19 @@ class Controller:
         if self.status.phase is Phase.PLANNING and self._next_plan.is_at_begin:
             self._at_boundary()
 
-    def _why_looking_ends(self) -> str | None:
+    def _why_search_ends(self) -> str | None:
         """Look for a repeating step in the record and start planning it; why the device is to rest, if it is."""
         status = self.status
         if status.phase is not Phase.OBSERVING or not status.settings.plan:
             return None
         if self.recording.is_full:
             return "no repeating step was found before the record's table was full"
-        if not self._looking.is_due(status.settings, expects_marks=self.expects_marks) or status.effort.is_spent:
+        if not self._search.is_due(status.settings, expects_marks=self.expects_marks) or status.cpu_budget.is_spent:
             return None
-        if self.arenas.arena is not None and self.state.record.arena_live:
-            return None  # the last arena could not be dissolved: its tape stays until its last block is gone
+        if self.arenas.arena is not None and self.state.record.plan.arena_live:
+            return None  # the last arena could not be dissolved: its schedule stays until its last block is gone
         try:
-            with status.effort.counted():
+            with status.cpu_budget.counted():
                 self._start_planning()
         except Exception as error:  # whatever it is, the program must not see it: it only marked a step
             if is_passing(error):
@@ -438,19 +440,19 @@ class Controller:
 
     def _start_planning(self) -> None:
         marks = self.recording.marks
-        if not marks and not self._looking.may_find():
+        if not marks and not self._search.may_find():
             return
         if marks and not self.steps.recorded.recurring and not self._recur_in_part():
             return
         if marks and not self.steps.may_be_planned:
             self._settle()
             return
-        found = self._looking.find(self.status.settings)
+        found = self._search.find(self.status.settings)
         if found is None:
             return
-        if found.tape is not None:
+        if found.schedule is not None:
             self.arenas.give_back()
-            self._follow_found(found, PlanJob(found.tape, self._streams), found.cursor)
+            self._follow_found(found, PlanJob(found.schedule, self._streams), found.cursor)
         elif not marks:
             self._look_for_unmarked_kinds(found.trace)
         else:
@@ -471,23 +473,23 @@ class Controller:
             aligned = AlignedSteps(trace, some=True)  # others may be of another length, or evaluate before they train
             if aligned.num_steps < 2 or not decisions.is_static_enough(aligned.static_share):
                 return False
-        tape = aligned.tape()
+        schedule = aligned.schedule()
         if self._is_planned:
-            self.arenas.drop_tape()
+            self.arenas.drop_schedule()
         else:
             self.arenas.give_back()
-        job = PlanJob(tape, self._streams, Between(*aligned.between()), aligned.with_dynamic(tape))
+        job = PlanJob(schedule, self._streams, Between(*aligned.between()), aligned.with_dynamic(schedule))
         self._follow_recorded(trace, job, 0)
-        self.steps.follow_aligned(tape)
+        self.steps.follow_aligned(schedule)
         self.state.triggers.at_any_request()
         return True
 
     def _are_aligned_again(self, missed: int, *, is_unknown: bool) -> bool:
         """Whether more steps, or later ones, show better what they have in common, of which so much was missed."""
         again = decisions.may_be_aligned_again(self.steps.recorded.count, missed, is_unknown=is_unknown)
-        if not again or self.status.effort.is_spent:
+        if not again or self.status.cpu_budget.is_spent:
             return False
-        with self.status.effort.counted():
+        with self.status.cpu_budget.counted():
             return self._follow_aligned()
 
     @property
@@ -496,11 +498,11 @@ class Controller:
 
     def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
         """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
-        if not self.memory.source.paged or not self._looking.shows_kinds:
+        if not self.memory.source.paged or not self._search.shows_kinds:
             return
         if self.steps.look_for_unmarked_kinds(trace):
             self.steps.await_search(self.status.settings.plan_wait_seconds)
-            self.state.triggers.at_recorded(self.state.record.num_sizable + 1)
+            self.state.triggers.at_recorded(self.state.record.log.num_sizable + 1)
 
     def _first_kinds_are_ready(self) -> bool:
         """Whether plans of kinds of steps are made, and none is in force."""
@@ -509,7 +511,7 @@ class Controller:
         if self.steps.search.done.is_set():
             return True
         if not self.recording.marks:
-            self.state.triggers.at_recorded(self.state.record.num_sizable + decisions.first_scan_at())
+            self.state.triggers.at_recorded(self.state.record.log.num_sizable + decisions.first_scan_at())
         return False
 
     def _recur_in_part(self) -> bool:
@@ -522,7 +524,7 @@ class Controller:
         is_doubted, may_be_aligned = decisions.is_doubted(num_marks), decisions.may_be_aligned(num_marks - 1)
         if not (is_doubted or may_be_aligned) or self.status.settings.keep_recording:
             self._settle()
-        elif self.steps.recorded.leave_out_strays():
+        elif self.steps.recorded.leave_out_noise():
             return True
         elif not (may_be_aligned and self._follow_aligned()) and is_doubted and self.recording.leave_out_threads():
             self.steps.forget()
@@ -532,74 +534,74 @@ class Controller:
         if decisions.is_settled(len(self.recording.step_events)):
             self._tidying.settle()
 
-    # --- at a boundary: the ring that is followed begins anew
+    # --- at a boundary: the cycle that is followed begins anew
 
     def _at_boundary(self) -> None:
         if self._is_planned:
-            if self._probation.is_over and self._judge_plan():
+            if self._validation.is_over and self._judge_plan():
                 return
             self._tidy()
-            # pages that go from stream to stream in each pass wait for the device: handovers wait for one event
+            # pages that go from stream to stream in each iteration wait for the device: handovers wait for one event
             to_share = self._separate if self._tidying.moves_pages else None
             job = self._next_plan.take_shared(to_share) if to_share is not None else None
             if job is None:
                 return
-            self.arenas.drop_tape()
+            self.arenas.drop_schedule()
             self._follow(job, 0)
         if self.status.phase is not Phase.PLANNING or (job := self._next_plan.take_made()) is None:
             return
         refusal = self._switch(job)
         if refusal is not None and not self._tries_again(refusal, job):
             self._heed(refusal)
-        del job  # and with it the tape, which is large
+        del job  # and with it the schedule, which is large
         trim()
 
     def _tidy(self) -> None:
         plan, was_observed = self.status.plan, self.status.observed is not None
         # what the switch left behind has died meanwhile; a plan from a file may be one that a budget needs
-        patience = decisions.most_misses(len(plan.tape_size)) if plan is not None else 0
+        patience = decisions.most_misses(len(plan.schedule_size)) if plan is not None else 0
         self.state.triggers.after_misses(self.full_device.most_misses(patience) if was_observed else patience)
-        self.state.triggers.after_passes(self._tidying.at_boundary())
-        if self._probation.is_on:
+        self.state.triggers.after_iterations(self._tidying.at_boundary())
+        if self._validation.is_on:
             self.state.triggers.at_boundary()
 
     def _tries_again(self, refusal: Refusal, job: PlanJob) -> bool:
-        """Whether the plan that was made and refused, or another of its ring, is to be tried at a later boundary."""
+        """Whether the plan that was made and refused, or another of its cycle, is to be tried at a later boundary."""
         if refusal.for_now:
-            self._next_plan.job = job  # the tape is followed on, and the boundary after the next mark tries again
+            self._next_plan.job = job  # the schedule is followed on, and the boundary after the next mark tries again
         elif refusal.lacks_room and job.may_share:
-            self._follow(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with handovers
+            self._follow(PlanJob(job.schedule, "share"), 0)  # a region for each stream is too much: with handovers
         else:
             return False
         return True
 
     def _switch(self, job: PlanJob) -> Refusal | None:
-        """Put the plan of a ring in force, which a job has made."""
-        tape, plan, record = job.admitted, job.plan, self.state.record
-        if tape is None or plan is None:
+        """Put the plan of a cycle in force, which a job has made."""
+        schedule, plan, record = job.admitted, job.plan, self.state.record
+        if schedule is None or plan is None:
             return Refusal(job.error or "planning failed")
-        if not self.full_device.may_begin(tape.arena_bytes):
+        if not self.full_device.may_begin(schedule.arena_bytes):
             self.state.triggers.at_boundary()
             return Refusal("", for_now=True)
         self.note_observed()
-        if not record.recording:
+        if not record.hot.recording:
             self.state.forget_record()
-        if self._ask_for_arena(tape.arena_bytes):
+        if self._ask_for_arena(schedule.arena_bytes):
             return Refusal("", for_now=True)
-        has_room = not self.memory.source.paged and self.memory.has_room(tape.arena_bytes)
-        if has_room and (dearer := self._dearer(tape)):  # where pages move the switch holds no more than there was
+        has_room = not self.memory.source.paged and self.memory.has_room(schedule.arena_bytes)
+        if has_room and (dearer := self._dearer(schedule)):  # where pages move the switch holds no more than there was
             return dearer
-        begun = record.cursor - record.ring_start  # with marks, in any of its periods
+        begun = record.follow.cursor - record.follow.cycle_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
-        if self.put_in_force(tape, plan, ask_after_misses=decisions.most_misses(len(tape.size))):
-            self._separate, self.status.steps_per_ring = job.tape if job.may_share else None, job.periods
-            begin, end = record.ring_start, record.ring_end
+        if self.put_in_force(schedule, plan, ask_after_misses=decisions.most_misses(len(schedule.size))):
+            self._separate, self.status.steps_per_cycle = job.schedule if job.may_share else None, job.periods
+            begin, end = record.follow.cycle_start, record.follow.cycle_end
             self.state.arena.begin_step(begin, end, begin + begun % (end - begin))
             if not self.recording.step_times_ns:
-                self._probation.begin()
+                self._validation.begin()
             return None
         return Refusal(
-            f"an arena of {plan.peak_bytes} bytes does not fit beside the {record.reserved_bytes} bytes "
+            f"an arena of {plan.peak_bytes} bytes does not fit beside the {record.statistics.reserved_bytes} bytes "
             "that hold live blocks",
             lacks_room=True,
         )
@@ -629,14 +631,14 @@ class Controller:
         marked = bool(self.recording.marks or self.recording.step_times_ns)
         return self.shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
 
-    def _dearer(self, tape: ArenaTape) -> Refusal | None:
+    def _dearer(self, schedule: ArenaSchedule) -> Refusal | None:
         """Why the heap goes on serving, if the switch would hold far more than was needed so far; else None.
 
         What the steps carry over lies beside the arena until the next one is over, and keeps its segments. A part of
         them is usual; where it is nearly all, the plan gains nothing.
         """
         assert self.status.observed is not None
-        needed = self.state.record.reserved_bytes + tape.arena_bytes
+        needed = self.state.record.statistics.reserved_bytes + schedule.arena_bytes
         held = self.status.observed.reserved_peak_bytes
         if not decisions.is_dearer(needed, held):
             return None
@@ -646,7 +648,7 @@ class Controller:
     # --- at a mark: a step of the program ended
 
     def _end_step(self) -> Refusal | None:
-        """What it was, where the tape goes on, and whether there are kinds of steps to be planned."""
+        """What it was, where the schedule goes on, and whether there are kinds of steps to be planned."""
         self.full_device.note_step()
         refusal = self._serve_ready_kinds()
         steps, state, settings = self.steps, self.state, self.status.settings
@@ -654,17 +656,19 @@ class Controller:
         if self._is_planned:
             records = settings.plan and not settings.keep_recording
             missed, is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
-            if is_unknown and decisions.is_wasteful(state.record.step_allocated_peak, state.record.reserved_bytes):
-                self._release_unused()  # no pass over the plan ends, after which unused segments go back
-            if state.record.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
+            if is_unknown and decisions.is_wasteful(
+                state.record.hot.step_allocated_peak, state.record.statistics.reserved_bytes
+            ):
+                self._release_unused()  # no iteration over the plan ends, after which unused segments go back
+            if state.record.tables.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
                 return refusal
             steps.places.find()
-            if steps.tapes is not None and state.triggers.boundary_is_asked:
+            if steps.schedules is not None and state.triggers.boundary_is_asked:
                 state.triggers.at_any_request()  # whichever kind of step comes
         elif self.status.phase is Phase.PLANNING:
             steps.places.find()
             if state.triggers.boundary_is_asked:
-                state.triggers.at_any_request()  # in whichever period of its ring
+                state.triggers.at_any_request()  # in whichever period of its cycle
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
             return refusal
         if steps.search_for_more(pages_move=self.memory.paging.allowance.never_rests):
@@ -694,7 +698,7 @@ class Controller:
             self.note_observed()
         if not self.put_in_force(search.served, search.plan, ask_after_misses=decisions.most_misses(search.longest)):
             self.steps.were_refused()
-            serves = self.state.record.mode == constants.MODE_REPLAY
+            serves = self.state.record.hot.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
         if self.recording.marks:
             self.steps.follow(search)
@@ -706,20 +710,20 @@ class Controller:
     def _follow_cycle(self) -> None:
         """If the steps in force were found to make a cycle, serve it from the next request on."""
         cycle, state = self.steps.cycles.take(), self.state
-        tape = cycle.job.admitted if cycle is not None else None
-        if cycle is None or tape is None or not self._is_planned or state.record.has_handovers:
+        schedule = cycle.job.admitted if cycle is not None else None
+        if cycle is None or schedule is None or not self._is_planned or state.record.hot.has_handovers:
             return
-        if self.memory.source.paged and self.full_device.may_begin(tape.arena_bytes):
-            self.arenas.drop_tape()
-            cursor = (state.record.num_sizable - cycle.found.first) % cycle.job.tape.ring_length
+        if self.memory.source.paged and self.full_device.may_begin(schedule.arena_bytes):
+            self.arenas.drop_schedule()
+            cursor = (state.record.log.num_sizable - cycle.found.first) % cycle.job.schedule.cycle_length
             self._follow_found(cycle.found, cycle.job, cursor)
             self.steps.recorded.begin_anew()  # kinds that came before it are over
 
     # --- doubting a plan
 
     def _doubt_plan(self) -> None:
-        """Requests were not served from the plan, ever more of them or after so many passes that it is to be judged."""
-        if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
+        """Requests were not served from the plan, so many or for so many iterations that it is to be judged."""
+        if self.state.record.triggers.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
             self._judge_plan()
         elif not self._is_patient():
             self.expects_marks &= not self.recording.marks_are_overdue
@@ -731,60 +735,62 @@ class Controller:
         Or the program marks steps, and did not leave the plan in many in a row: the next one may be another again.
         """
         record = self.state.record
-        if record.ask_after_misses or self.full_device.may_fill():
+        if record.triggers.ask_after_misses or self.full_device.may_fill():
             return False
         marked = bool(self.recording.step_times_ns) and not self.recording.marks_are_overdue
         if self.steps.search is None and not (marked and self.steps.misses.are_few):
             return False
-        self.state.triggers.after_misses(2 * record.excess_misses)
+        self.state.triggers.after_misses(2 * record.follow.excess_misses)
         return True
 
     def _judge_plan(self) -> bool:
-        """A plan that was found without marks was in force for some passes; whether it goes."""
+        """A plan that was found without marks was in force for some iterations; whether it goes."""
         is_part = self._is_part()
         if is_part:
-            self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
+            self._drop_plan("its cycle was only a part of what the program repeats", is_part=True)
         return is_part
 
     @property
     def _seems_a_part(self) -> bool:
-        """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
+        """Whether a cycle found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record = self.state.record
-        lost = record.misses + (record.conflicts if self.steps.tapes is not None else 0)
-        return self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.hits)
+        lost = record.steps.misses + (record.steps.conflicts if self.steps.schedules is not None else 0)
+        return (
+            self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.follow.hits)
+        )
 
     def _is_part(self) -> bool:
-        """Whether a ring found without marks is a part of what repeats; it stays on probation while that is not known.
+        """Whether a cycle found without marks is a part of what repeats; while nobody knows, validation goes on.
 
         The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
         Where it ended before anything was missed it begins again.
         """
-        seems, probation, record = self._seems_a_part, self._probation, self.state.record
-        if not (seems or probation.went_on):
-            probation.end()
+        seems, validation, record = self._seems_a_part, self._validation, self.state.record
+        if not (seems or validation.went_on):
+            validation.end()
             return False
-        if not probation.is_on:
-            if self.steps.tapes is not None or self.status.settings.keep_recording:
+        if not validation.is_on:
+            if self.steps.schedules is not None or self.status.settings.keep_recording:
                 return True
-            probation.begin()
+            validation.begin()
             return False
-        with self.status.effort.counted():
-            if self._looking.shows_longer_ring():
+        with self.status.cpu_budget.counted():
+            if self._search.shows_longer_cycle():
                 return True
-        if not self._looking.is_long:
-            probation.go_on()
+        if not self._search.is_long:
+            validation.go_on()
             return False
-        if seems and decisions.misses_much(record.misses, record.hits):
+        if seems and decisions.misses_much(record.steps.misses, record.follow.hits):
             return True
-        probation.end()
+        validation.end()
         return False
 
     # --- a plan of an earlier run
 
     def use(self, plan: "Plan") -> None:
         """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""
-        tape = admit([plan], ring_only=False)
-        if tape.cross_streams and ordering() is None:
+        schedule = admit([plan], cycle_only=False)
+        if schedule.cross_streams and ordering() is None:
             raise PlanError(
                 "the plan hands memory from stream to stream, but no driver orders streams here: plan it without that."
             )
@@ -792,7 +798,7 @@ class Controller:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.recording.end(self.status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
-        if not self.put_in_force(tape, plan, ask_after_misses=decisions.most_misses(0)):
+        if not self.put_in_force(schedule, plan, ask_after_misses=decisions.most_misses(0)):
             free, total = self.memory.device.memory_info()
             raise PlanError(
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "
@@ -819,13 +825,13 @@ class Controller:
         self.memory.eviction.end()
         self.memory.keep_within(0)
 
-    def serve_recording(self, tape: ArenaTape) -> bool:
+    def serve_recording(self, schedule: ArenaSchedule) -> bool:
         """Serve the plan of a whole recording from the first request on, in one block; False if it does not fit."""
         self.state.write(allocating_persistent=0, recording=0)
         self.state.triggers.at_recorded(0)
-        memory = self.memory.malloc(tape.arena_bytes) if tape.arena_bytes else None
+        memory = self.memory.malloc(schedule.arena_bytes) if schedule.arena_bytes else None
         self.status.phase = Phase.PLANNED if memory is not None else Phase.RESTING
         if memory is not None:
-            self.state.arena.install(tape)
-            self.arenas.serve_from(memory, tape.arena_bytes)
+            self.state.arena.install(schedule)
+            self.arenas.serve_from(memory, schedule.arena_bytes)
         return memory is not None

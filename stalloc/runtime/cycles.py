@@ -1,9 +1,9 @@
 """Cycles of several marked steps, whose order repeats: when one is looked for, and what is found.
 
 Plans of kinds have no place for a request that replaces one of an earlier step before that is gone, nor for what lives
-through many steps; the plan of a ring of all the steps has. Contract: a cycle is at the end of the record, and too long
-to be chance. It is looked for where many requests have no place in the plans of kinds, in ever longer records, and once
-for such plans where pages move in every step of what they serve.
+through many steps; the plan of a cycle of all the steps has. Contract: a cycle is at the end of the record, and too
+long to be chance. It is looked for where many requests have no place in the plans of kinds, in ever longer records, and
+once for such plans where pages move in every step of what they serve.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import numpy as np
 
 from stalloc.core.constants import TINY
 from stalloc.runtime import decisions
-from stalloc.runtime.looking import Found
 from stalloc.runtime.planning_job import PlanJob
+from stalloc.runtime.record_search import Found
 from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.trace import MARK_STEP
 
@@ -94,8 +94,8 @@ class Cycle:
     @classmethod
     def planned(cls, found: Found, record: int) -> "Cycle":
         """Make the plan, in this thread. Raises what planning raises."""
-        assert found.tape is not None
-        job = PlanJob(found.tape)
+        assert found.schedule is not None
+        job = PlanJob(found.schedule)
         job.make(None)
         job.done.set()
         return cls(found, job, record)
@@ -106,15 +106,15 @@ class Cycle:
         return self.job.admitted.arena_bytes if self.job.admitted is not None else 0
 
 
-def find_cycle(trace: "Trace", tapes: "KindPlans", *, of_any_places: bool = False) -> Found | None:
-    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds.
+def find_cycle(trace: "Trace", schedules: "KindPlans", *, of_any_places: bool = False) -> Found | None:
+    """The cycle that the steps of a record make, if its cycle has places for twice as much as the plans of kinds.
 
     With `of_any_places` it need not, if there is a place for everything.
     """
     from stalloc.lifespans.periods import find_step_period, sequence_rows
-    from stalloc.lifespans.tape import fold
+    from stalloc.lifespans.repeating_schedule import fold
 
-    longest = max(len(kind.size) for kind in tapes.kinds)
+    longest = max(len(kind.size) for kind in schedules.kinds)
     period = find_step_period(trace, min_length=longest + 1, at_end=True)
     sizable = sequence_rows(trace, TINY + 1)
     if period is None or period.first + period.covered < len(sizable):
@@ -122,8 +122,8 @@ def find_cycle(trace: "Trace", tapes: "KindPlans", *, of_any_places: bool = Fals
     marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
     if not decisions.makes_a_cycle(int((marks >= period.first).sum())):
         return None
-    tape = fold(trace, with_prologue=False, period=period)
-    if tape is None:
+    schedule = fold(trace, with_prologue=False, period=period)
+    if schedule is None:
         return None
-    has_more = 2 * np.mean(~tape.planned) <= np.mean(tapes.offset < 0)
-    return Found(trace, tape, sizable) if has_more or (of_any_places and tape.planned.all()) else None
+    has_more = 2 * np.mean(~schedule.planned) <= np.mean(schedules.offset < 0)
+    return Found(trace, schedule, sizable) if has_more or (of_any_places and schedule.planned.all()) else None

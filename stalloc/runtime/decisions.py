@@ -1,6 +1,6 @@
 """What is decided, from figures: pure functions that know no controller, with the numbers of thresholds.py.
 
-`requests`, `steps` and `passes` are counts; bytes are named so. A function says yes or no, or how much.
+`requests`, `steps` and `iterations` are counts; bytes are named so. A function says yes or no, or how much.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ def scans_at_each_mark(steps: int) -> bool:
 
 
 def needed_coverage(*, is_part: bool) -> float:
-    """Share of an unmarked record that a ring has to fill; `is_part`: one was taken for a step that was a part."""
+    """Share of an unmarked record that a cycle has to fill; `is_part`: one was taken for a step that was a part."""
     return t.WHOLE_COVERAGE if is_part else t.COVERAGE
 
 
-def shows_longer_ring(length: int, covered: int, ring_length: int, requests: int) -> bool:
-    """Whether a ring of a record is longer than the one in force, and most of the record."""
-    return length > ring_length and covered >= t.WHOLE_COVERAGE * requests
+def shows_longer_cycle(length: int, covered: int, cycle_length: int, requests: int) -> bool:
+    """Whether a cycle of a record is longer than the one in force, and most of the record."""
+    return length > cycle_length and covered >= t.WHOLE_COVERAGE * requests
 
 
 def shows_kinds(requests: int, least_requests: int) -> bool:
@@ -48,7 +48,7 @@ def are_little(part_requests: int, requests: int, part_bytes: int, num_bytes: in
 
 
 def are_periods_few(covered_requests: int, period_requests: int) -> bool:
-    """Whether more periods of an unmarked ring may show lifespans that are not known yet."""
+    """Whether more periods of an unmarked cycle may show lifespans that are not known yet."""
     return covered_requests < (t.LEAST_REPEATS + 1) * period_requests
 
 
@@ -58,18 +58,18 @@ def overdue_requests(longest_step: int) -> int:
 
 
 def least_repeats(observe_steps: int) -> int:
-    """How often an unmarked ring has to come, of which so many steps are to be seen at least."""
+    """How often an unmarked cycle has to come, of which so many steps are to be seen at least."""
     return max(t.LEAST_REPEATS, observe_steps)
 
 
 def least_period(misled_by: int) -> int:
-    """Requests of an unmarked ring, at least, after one of so many was none; 0: there was none."""
+    """Requests of an unmarked cycle, at least, after one of so many was none; 0: there was none."""
     return max(t.LEAST_PERIOD_REQUESTS, misled_by + 1 if misled_by else 0)
 
 
-def least_record(ring_requests: int) -> int:
-    """Requests of a record in which a step is looked for, after a ring that was a part of one."""
-    return t.MANY_STEPS * ring_requests
+def least_record(cycle_requests: int) -> int:
+    """Requests of a record in which a step is looked for, after a cycle that was a part of one."""
+    return t.MANY_STEPS * cycle_requests
 
 
 def may_wait_for_lifespans(waited: int) -> bool:
@@ -205,7 +205,7 @@ def next_heard_marks(heard: int) -> int:
 
 
 def most_misses(requests: int) -> int:
-    """By how much misses may outnumber hits under a plan whose ring, or longest kind of step, has so many requests."""
+    """By how much misses may outnumber hits under a plan whose cycle, or longest kind of step, has so many requests."""
     return t.MANY_STEPS * requests + t.MANY_REQUESTS
 
 
@@ -220,7 +220,7 @@ def are_bad_steps_few(bad_steps: int) -> bool:
 
 
 def seems_a_part(lost: int, hits: int) -> bool:
-    """Whether an unmarked ring seems to be of a part of a step."""
+    """Whether an unmarked cycle seems to be of a part of a step."""
     return t.FEW_SHARE * lost > hits
 
 
@@ -230,18 +230,18 @@ def misses_much(misses: int, hits: int) -> bool:
 
 
 def was_no_step(misses: int, hits: int) -> bool:
-    """Whether an unmarked ring that was given up was no step."""
+    """Whether an unmarked cycle that was given up was no step."""
     return t.MANY_SHARE * misses > hits
 
 
 def judged_after(requests: int, *, has_kinds: bool) -> int:
-    """Requests after which an unmarked plan is judged, whose ring, or longest kind of step, has so many."""
+    """Requests after which an unmarked plan is judged, whose cycle, or longest kind of step, has so many."""
     return max(t.MANY_STEPS * requests, t.MANY_REQUESTS if has_kinds else 0)
 
 
-def has_fitted(passes: int) -> bool:
-    """Whether a plan that is given up after so many passes was of steps."""
-    return passes >= t.MANY_STEPS
+def has_fitted(iterations: int) -> bool:
+    """Whether a plan that is given up after so many iterations was of steps."""
+    return iterations >= t.MANY_STEPS
 
 
 # --- what is held
@@ -289,23 +289,23 @@ def is_dearer(needed_bytes: int, held_bytes: int) -> bool:
     return needed_bytes > t.DEARER_RATIO * held_bytes + t.SPARE_BYTES
 
 
-def may_move_arena(displaced: int, ring_requests: int, *, has_kinds: bool) -> bool:
-    """Whether so many requests of a pass were displaced that the arena moves away from what lives there."""
-    return displaced > (ring_requests // t.FEW_SHARE if has_kinds else 0)
+def may_move_arena(displaced: int, cycle_requests: int, *, has_kinds: bool) -> bool:
+    """Whether so many requests of an iteration were displaced that the arena moves away from what lives there."""
+    return displaced > (cycle_requests // t.FEW_SHARE if has_kinds else 0)
 
 
-def next_move_wait(passes_since_due: int, wait: int) -> int:
-    """Passes from a move of the arena to the next; it was due so many passes ago, and waited so long before."""
-    soon = passes_since_due < max(wait, t.LEAST_STEPS)
+def next_move_wait(iterations_since_due: int, wait: int) -> int:
+    """Iterations from a move of the arena to the next; it was due so many iterations ago, and waited so long before."""
+    soon = iterations_since_due < max(wait, t.LEAST_STEPS)
     return min(2 * wait, t.LONG_STEPS) if soon else 1
 
 
-def moves_in_each_pass(passes: int) -> bool:
-    """Whether pages moved in so many passes in a row that they will go on to."""
-    return passes >= t.MANY_STEPS
+def moves_in_each_iteration(iterations: int) -> bool:
+    """Whether pages moved in so many iterations in a row that they will go on to."""
+    return iterations >= t.MANY_STEPS
 
 
-def quiet_passes() -> int:
+def quiet_iterations() -> int:
     """Passes without a growth before what the first one under a plan needed goes."""
     return t.MANY_STEPS
 
@@ -315,14 +315,14 @@ def least_parts(*, repeats: bool) -> int:
     return 0 if repeats else t.LOOSE_PARTS
 
 
-def is_settling(passes: int) -> bool:
-    """Whether whatever is free goes back after so many passes over a plan."""
-    return passes < t.SETTLING_PASSES
+def is_settling(iterations: int) -> bool:
+    """Whether whatever is free goes back after so many iterations over a plan."""
+    return iterations < t.SETTLING_ITERATIONS
 
 
-def idle_passes(passes: int) -> int:
+def idle_iterations(iterations: int) -> int:
     """Passes for which a block of CuPy's pool served nothing that goes back, after so many over a plan."""
-    return 0 if is_settling(passes) else t.SETTLING_PASSES
+    return 0 if is_settling(iterations) else t.SETTLING_ITERATIONS
 
 
 # --- a program that fills the device
@@ -396,12 +396,12 @@ def is_memory_short(free_bytes: int, allocated_bytes: int) -> bool:
 
 # --- a step that is not the planned one
 
-_SHOWN_REQUESTS = 2 * t.SOME_REQUESTS  # of a pass, which show whether it is another step
+_SHOWN_REQUESTS = 2 * t.SOME_REQUESTS  # of an iteration, which show whether it is another step
 
 
-def leaves_out_much(left_out: int, ring_requests: int) -> bool:
-    """Whether a step leaves out so much of its ring, or finds so many places taken, that it may be another one."""
-    return left_out >= max(_SHOWN_REQUESTS, ring_requests // t.FEW_SHARE)
+def leaves_out_much(left_out: int, cycle_requests: int) -> bool:
+    """Whether a step leaves out so much of its cycle, or finds so many places taken, that it may be another one."""
+    return left_out >= max(_SHOWN_REQUESTS, cycle_requests // t.FEW_SHARE)
 
 
 def is_half_lost(lost: int, hits: int) -> bool:
@@ -420,11 +420,11 @@ def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
 
 
 def has_begun(place: int) -> bool:
-    """Whether a pass is so far that it shows which step it is."""
+    """Whether an iteration is so far that it shows which step it is."""
     return place >= _SHOWN_REQUESTS
 
 
-def may_stand_aside(steps: int) -> bool:
+def may_bypass(steps: int) -> bool:
     """Whether a plan may leave one more step to the heap, after so many in a row."""
     return steps < t.MANY_STEPS
 

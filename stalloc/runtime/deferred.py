@@ -40,7 +40,7 @@ class Deferred:
 
         runtime = cupy.cuda.runtime
         with AtDevice(self._device), relaxed_capture():
-            number = max(_FIRST_EVENTS, self._state.record.stream_uses_used - 1)
+            number = max(_FIRST_EVENTS, self._state.record.shared.stream_uses_used - 1)
             events = [int(runtime.eventCreateWithFlags(runtime.eventDisableTiming)) for _ in range(number)]
         self._state.give_events(events)
 
@@ -50,7 +50,7 @@ class Deferred:
 
         with AtDevice(self._device), relaxed_capture():  # what has no event yet gets it on a stream of this device
             if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
-                num_idle = self._state.record.num_unrecorded
+                num_idle = self._state.record.shared.num_unrecorded
                 _, streams = self._state.awaited()
                 if not any(map(is_captured, streams)) and all(
                     cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams
@@ -59,13 +59,13 @@ class Deferred:
 
     def wait(self) -> None:
         """Wait for all that other streams have been given, since memory has run out."""
-        if not self._state.record.num_deferred:
+        if not self._state.record.hot.num_deferred:
             return
         import cupy
 
         with AtDevice(self._device), relaxed_capture():
             self._ask()
-            num_idle = self._state.record.num_unrecorded
+            num_idle = self._state.record.shared.num_unrecorded
             events, streams = self._state.awaited()
             for event in events:
                 cupy.cuda.runtime.eventSynchronize(event)
@@ -85,7 +85,7 @@ class Deferred:
             while (answer := shared_blocks.poll(address, num_idle)) == shared_blocks.BUSY:
                 time.sleep(0)
             return bool(answer == shared_blocks.KNOWN)
-        found = np.empty(self._state.record.stream_uses_used, np.int64)
+        found = np.empty(self._state.record.shared.stream_uses_used, np.int64)
         while (asked := shared_blocks.ask(address, num_idle, found))[0] == shared_blocks.BUSY:
             time.sleep(0)
         if asked[0]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from stalloc.poison.poison_watch import Watch
 
 
-def lasting_entry(handler: Handler) -> int:
+def persistent_entry(handler: Handler) -> int:
     """A `slow_entry` for what has to be done as a whole, whatever interrupts it, and may be done twice.
 
     An error of its own is raised where the thread's Python code goes on.

@@ -53,7 +53,7 @@ class Eviction:
         """What an out-of-memory error says about it, for a request (bytes) that was refused."""
         if self._evict is None:
             return ""
-        enough = human_bytes(self._state.record.reserved_bytes + whole_pages(size_bytes))
+        enough = human_bytes(self._state.record.statistics.reserved_bytes + whole_pages(size_bytes))
         if not self._cap_bytes:
             return " All that may be evicted was evicted before."
         return (

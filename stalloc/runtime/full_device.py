@@ -38,7 +38,7 @@ class FullDevice:
             self._note_peak()
         self._peaks.append(peak_bytes)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by that were like the last."""
         self._num_settled += steps.count
         self._peaks.extend(steps.count * [self._peaks[-1]])
@@ -59,7 +59,7 @@ class FullDevice:
     def _note_peak(self) -> None:
         """Have small blocks lie together if a step that needs more than those before may fill the device."""
         if self._memory.source.paged and self._memory.paging.fills_part():
-            self._state.record.small_apart = 1
+            self._state.record.policy.small_apart = 1
 
     def most_misses(self, elsewhere: int) -> int:
         """By how many requests misses may outnumber hits before a plan is left, which is `elsewhere` where none fills.
@@ -89,7 +89,7 @@ class FullDevice:
     def is_left(self, size_bytes: int) -> bool:
         """Whether the program does something else than the plan in force; to be asked when a request needs memory."""
         record = self._state.record
-        if not decisions.is_left(max(record.excess_misses, self._state.num_displaced)) or self._moves:
+        if not decisions.is_left(max(record.follow.excess_misses, self._state.num_displaced)) or self._moves:
             return False
         if self._memory.is_capturing:
             return False
@@ -97,7 +97,7 @@ class FullDevice:
 
     def _goes_beyond(self, size_bytes: int) -> bool:
         """Whether a step needs clearly more than those before, so that nobody knows how much it will be."""
-        highest_bytes = max(self._highest_bytes, self._state.record.expected_peak)
+        highest_bytes = max(self._highest_bytes, self._state.record.policy.expected_peak)
         needed_bytes = self._state.record.total.allocated_bytes + size_bytes
         if not decisions.needs_more(needed_bytes, highest_bytes) or not self._memory.source.paged:
             return False

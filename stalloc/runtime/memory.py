@@ -19,7 +19,7 @@ from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
-    from stalloc.core.arena_tape import ArenaTape
+    from stalloc.core.arena_schedule import ArenaSchedule
     from stalloc.poison.poison_watch import Watch
 
 
@@ -27,7 +27,7 @@ class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments."""
 
     arena: Any  #: the memory of the arena in place; None: there is none
-    tape: "ArenaTape | None"  #: what is served by pages
+    schedule: "ArenaSchedule | None"  #: what is served by pages
 
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
@@ -60,7 +60,7 @@ class DeviceMemory:
     @property
     def is_capturing(self) -> bool:
         """Whether a graph is being captured: nothing is waited for, and no page moves."""
-        return self._is_captured or self.state.record.private_kind != 0
+        return self._is_captured or self.state.record.hot.private_kind != 0
 
     def is_captured_now(self) -> bool:
         """The same where no request is being served."""
@@ -73,7 +73,7 @@ class DeviceMemory:
 
         With the lock held.
         """
-        was_captured, stream = self._is_captured, int(self.state.record.last_stream)
+        was_captured, stream = self._is_captured, int(self.state.record.hot.last_stream)
         self._is_captured = is_captured(stream)
         try:
             yield stream if self._is_captured else 0
@@ -87,7 +87,7 @@ class DeviceMemory:
                 if retry and self._is_captured:
                     return None  # what is unused goes back to the device only once that has done its work
                 if retry:
-                    self.state.record.num_retries += 1
+                    self.state.record.statistics.num_retries += 1
                     self.wait_for_deferred()
                     self.release_unused()
                 if not self.has_room(size_bytes):
@@ -134,28 +134,28 @@ class DeviceMemory:
 
     def save(self) -> None:
         """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
-        if not self.state.record.memory_is_short and self.state.record.mode != constants.MODE_REPLAY:
+        if not self.state.record.policy.memory_is_short and self.state.record.hot.mode != constants.MODE_REPLAY:
             self.state.write(memory_is_short=1)
 
-    def release_unused(self, idle_passes: int = 0) -> None:
+    def release_unused(self, idle_iterations: int = 0) -> None:
         """Give back to the device what holds no live block: free segments, an arena that is no longer served.
 
-        With `idle_passes` only segments that served nothing in the last so many passes over the plan.
+        With `idle_iterations` only segments that served nothing in the last so many iterations over the plan.
         """
         if not self.source.is_used:
             return
         with self.lock, self.serving():  # torch.cuda.empty_cache() calls this from any thread
             try:
                 self.arenas.before_release()
-                self._release_segments(idle_passes)
-                if self.source.paged and not idle_passes:
+                self._release_segments(idle_iterations)
+                if self.source.paged and not idle_iterations:
                     self.paging.release()
             except BaseException:
                 self.arenas.match()
                 raise
 
-    def _release_segments(self, idle_passes: int) -> None:
-        for base, size_bytes in self.state.heap.remove_free_segments(idle_passes).items():
+    def _release_segments(self, idle_iterations: int) -> None:
+        for base, size_bytes in self.state.heap.remove_free_segments(idle_iterations).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
             self.let_go(self.segments.pop(base))
@@ -186,11 +186,11 @@ class DeviceMemory:
 
     def free_deferred(self) -> bool:
         """Free what waited for other streams and they are done with; whether there was any."""
-        before = self.state.record.num_deferred
+        before = self.state.record.hot.num_deferred
         if before == 0 or self.is_capturing:
             return False  # events must not be asked for while a graph is captured
         self.deferred.poll()
-        return self.state.record.num_deferred < before
+        return self.state.record.hot.num_deferred < before
 
     def forked(self) -> None:
         """This process is a fork: use what the parent took from the device, but never give it back."""

@@ -53,12 +53,13 @@ def out_of_memory_text(
     pieces = [block.size_bytes for block in blocks if block.state == BLOCK_FREE]
     name = shown_with_memory(device.kind, device.name, device.total_bytes)
     limit = f", limited to {human_bytes(limit_bytes)}" if limit_bytes else ""
-    arena = f" ({human_bytes(record.arena_bytes)} of it the plan's arena)" if record.arena_bytes else ""
+    arena = f" ({human_bytes(record.plan.arena_bytes)} of it the plan's arena)" if record.plan.arena_bytes else ""
     return (
         f"CUDA out of memory. Tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
         f"{f' at {asked_by}' if asked_by != UNKNOWN else ''}. "
         f"stalloc: out of memory on device {device.index} ({name}{limit}). "
-        f"Allocated {human_bytes(record.total.allocated_bytes)}, reserved {human_bytes(record.reserved_bytes)}{arena}. "
+        f"Allocated {human_bytes(record.total.allocated_bytes)}, "
+        f"reserved {human_bytes(record.statistics.reserved_bytes)}{arena}. "
         f"{_why(size_bytes, free_bytes, pieces, PAGE_BYTES if by_pages else 1)} "
         f"{_holders(state, blocks, call_sites)}{_NEXT}"
     )
@@ -134,11 +135,11 @@ def full_table_text(state: "DeviceState", name: str, size_bytes: int) -> str:
     """The sentence for a request of `size_bytes` that the table called `name` has no row for."""
     most = {
         "streams": constants.MAX_STREAMS,
-        "pools": state.record.pools_used,
-        "blocks": state.record.blocks_capacity,
-        "segments": state.record.segments_capacity,
+        "pools": state.record.heap.pools_used,
+        "blocks": state.record.heap.blocks_capacity,
+        "segments": state.record.heap.segments_capacity,
     }.get(name, 0)
     return (
         f"stalloc: a request of {size_bytes} bytes on device {state.device} was not served, since stalloc's table of "
-        f"{name} is full, not the device: {_ADVICE[name].format(most=most, live=state.record.live_count)}."
+        f"{name} is full, not the device: {_ADVICE[name].format(most=most, live=state.record.lookup.live_count)}."
     )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
 
 
-class Splices:
-    """The splices of one device."""
+class StitchedSegments:
+    """The stitched segments of one device."""
 
     def __init__(self, memory: "DeviceMemory") -> None:
         self._memory, self._heap, self._source = memory, memory.state.heap, memory.source
@@ -30,7 +30,7 @@ class Splices:
         kind = self._heap.pool_kind(pool)
         if kind == SMALL_KIND or kind >= PRIVATE_KINDS or self._memory.poison is not None:
             return False
-        tail, head = self._heap.find_splice(pool, size_bytes)
+        tail, head = self._heap.find_stitch(pool, size_bytes)
         own_bytes = whole_pages(max(size_bytes - tail[1] - head[1], 0))
         if not (tail[1] or head[1]) or own_bytes > self._source.free_bytes():
             return False
@@ -43,7 +43,7 @@ class Splices:
         with self._source.at_device(capturing=False):
             done = self._shares(memory, begin - GRANULE, tail) and self._shares(memory, begin + own_bytes, head)
             done = done and (own_bytes == 0 or memory.map(begin, own_bytes))
-        if done and self._heap.begin_splice(pool, begin, own_bytes, tail, head):
+        if done and self._heap.begin_stitch(pool, begin, own_bytes, tail, head):
             return True
         del self._memory.segments[address]
         self._memory.paging.sweep()
@@ -55,7 +55,7 @@ class Splices:
 
     def end(self) -> bool:
         """End those in which nothing lives; whether there were any."""
-        ended = self._heap.end_splices()
+        ended = self._heap.end_stitched()
         for address in ended:
             del self._memory.segments[address]
         if ended:
@@ -77,7 +77,7 @@ class Paging:
         self.num_growths = 0  #: how often segments got pages
         self.num_moves = 0  #: how often pages were given up for others, so that no more is held
         self._gathers = False  # pages that were given up wait for the places of a plan
-        self._splices = Splices(memory)
+        self._stitched = StitchedSegments(memory)
         self.allowance = Allowance(self._state)
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
 
@@ -103,21 +103,21 @@ class Paging:
                     break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
-                if not self._memory.is_capturing and self._splices.end():
+                if not self._memory.is_capturing and self._stitched.end():
                     continue
-                return self._splice(pool, size_bytes)
+                return self._stitch(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
                 return True
             self._sure_bytes = 0
         self._source.doubt_pages(size_bytes)
         return False
 
-    def _splice(self, pool: int, size_bytes: int) -> bool:
+    def _stitch(self, pool: int, size_bytes: int) -> bool:
         """Serve a request from what other pages have left over; False if that is not enough either."""
         if self._memory.is_capturing:
             return False
         self._leave(_ALL, spares_arena=True)
-        return self._splices.make(pool, size_bytes)
+        return self._stitched.make(pool, size_bytes)
 
     def _add_pages(self, address: int, size_bytes: int) -> bool:
         """Let a segment serve from pages that it has without memory so far; False if there is no memory, or no row."""
@@ -147,7 +147,7 @@ class Paging:
         return False
 
     def back(self, position: int) -> None:
-        """Map what the place of an entry of the tape lacks, if there is memory for it.
+        """Map what the place of an entry of the schedule lacks, if there is memory for it.
 
         And what the plan needs soon after it, as far as nothing else needs that memory.
         """
@@ -164,7 +164,7 @@ class Paging:
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
             return
-        spare_bytes = allowed_bytes - self._state.record.reserved_bytes - _bytes_of(lacking)
+        spare_bytes = allowed_bytes - self._state.record.statistics.reserved_bytes - _bytes_of(lacking)
         soon = [memory.ptr + at for at in ahead[: max(0, spare_bytes) // GRANULE]]
         for address, size_bytes in lacking + page_runs(sorted(soon)):
             if not self._map(memory, address, size_bytes):
@@ -202,7 +202,7 @@ class Paging:
         if self._memory.is_capturing:
             return
         self._gathers = False
-        self._splices.end()
+        self._stitched.end()
         while self._leave(_ALL, spares_arena=True):
             pass
         for base in self._state.heap.remove_empty_ranges():
@@ -237,7 +237,7 @@ class Paging:
     @property
     def device_bytes(self) -> int:
         """What the program can have of the device."""
-        return self._state.record.reserved_bytes + self._source.free_bytes()
+        return self._state.record.statistics.reserved_bytes + self._source.free_bytes()
 
     def forget_room(self) -> None:
         """The program may have less of the device from now on."""
@@ -260,7 +260,7 @@ class Paging:
 
         The device has no less than it can be taken to have, unless somebody else took half of what it had.
         """
-        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.reserved_bytes + self._sure_bytes
+        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.statistics.reserved_bytes + self._sure_bytes
         return exceeds(peak, sure_bytes) and exceeds(peak, self.device_bytes)
 
     def _make_room(
@@ -279,7 +279,7 @@ class Paging:
         """
         if self._memory.is_capturing:
             return self._has_room(size_bytes)
-        excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
+        excess = self._state.record.statistics.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._holds(decisions.is_at_brim):
             excess = 0  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0:
@@ -290,7 +290,7 @@ class Paging:
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
-        self._state.record.num_retries += 1
+        self._state.record.statistics.num_retries += 1
         self._state.write(memory_is_short=1)
         self._memory.wait_for_deferred()
         self._leave(_ALL, between=between, spares_arena=True)

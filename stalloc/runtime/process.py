@@ -47,7 +47,7 @@ class Runtime:
     """All devices of this process under stalloc."""
 
     def __init__(self, settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> None:
-        """`planner` stands in for `plan_tape`, say to take another rank's plan; it is called in any thread.
+        """`planner` stands in for `plan_schedule`, say to take another rank's plan; it is called in any thread.
 
         Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
@@ -251,26 +251,28 @@ class Runtime:
         for index in devices:
             self.controllers[index].expects_marks = True
 
-    def expect_lasting(self, devices: Collection[int]) -> None:
+    def expect_persistent(self, devices: Collection[int]) -> None:
         """What is allocated on these devices up to the next mark of a step is meant to last."""
         for index in devices:
-            self.controllers[index].expect_lasting()
+            self.controllers[index].expect_persistent()
 
-    def end_lasting(self, devices: Collection[int]) -> None:
+    def end_persistent(self, devices: Collection[int]) -> None:
         """What is allocated on these devices from here on is not meant to last, although no step has ended."""
         for controller in map(self.controllers.__getitem__, devices):
             with controller.lock:
-                controller.lasting.end()
+                controller.persistent.end()
 
     def recorded(self) -> "list[Trace]":
         """What was recorded so far, of each device of which something was."""
         for one in self.controllers:
             one.steady.end()
-        return [one.recording.trace() for one in self.controllers if one.state.record.num_events]
+        return [one.recording.trace() for one in self.controllers if one.state.record.log.num_events]
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used, or tried to use."""
-        used = (one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.num_ooms)
+        used = (
+            one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.statistics.num_ooms
+        )
         return [report(controller) for controller in used]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from stalloc.core.state import DeviceState
 from stalloc.runtime.kind_names import name_of
+from stalloc.runtime.noise_requests import NoiseRequests
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.stray_requests import StrayRequests
 
 if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
@@ -35,7 +35,7 @@ class RecordedSteps:
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
-        self._strays = StrayRequests(state, recording)
+        self._noise = NoiseRequests(state, recording)
         self._times_seen: dict[bytes, int] = {}
         self._of_kind: dict[bytes, _Recorded] = {}  # what the record shows of each kind
         self._order: list[int] = []  # whole steps before the first of the kind of each step in the record
@@ -48,7 +48,7 @@ class RecordedSteps:
     def forget(self) -> None:
         """The record begins anew."""
         self._begin_to_count()
-        self._strays.forget_record()
+        self._noise.forget_record()
         self.num_records += 1
 
     def begin_anew(self) -> None:
@@ -65,16 +65,16 @@ class RecordedSteps:
         record, before = self._state.record, self._asked
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
-        step = self._recording.last_step() if record.recording else None
+        step = self._recording.last_step() if record.hot.recording else None
         self.last = None
         if step is None:
             return
         if followed is None:
-            self._strays.look(*step)
+            self._noise.look(*step)
         self.last = followed or self._name(*step)
         self._count(self.last)
 
-    def pass_over(self, steps: "SteadySteps", names: Sequence[bytes]) -> None:
+    def skip(self, steps: "SteadySteps", names: Sequence[bytes]) -> None:
         """Steps went by, which had these names as far as they are in the record."""
         num_requests, requested_bytes = self._asked
         self._asked = steps.num_requests, steps.requested_bytes
@@ -97,9 +97,9 @@ class RecordedSteps:
         self.count += 1
         self._times_seen[name] = self._times_seen.get(name, 0) + 1
 
-    def leave_out_strays(self) -> bool:
+    def leave_out_noise(self) -> bool:
         """No recorded step recurs: leave out requests of any size if most steps recur without them; whether they do."""
-        if not self._strays.leave_out():
+        if not self._noise.leave_out():
             return False
         self._begin_to_count()
         for step in itertools.pairwise(self._recording.step_events):

@@ -49,7 +49,7 @@ class Refusals:
 
     def note(self, free_bytes: int) -> None:
         """A request is refused, with so much free on the device."""
-        self._noted.append((int(self._state.record.num_events), free_bytes))
+        self._noted.append((int(self._state.record.log.num_events), free_bytes))
 
     def with_free_bytes(self, action: Column, address: Column) -> Column:
         """The addresses of events, where those of refused requests are what was free on the device."""
@@ -84,16 +84,16 @@ class Recording:
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
         self.refusals = Refusals(state)
 
-    def begin(self, *, lasting: bool) -> None:
-        """Begin anew. With `lasting`, what is requested first is meant to last."""
+    def begin(self, *, persistent: bool) -> None:
+        """Begin anew. With `persistent`, what is requested first is meant to last."""
         self.begin_beside()
-        self._state.write(allocating_persistent=int(lasting))
+        self._state.write(allocating_persistent=int(persistent))
         self._state.triggers.at_recorded(decisions.first_scan_at())
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""
         self._forget(begins=False)
-        self._reserved_start = self._state.record.reserved_bytes
+        self._reserved_start = self._state.record.statistics.reserved_bytes
         self._state.record_anew()
 
     def begin_at_step(self) -> None:
@@ -103,11 +103,11 @@ class Recording:
 
     def go_on(self, settings: "Settings") -> None:
         """Record from here on, if nothing is recorded; marks of events that were forgotten are no part of it."""
-        if self._state.record.recording:
+        if self._state.record.hot.recording:
             return
-        if not self._state.record.num_events:
+        if not self._state.record.log.num_events:
             self._forget(begins=bool(self.marks))
-            self._reserved_start = self._state.record.reserved_bytes
+            self._reserved_start = self._state.record.statistics.reserved_bytes
         self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
         self._state.write(recording=1)
 
@@ -129,7 +129,7 @@ class Recording:
     def name_call_sites(self, call_sites: "CallSites") -> None:
         """The call sites of requests are noted from here on."""
         self.call_sites = call_sites
-        self._sited_from = int(self._state.record.num_events), call_sites.num_calls
+        self._sited_from = int(self._state.record.log.num_events), call_sites.num_calls
 
     def note_mark(self, kind: int, name: str) -> None:
         """The program sets a mark (trace.MARK_STEP, …)."""
@@ -138,15 +138,15 @@ class Recording:
             before, self._allocs_before = self._allocs_before, self._state.record.total.num_allocs
             self.longest_step = max(self.longest_step, self._allocs_before - before if before >= 0 else 0)
             self._state.triggers.after_requests(self.overdue_requests)
-        if self._state.record.recording or not self.marks:
-            self.marks.append((self._state.record.num_events, kind, name))
+        if self._state.record.hot.recording or not self.marks:
+            self.marks.append((self._state.record.log.num_events, kind, name))
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by."""
         self._allocs_before = steps.num_requests
-        if self._state.record.recording:
+        if self._state.record.hot.recording:
             self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]
             self.step_events += steps.num_events
 
@@ -164,7 +164,7 @@ class Recording:
     @property
     def is_full(self) -> bool:
         """Whether events are missing, at the end or, of a ring, at the beginning."""
-        return not self._state.record.recording or self._state.first_event > 0
+        return not self._state.record.hot.recording or self._state.first_event > 0
 
     def _marks_from(self, begin: int) -> list[tuple[int, int, str]]:
         """The marks of a record that begins at an event."""
@@ -231,7 +231,7 @@ class Recording:
         from stalloc.trace.recorder import from_recorded
 
         state, tags = self._state, events["action"]
-        raw = state.tables.streams["value"][: state.record.num_streams].tolist()
+        raw = state.tables.streams["value"][: state.record.lookup.num_streams].tolist()
         return from_recorded(
             self._device.index,
             tags & 0xFF,
@@ -253,10 +253,10 @@ class Recording:
         )
 
     def _notes(self) -> list[str]:
-        if not self._state.record.recording:
+        if not self._state.record.hot.recording:
             return ["the record's table filled up: later events are missing"]
         if self._state.first_event:
-            return [f"only the last {self._state.record.events_capacity:,} events were kept"]
+            return [f"only the last {self._state.record.log.events_capacity:,} events were kept"]
         return []
 
     def _reserved_before(self, events: np.ndarray) -> int:
@@ -266,7 +266,7 @@ class Recording:
         action, size = events["action"] & 0xFF, events["requested_bytes"]
         more = int(size[np.isin(action, (ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_MAP))].sum())
         less = int(size[np.isin(action, (ACTION_SEGMENT_FREE, ACTION_SEGMENT_UNMAP))].sum())
-        return max(0, int(self._state.record.reserved_bytes) - more + less)
+        return max(0, int(self._state.record.statistics.reserved_bytes) - more + less)
 
     def _with_call_sites(self, trace: "Trace", events: np.ndarray) -> "Trace":
         """The trace of all events, with the call sites that are known."""

@@ -28,13 +28,13 @@ class Settings:
     plan_wait_seconds: float = 20.0
     """How long a step boundary waits for the planner, once a plan, so that short runs gain."""
     max_effort: float = 0.01
-    """Share of the program's processor time for planning, see `Effort`; inf: equal runs plan alike."""
+    """Share of the program's processor time for planning, see `CpuBudget`; inf: equal runs plan alike."""
     max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`
     keep_events: int = 0  #: of that record so many of the last, once nobody looks for steps; 0: as many as have room
     exact_times: bool = True  #: of those; False: to a few milliseconds
     call_sites: bool = False  #: note which line of the program makes each request
-    streams: "Streams" = "separate"  #: whether streams share the arena, with planned handovers: see plan_tape
+    streams: "Streams" = "separate"  #: whether streams share the arena, with planned handovers: see plan_schedule
     arena: Arena = "pages"  #: where memory comes from: pages, mapped where they are needed, or blocks of CuPy's pool
 
 

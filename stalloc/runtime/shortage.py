@@ -41,7 +41,7 @@ class Shortage:
             if not memory.source.refusal:
                 return self._refuse(state.heap.full_table(), size_bytes)
         wanted, least = segment_bytes(kind, size_bytes), whole_pages(size_bytes)
-        if state.record.memory_is_short and kind == constants.GENERAL_KIND:
+        if state.record.policy.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
         if planned and kind == constants.GENERAL_KIND:
             wanted = least
@@ -81,14 +81,14 @@ class Shortage:
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
         record = self._state.record
-        unused_bytes = record.reserved_bytes - record.total.allocated_bytes - record.deferred_bytes
+        unused_bytes = record.statistics.reserved_bytes - record.total.allocated_bytes - record.shared.deferred_bytes
         return not self._memory.is_capturing and self._memory.source.free_bytes() + unused_bytes >= size_bytes
 
     def _collects(self, size_bytes: int) -> bool:
         """Collect arrays in reference cycles, as CuPy's own pool does it; False if that cannot help."""
         if self._state.heap.largest_free_bytes() >= size_bytes:
             return False  # the core finds that block
-        if self._memory.source.free_bytes() + self._state.record.reserved_bytes < size_bytes:
+        if self._memory.source.free_bytes() + self._state.record.statistics.reserved_bytes < size_bytes:
             return False  # were all of it free
         gc.collect()
         return True

@@ -25,12 +25,12 @@ class Report:
     device_kind: str  #: "cuda" or "virtual"
     phase: str  #: what the device was at in the end
     note: str  #: why, if that is not the plan
-    steps: int  #: steps seen: marks of the program, or passes over the plan where it set none
+    steps: int  #: steps seen: marks of the program, or iterations over the plan where it set none
     watched_steps: int  #: before the last plan was put in force; all of them if none was
     planned_steps: int  #: whole steps while a plan was in force: of all plans where the program marks steps
-    requests_per_step: int  #: requests over 512 bytes in a step of the plan, on average of those in its ring
-    planned_passes: int  #: whole passes over the last plan
-    hit_rate: float | None  #: share of those served from the plan, from its second pass on; else of the whole run
+    requests_per_step: int  #: requests over 512 bytes in a step of the plan, on average of those in its cycle
+    planned_passes: int  #: whole iterations over the last plan
+    hit_rate: float | None  #: share of those served from the plan, from its second iteration on; else of the whole run
     hits: int  #: since the last plan was put in force
     misses: int
     conflicts: int  #: planned requests whose place was still taken
@@ -81,20 +81,20 @@ class Report:
 
 
 def _planned_steps(controller: "Controller") -> list[Step]:
-    """The whole passes over the ring, the one that just ended included."""
+    """The whole iterations over the cycle, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
-    hits = state.record.hits - state.record.hits_before
-    seen = hits + state.record.step_misses
-    length = state.record.ring_end - state.record.ring_start
-    if state.record.cursor == state.record.ring_start and seen >= length > 0:
-        peaks = state.record.step_allocated_peak, state.record.step_reserved_peak
-        steps.append(Step(0, hits, state.record.step_misses, *peaks))
+    hits = state.record.follow.hits - state.record.steps.hits_before
+    seen = hits + state.record.steps.step_misses
+    length = state.record.follow.cycle_end - state.record.follow.cycle_start
+    if state.record.follow.cursor == state.record.follow.cycle_start and seen >= length > 0:
+        peaks = state.record.hot.step_allocated_peak, state.record.steps.step_reserved_peak
+        steps.append(Step(0, hits, state.record.steps.step_misses, *peaks))
     return steps
 
 
-def _steps_per_pass(controller: "Controller", num_marks: int, num_passes: int) -> int:
-    """Marked steps in one pass over the plan: a plan from a file does not tell, but its passes and the marks do."""
-    return controller.steps.places.num_in_ring or max(1, round(num_marks / max(1, num_passes)))
+def _steps_per_iteration(controller: "Controller", num_marks: int, num_iterations: int) -> int:
+    """Marked steps in one iteration over the plan; of a plan from a file its iterations and the marks tell."""
+    return controller.steps.places.num_in_cycle or max(1, round(num_marks / max(1, num_iterations)))
 
 
 def _median_ms(times_ns: list[int]) -> float | None:
@@ -122,14 +122,17 @@ def run_peaks(controller: "Controller") -> tuple[int, int]:
     state, observed = controller.state, controller.status.observed or Observed()
     return (
         max(state.record.total.allocated_peak, state.allocated_peak_bytes, observed.allocated_peak_bytes),
-        max(state.record.reserved_peak.total, state.reserved_peak_bytes, observed.reserved_peak_bytes),
+        max(state.record.statistics.reserved_peak.total, state.reserved_peak_bytes, observed.reserved_peak_bytes),
     )
 
 
 def run_counts(controller: "Controller") -> tuple[int, int]:
     """Requests that plans have served over the whole run, and those that they did not while they were in force."""
     record, status = controller.state.record, controller.status
-    return status.earlier_hits + record.hits, status.earlier_misses + record.misses + record.conflicts
+    return (
+        status.earlier_hits + record.follow.hits,
+        status.earlier_misses + record.steps.misses + record.steps.conflicts,
+    )
 
 
 def report(controller: "Controller") -> Report:
@@ -144,10 +147,10 @@ def report(controller: "Controller") -> Report:
     after = [time for time in marks if begin is not None and time >= begin]
     if not marks:
         after = [step.end_ns for step in steps if step.end_ns]
-    per_ring = _steps_per_pass(controller, len(after), len(steps)) if marks else controller.status.steps_per_ring
+    per_cycle = _steps_per_iteration(controller, len(after), len(steps)) if marks else controller.status.steps_per_cycle
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
-        step_ms /= per_ring
+        step_ms /= per_cycle
     (run_hits, run_misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
     if not asked:  # the last plan came late: what those before it served
         served, asked = run_hits, run_hits + run_misses
@@ -157,22 +160,22 @@ def report(controller: "Controller") -> Report:
         device_kind=controller.device.kind,
         phase=_phase(controller, len(marks)),
         note=controller.status.note,
-        steps=len(marks) or controller.status.observed_steps + len(steps) * per_ring,
+        steps=len(marks) or controller.status.observed_steps + len(steps) * per_cycle,
         watched_steps=len(before) if marks else controller.status.observed_steps,
-        planned_steps=controller.recording.num_planned if marks else len(steps) * per_ring,
+        planned_steps=controller.recording.num_planned if marks else len(steps) * per_cycle,
         planned_passes=len(steps),
-        requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
+        requests_per_step=(len(plan.schedule_size) - plan.num_prologue) // per_cycle if plan is not None else 0,
         hit_rate=served / asked if asked else None,
-        hits=state.record.hits,
-        misses=state.record.misses,
-        conflicts=state.record.conflicts,
-        dynamic_requests=state.record.num_dynamic,
+        hits=state.record.follow.hits,
+        misses=state.record.steps.misses,
+        conflicts=state.record.steps.conflicts,
+        dynamic_requests=state.record.dynamic.num_dynamic,
         run_hits=run_hits,
         run_misses=run_misses,
         run_allocated_peak_bytes=allocated_peak,
         run_reserved_peak_bytes=reserved_peak,
         end_allocated_bytes=state.record.total.allocated_bytes,
-        end_reserved_bytes=state.record.reserved_bytes,
+        end_reserved_bytes=state.record.statistics.reserved_bytes,
         allocated_peak_bytes=state.allocated_peak_bytes,
         reserved_peak_bytes=state.reserved_peak_bytes,
         observed_allocated_peak_bytes=observed.allocated_peak_bytes if observed is not None else None,
@@ -185,11 +188,11 @@ def report(controller: "Controller") -> Report:
         dropped_note=controller.status.dropped_note,
         step_ms=step_ms,
         observed_step_ms=_median_ms(before),
-        segment_allocs=state.record.num_segment_allocs,
-        segment_frees=state.record.num_segment_frees,
-        retries=state.record.num_retries,
-        out_of_memory_errors=state.record.num_ooms,
-        unknown_frees=state.record.num_unknown_frees,
+        segment_allocs=state.record.statistics.num_segment_allocs,
+        segment_frees=state.record.statistics.num_segment_frees,
+        retries=state.record.statistics.num_retries,
+        out_of_memory_errors=state.record.statistics.num_ooms,
+        unknown_frees=state.record.statistics.num_unknown_frees,
     )
 
 
@@ -234,17 +237,18 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
     block_peaks = [total.live_peak, large.live_peak, small.live_peak]
     bytes_ever = [large.allocated_ever + small.allocated_ever, small.allocated_ever]
     blocks_ever = [total.num_allocs, small.num_allocs]
+    shared = now.shared
     return {
         "allocated_bytes": _counters([total.allocated_bytes, small.allocated_bytes], byte_peaks, bytes_ever),
         "active_bytes": _counters(
-            [total.allocated_bytes + now.deferred_bytes, small.allocated_bytes + now.small_deferred_bytes],
-            _highest(byte_peaks, _three(now.active_bytes_peak)),
+            [total.allocated_bytes + shared.deferred_bytes, small.allocated_bytes + shared.small_deferred_bytes],
+            _highest(byte_peaks, _three(shared.active_bytes_peak)),
             bytes_ever,
         ),
         "reserved_bytes": _counters(
-            [now.reserved_bytes, now.small_reserved_bytes],
-            _three(now.reserved_peak),
-            [now.reserved_ever, now.small_reserved_ever],
+            [now.statistics.reserved_bytes, now.statistics.small_reserved_bytes],
+            _three(now.statistics.reserved_peak),
+            [now.statistics.reserved_ever, now.statistics.small_reserved_ever],
         ),
         "requested_bytes": _counters(
             [total.requested_bytes, small.requested_bytes],
@@ -253,23 +257,23 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
         ),
         "allocation": _counters([total.num_live, small.num_live], block_peaks, blocks_ever),
         "active": _counters(
-            [total.num_live + now.num_deferred, small.num_live + now.small_deferred],
-            _highest(block_peaks, _three(now.active_blocks_peak)),
+            [total.num_live + now.hot.num_deferred, small.num_live + now.shared.small_deferred],
+            _highest(block_peaks, _three(now.shared.active_blocks_peak)),
             blocks_ever,
         ),
         "segment": _counters(
-            [now.num_segments, now.small_segments],
-            _three(now.segments_peak),
-            [now.segments_ever, now.small_segments_ever],
+            [now.statistics.num_segments, now.statistics.small_segments],
+            _three(now.statistics.segments_peak),
+            [now.statistics.segments_ever, now.statistics.small_segments_ever],
         ),
         "inactive_split_bytes": _free_ranges(free.size_bytes, free.small_bytes),
         "inactive_split": _free_ranges(free.number, free.small_number),
         "oversize_allocations": _without_history(),
         "oversize_segments": _without_history(),
-        "num_alloc_retries": now.num_retries,
-        "num_ooms": now.num_ooms,
+        "num_alloc_retries": now.statistics.num_retries,
+        "num_ooms": now.statistics.num_ooms,
         "max_split_size": -1,
         "num_sync_all_streams": 0,
-        "num_device_alloc": now.segments_ever,
-        "num_device_free": now.segments_ever - now.num_segments,
+        "num_device_alloc": now.statistics.segments_ever,
+        "num_device_free": now.statistics.segments_ever - now.statistics.num_segments,
     }

@@ -25,10 +25,10 @@ class SteadySteps:
 
     names: list[str]  #: of their marks
     num_events: list[int]  #: in the record, at each of these
-    place: int  #: entries of the tape from where the ring begins
+    place: int  #: entries of the schedule from where the cycle begins
     hits: int
     lost: int  #: misses and conflicts
-    followed: int  #: requests that the tape was followed by
+    followed: int  #: requests that the schedule was followed by
     num_requests: int
     requested_bytes: int
     allocated_bytes: int
@@ -42,7 +42,7 @@ class SteadySteps:
 class Told(Protocol):
     """A part of a device that counts steps, or what they were like."""
 
-    def pass_over(self, steps: SteadySteps) -> None:
+    def skip(self, steps: SteadySteps) -> None:
         """These went by."""
 
 
@@ -83,7 +83,7 @@ class SteadyMarks:
 
         None while a search is under way, or while what is recorded is not all planned.
         """
-        steps, is_recorded = self._steps, self._state.record.recording
+        steps, is_recorded = self._steps, self._state.record.hot.recording
         if steps.search is not None or steps.cycles.is_found:
             return []
         if not is_recorded:
@@ -120,8 +120,8 @@ class SteadyMarks:
             allocated_bytes=last.allocated_bytes,
         )
         for part in self._told:
-            part.pass_over(steps)
-        self._steps.recorded.pass_over(steps, self._kinds[: steps.count])
+            part.skip(steps)
+        self._steps.recorded.skip(steps, self._kinds[: steps.count])
 
     def _learn(self, num_steps: int) -> None:
         """So many of the steps came that were expected: see how many are worth expecting."""

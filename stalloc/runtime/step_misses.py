@@ -22,14 +22,14 @@ class StepMisses:
 
     def of_step(self, num_plans: int) -> tuple[int, float]:
         """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
-        counts = self._state.record.hits, self._state.record.misses + self._state.record.conflicts
+        counts = self._state.record.follow.hits, self._state.record.steps.misses + self._state.record.steps.conflicts
         fresh = self._plans == num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans
         self._bad = self._bad + 1 if decisions.is_bad(missed, hits + missed) else 0
         return missed, missed / max(hits + missed, 1)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by of which hardly anything was missed."""
         self._counts, self._bad = (steps.hits, steps.lost), 0
 

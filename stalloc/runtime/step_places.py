@@ -1,7 +1,7 @@
-"""Where on the tapes in force the program's steps begin, and which of them comes next.
+"""Where on the schedules in force the program's steps begin, and which of them comes next.
 
-Contract: at a mark the core is told where the tape goes on, if it has lost its way. A step that asked for what its tape
-has, from its begin to its end, is known without a look at the record. Without a tape there are no places.
+Contract: at a mark the core is told where the schedule goes on, if it has lost its way. A step that asked for what its
+schedule has, from its begin to its end, is known without a look at the record. Without a schedule there are no places.
 """
 
 import bisect
@@ -22,9 +22,9 @@ class KindOrder:
     """The kinds of steps of one program, by number."""
 
     def __init__(self, switches_buffers: Sequence[bool]) -> None:
-        """`switches_buffers`: for each kind, whether the tapes of the other buffer are followed after it."""
+        """`switches_buffers`: for each kind, whether the schedules of the other buffer are followed after it."""
         self._switches_buffers = switches_buffers
-        self._buffer = 0  # whose tapes are followed
+        self._buffer = 0  # whose schedules are followed
         self._followers: dict[tuple[int, int], int] = {}  # two kinds in a row -> the one that came next
         self._run = -1, -1, 0  # the kind before the last one, the last one, and how often that came in a row
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}  # the first two -> how often it was, and what came next
@@ -37,7 +37,7 @@ class KindOrder:
         return one
 
     def after(self, kind: int) -> int:
-        """A step of a kind is over: the number of the tape that is expected next, all of the first buffer first."""
+        """A step of a kind is over: the number of the schedule that is expected next, all of the first buffer first."""
         self._buffer ^= self._switches_buffers[kind]
         self._followers[self._last_two] = kind
         self._last_two = self._last_two[1], kind
@@ -59,40 +59,40 @@ _REMEMBERED = 16  # marks
 
 
 class StepPlaces:
-    """The begins of steps on the tapes of one device."""
+    """The begins of steps on the schedules of one device."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self.forget()
 
     def forget(self) -> None:
-        """No tape is followed."""
-        self._places: dict[int, bytes] = {}  # in one period of a ring: requests from its begin -> the step's name
-        self._positions: list[int] = []  # of marks in all periods of the ring
+        """No schedule is followed."""
+        self._places: dict[int, bytes] = {}  # in one period of a cycle: requests from its begin -> the step's name
+        self._positions: list[int] = []  # of marks in all periods of the cycle
         self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
-        self._begins: list[int] = []  # where the tapes of all kinds begin, those of one turn after those of another
+        self._begins: list[int] = []  # where the schedules of all kinds begin, those of one turn after those of another
         self._ends: list[int] = []
         self._order = KindOrder([])  # of the kinds
         self._current = 0  # which of the positions was the last
         self._seen: list[int] = []  # where the last marks came, if no positions are known, as of a plan from a file
         self._ahead: list[StepAhead] = []  # steps that were expected after the last mark
-        self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its ring begins
+        self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its cycle begins
 
-    def follow_ring(self, places: dict[int, bytes]) -> None:
-        """A ring is followed: where steps begin in one of its periods, and their names."""
+    def follow_cycle(self, places: dict[int, bytes]) -> None:
+        """A cycle is followed: where steps begin in one of its periods, and their names."""
         self.forget()
         self._places = dict(sorted(places.items()))
 
-    def unroll(self, ring_length: int, period_requests: int) -> None:
-        """The ring that is followed has so many requests, and one period so many of them."""
-        turns = range(0, ring_length, period_requests)
+    def unroll(self, cycle_length: int, period_requests: int) -> None:
+        """The cycle that is followed has so many requests, and one period so many of them."""
+        turns = range(0, cycle_length, period_requests)
         self._positions = [turn + place for turn in turns for place in self._places]
         self._names = [*self._places.values()] * len(turns)
 
     def follow_kinds(
         self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes], switches_buffers: Sequence[bool]
     ) -> None:
-        """The tapes of several kinds of steps are followed: where each begins, the lengths and names of the kinds.
+        """The schedules of several kinds of steps are followed: where each begins, the lengths and names of the kinds.
 
         There may be several for each kind, all of the first buffer coming first; `switches_buffers`: the kinds after
         whose steps those of the other buffer are followed.
@@ -102,29 +102,29 @@ class StepPlaces:
         self._ends = [begin + length for begin, length in zip(begins, itertools.cycle(lengths), strict=False)]
 
     @property
-    def num_in_ring(self) -> int:
-        """Steps in the ring that is followed; 0 where that is not known."""
+    def num_in_cycle(self) -> int:
+        """Steps in the cycle that is followed; 0 where that is not known."""
         return len(self._positions)
 
     def find(self) -> None:
-        """A step begins: tell the core where the tape goes on."""
+        """A step begins: tell the core where the schedule goes on."""
         record = self._state.record
         if self._begins:
-            begin, end = self.expected_after(record.ring_start)
+            begin, end = self.expected_after(record.follow.cycle_start)
             self._state.arena.begin_step(begin, end, begin)
         elif self._positions:
-            self._find_position(record.ring_start, record.ring_end, record.cursor)
+            self._find_position(record.follow.cycle_start, record.follow.cycle_end, record.follow.cursor)
         else:
-            self._seen = [*self._seen, record.cursor - record.ring_start][-_REMEMBERED:]
-        self._since = record.cursor, record.history_count, record.misses, record.ring_start
+            self._seen = [*self._seen, record.follow.cursor - record.follow.cycle_start][-_REMEMBERED:]
+        self._since = record.follow.cursor, record.follow.history_count, record.steps.misses, record.follow.cycle_start
 
-    def expected_after(self, ring_start: int) -> tuple[int, int]:
-        """The tape [begin, end) of the step that is expected after the one whose tape begins there."""
-        expected = self._order.after(self._kind_of(ring_start))
+    def expected_after(self, cycle_start: int) -> tuple[int, int]:
+        """The schedule [begin, end) of the step that is expected after the one whose schedule begins there."""
+        expected = self._order.after(self._kind_of(cycle_start))
         return self._begins[expected], self._ends[expected]
 
-    def _kind_of(self, ring_start: int) -> int:
-        return (bisect.bisect_right(self._begins, ring_start) - 1) % len(self._names)
+    def _kind_of(self, cycle_start: int) -> int:
+        return (bisect.bisect_right(self._begins, cycle_start) - 1) % len(self._names)
 
     def ahead(self, most: int) -> Iterator[tuple[StepAhead, bytes]]:
         """The steps that are expected after the last mark, and their names, `most` of them.
@@ -132,19 +132,23 @@ class StepPlaces:
         They are what is known of the program's order, not more; b"": a name that is not known.
         """
         self._ahead = []
-        for step, name in itertools.islice(self._kinds_ahead() if self._begins else self._ring_ahead(), most):
+        for step, name in itertools.islice(self._kinds_ahead() if self._begins else self._cycle_ahead(), most):
             self._ahead.append(step)
             yield step, name
 
     def _kinds_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
-        order, tape = self._order.copy(), bisect.bisect_right(self._begins, self._since[3]) - 1
+        order, schedule = self._order.copy(), bisect.bisect_right(self._begins, self._since[3]) - 1
         while True:
-            begin, length, kind = self._begins[tape], self._ends[tape] - self._begins[tape], tape % len(self._names)
-            tape = order.after(kind)
-            following = self._begins[tape], self._ends[tape], self._begins[tape]
+            begin, length, kind = (
+                self._begins[schedule],
+                self._ends[schedule] - self._begins[schedule],
+                schedule % len(self._names),
+            )
+            schedule = order.after(kind)
+            following = self._begins[schedule], self._ends[schedule], self._begins[schedule]
             yield StepAhead(begin, length, following), self._names[kind]
 
-    def _ring_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
+    def _cycle_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
         positions, at, names = self._positions, self._current, self._names
         if not positions:
             last, seen = self._seen[-1:], self._seen[:-1]
@@ -152,13 +156,13 @@ class StepPlaces:
                 return
             positions = sorted({*seen[len(seen) - 1 - seen[::-1].index(*last) :]})
             at, names = positions.index(*last), [b""] * len(positions)
-        begin, end = self._since[3], self._state.record.ring_end
+        begin, end = self._since[3], self._state.record.follow.cycle_end
         while True:
             name, before, at = names[at], positions[at], (at + 1) % len(positions)
             cursor, length = begin + positions[at], end - begin
             yield StepAhead(cursor, (positions[at] - before - 1) % length + 1, (begin, end, cursor)), name
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """So many of the steps that were expected went by."""
         ahead = self._ahead[: steps.count]
         if self._begins:
@@ -186,19 +190,22 @@ class StepPlaces:
         self._current = nearest
 
     def name_of_followed(self) -> bytes | None:
-        """The name of the step that just ended, if it asked for what its tape has and nothing else; None: not known."""
-        record, (cursor, count, misses, ring_start) = self._state.record, self._since
-        num_followed = record.history_count - count
-        if record.misses != misses or cursor < 0:
+        """The name of the step that just ended, if it asked for just what its schedule has; None: not known."""
+        record, (cursor, count, misses, cycle_start) = self._state.record, self._since
+        num_followed = record.follow.history_count - count
+        if record.steps.misses != misses or cursor < 0:
             return None
         if self._begins:
-            tape = bisect.bisect_right(self._begins, record.ring_start) - 1
-            is_whole = record.cursor == self._begins[tape] and num_followed == self._ends[tape] - self._begins[tape]
-            return self._names[tape % len(self._names)] if is_whole else None
-        if not self._positions or cursor != ring_start + self._positions[self._current]:
+            schedule = bisect.bisect_right(self._begins, record.follow.cycle_start) - 1
+            is_whole = (
+                record.follow.cursor == self._begins[schedule]
+                and num_followed == self._ends[schedule] - self._begins[schedule]
+            )
+            return self._names[schedule % len(self._names)] if is_whole else None
+        if not self._positions or cursor != cycle_start + self._positions[self._current]:
             return None
-        length = record.ring_end - record.ring_start
+        length = record.follow.cycle_end - record.follow.cycle_start
         following = self._positions[(self._current + 1) % len(self._positions)]
-        expected = (following - self._positions[self._current] - 1) % length + 1  # a whole ring where there is but one
-        is_whole = num_followed == expected and record.cursor == record.ring_start + following
+        expected = (following - self._positions[self._current] - 1) % length + 1  # a whole cycle where there is but one
+        is_whole = num_followed == expected and record.follow.cursor == record.follow.cycle_start + following
         return self._names[self._current] if is_whole else None

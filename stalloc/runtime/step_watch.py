@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
-from stalloc.runtime.effort import Effort
+from stalloc.runtime.cpu_budget import CpuBudget
 from stalloc.runtime.recorded_steps import RecordedSteps
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class StepWatch:
     """Over the steps of one device."""
 
-    def __init__(self, state: DeviceState, recorded: RecordedSteps, effort: Effort) -> None:
-        self._state, self._recorded, self._effort = state, recorded, effort
+    def __init__(self, state: DeviceState, recorded: RecordedSteps, cpu_budget: CpuBudget) -> None:
+        self._state, self._recorded, self._cpu_budget = state, recorded, cpu_budget
         self._steps = self._pause = 0  # of this watch, and until the next one
         self._next_pause = decisions.watch_left(0)
 
@@ -43,7 +43,7 @@ class StepWatch:
         """Steps for which this watch goes on."""
         return decisions.watch_left(self._steps) if self._steps else 0
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by, all of them known."""
         if self._steps:
             self._steps += steps.count
@@ -54,7 +54,7 @@ class StepWatch:
         """A step ended of which something was missed, or of which little was served."""
         if not self._steps:
             self._pause -= decisions.counts_in_pause(is_unknown=is_unknown)
-            if missed and self._pause <= 0 and not self._effort.is_spent:
+            if missed and self._pause <= 0 and not self._cpu_budget.is_spent:
                 self._steps = 1
                 self._recorded.expect_last()
                 self._recorded.begin_anew()
@@ -65,5 +65,5 @@ class StepWatch:
             self._next_pause *= 2
             self._state.forget_record()
             self._recorded.forget()
-        elif decisions.is_record_long(self._state.record.num_events) or not self._state.record.recording:
+        elif decisions.is_record_long(self._state.record.log.num_events) or not self._state.record.hot.recording:
             self._recorded.begin_anew()

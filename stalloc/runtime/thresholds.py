@@ -1,27 +1,27 @@
 """Every number that the runtime decides by: what it is of, and why it is no smaller or larger.
 
 `decisions.py` is where they are used, each on figures that are handed in; `tests/test_decisions.py` has figures on both
-sides of each. Bytes, requests, steps and passes are what a name ends with; a SHARE is one in so many.
+sides of each. Bytes, requests, steps and iterations are what a name ends with; a SHARE is one in so many.
 """
 
 # --- what counts as few and as many, wherever it is asked
 FEW_SHARE = 64  # of requests or bytes: less makes no difference to a plan, and none to what a step needs
-SOME_SHARE = 8  # of requests: fewer that are not as planned do not make a step another one, or a ring none
+SOME_SHARE = 8  # of requests: fewer that are not as planned do not make a step another one, or a cycle none
 MANY_SHARE = 4  # of requests, of the device: what does not serve these is bad, what leaves less fills it
 SOME_REQUESTS = 8  # not as planned, in a step: fewer may be chance
-MANY_STEPS = 8  # or passes in a row: what went on for so long goes on; fewer may be chance
-LONG_STEPS = 64  # or passes: what brought nothing for so long is tried ever more rarely
-MANY_REQUESTS = 1024  # before misses say anything of a plan: of a short ring many passes are soon over
+MANY_STEPS = 8  # or iterations in a row: what went on for so long goes on; fewer may be chance
+LONG_STEPS = 64  # or iterations: what brought nothing for so long is tried ever more rarely
+MANY_REQUESTS = 1024  # before misses say anything of a plan: of a short cycle many iterations are soon over
 MOST_WAITS = 3  # scans or steps, that a plan waits for lifespans which a later step may show
 
 # --- when the record is searched for what repeats
 FIRST_SCAN_REQUESTS = 24  # of a record without marks: a loop in a notebook may be over soon
 SCAN_AGAIN_REQUESTS = 12  # from one search of a short record to the next
 SHORT_RECORD_REQUESTS = 64  # after which it is searched when it has grown by as many and by a quarter
-LEAST_REPEATS = 3  # of an unmarked ring, of kinds without marks, of what keeps steps from recurring: two may be chance
-LEAST_PERIOD_REQUESTS = 4  # of an unmarked ring; shorter repetitions are within a step
-COVERAGE = 0.6  # of the record that an unmarked ring has to fill, since layers and microbatches repeat as well
-WHOLE_COVERAGE = 0.9  # the same once a ring that was taken for a step was a part of one
+LEAST_REPEATS = 3  # of an unmarked cycle, of kinds without marks, of what keeps steps from recurring: two may be chance
+LEAST_PERIOD_REQUESTS = 4  # of an unmarked cycle; shorter repetitions are within a step
+COVERAGE = 0.6  # of the record that an unmarked cycle has to fill, since layers and microbatches repeat as well
+WHOLE_COVERAGE = 0.9  # the same once a cycle that was taken for a step was a part of one
 OVERDUE_REQUESTS = 1 << 16  # without a mark, of a program with an optimizer that never marked a step
 
 # --- marked steps of several kinds
@@ -35,7 +35,7 @@ MOST_EVENTS = 1 << 20  # of a record beside a plan
 SPARE_BYTES = 4 << 20  # that are always allowed: two pages for each of two pools
 PEAK_SHARE = 256  # of the peak, in which is counted what else is
 LOOSE_PARTS = 16  # where no steps repeat, or pages never rest: what PyTorch's allocator commonly holds
-SETTLING_PASSES = 3  # over a plan, after the first of which whatever is free goes back
+SETTLING_ITERATIONS = 3  # over a plan, after the first of which whatever is free goes back
 WASTE_RATIO = 1.1  # reserved over the peak of a step that is not known, beyond which segments go back after it
 DEARER_RATIO = 1.5  # of what was held, up to which a switch may hold where pages cannot move
 ADDRESS_TIMES = 2  # the device, that a range of addresses is as long as

@@ -63,18 +63,18 @@ class WarmUps:
         """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
         action, address, size = self._take_unseen()
         sizes = np.array(sorted(self._requested - self._freed), np.int64)
-        self._state.write(lasting_sizes=sizes.ctypes.data, num_lasting_sizes=len(sizes))
+        self._state.write(persistent_sizes=sizes.ctypes.data, num_persistent_sizes=len(sizes))
         self._sizes = sizes
         self._plan(last_run(action, address, size))
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """A capture is over: what it requested is no warm-up of the next one."""
-        self._state.write(capture_plan_length=0, num_lasting_sizes=0)
+        self._state.write(capture_plan_length=0, num_persistent_sizes=0)
         self._take_unseen()
 
     def _take_unseen(self) -> tuple[Column, Column, Column]:
         """Action, address and rounded bytes of the events that were not looked at, and note their sizes."""
-        end = int(self._state.record.num_events)
+        end = int(self._state.record.log.num_events)
         begin = self._begin if self._begin <= end else 0  # it began anew
         action, address, size = self._state.recorded_lives(begin, end)
         self._begin = end

@@ -28,7 +28,7 @@ from stalloc.trace import Trace
 _LIBRARIES = ("torch", "cupy")
 _WARM = (
     *("torch.utils.checkpoint", "torch._dynamo"),  # most training loops import it with their optimizer
-    *("stalloc.runtime", "stalloc.planner", "stalloc.lifespans.tape", "stalloc.analysis.holders"),
+    *("stalloc.runtime", "stalloc.planner", "stalloc.lifespans.repeating_schedule", "stalloc.analysis.holders"),
     *("stalloc.integrations.installing", "stalloc.integrations.native_history"),
 )
 _MOST_AT_ONCE = 8

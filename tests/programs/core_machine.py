@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.records import word_at
@@ -203,11 +203,11 @@ class Machine:
         """Free whatever address, live or not, without the oracle."""
         self._free(0, address, 0)
 
-    def install(self, program: "Ring | ArenaTape", *, serve: bool = True) -> int:
-        """Follow a tape from its first request and serve it from an arena; the arena's base."""
-        tape = program.tape() if isinstance(program, Ring) else program
-        arena_bytes = whole_pages(tape.arena_bytes)
-        self.state.arena.install(tape)
+    def install(self, program: "Cycle | ArenaSchedule", *, serve: bool = True) -> int:
+        """Follow a schedule from its first request and serve it from an arena; the arena's base."""
+        schedule = program.schedule() if isinstance(program, Cycle) else program
+        arena_bytes = whole_pages(schedule.arena_bytes)
+        self.state.arena.install(schedule)
         if not serve:
             return 0
         base = self.take(arena_bytes)
@@ -217,8 +217,8 @@ class Machine:
 
     def dissolve(self) -> list[int]:
         """Give the plan up and make ordinary segments of its arena; their bases."""
-        base = self.state.record.arena
-        self.state.arena.drop_tape()
+        base = self.state.record.plan.arena
+        self.state.arena.drop_schedule()
         bases = self.state.arena.dissolve()
         if bases:
             end = base + self.segments.remove(base)
@@ -231,10 +231,10 @@ class Machine:
         state = self.state
         assert state.record.total.num_live == len(self.live)
         assert state.record.total.allocated_bytes == sum(size for _, size in self.live.items())
-        assert state.record.reserved_bytes == self.taken
+        assert state.record.statistics.reserved_bytes == self.taken
 
 
-class Ring:
+class Cycle:
     """A made-up step that repeats: sizes, streams, lifespans in requests, and first-fit offsets by stream."""
 
     def __init__(self, rng: np.random.Generator, length: int, *, streams: int = 1, num_sizes: int = 12) -> None:
@@ -263,13 +263,13 @@ class Ring:
             base = top
         self.offset, self.peak = offset, base
 
-    def tape(self) -> ArenaTape:
+    def schedule(self) -> ArenaSchedule:
         """What is served of it."""
         columns = {"size": self.size, "stream": self.stream, "offset": self.offset}
-        return ArenaTape(arena_bytes=whole_pages(self.peak), num_prologue=self.num_prologue, **columns)
+        return ArenaSchedule(arena_bytes=whole_pages(self.peak), num_prologue=self.num_prologue, **columns)
 
     def _meet(self, i: int, j: int) -> bool:
-        """Whether two requests of the ring are ever live together; it turns for ever."""
+        """Whether two requests of the cycle are ever live together; it turns for ever."""
         return (j - i) % self.length < self.lifespan[i] or (i - j) % self.length < self.lifespan[j]
 
 

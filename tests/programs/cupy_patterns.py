@@ -216,7 +216,7 @@ def main(operations: int, seed: int) -> None:
     CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
     result |= {name.rpartition(".")[2]: attrgetter(name)(state.record) for name in counters}
-    result |= {"reserved": state.record.reserved_bytes, "device_used": virtual.used_bytes()}
+    result |= {"reserved": state.record.statistics.reserved_bytes, "device_used": virtual.used_bytes()}
     result |= {"operations": heap.operations, "bytes_checked": heap.bytes_checked}
     print(json.dumps(result))
 

@@ -79,9 +79,9 @@ def main() -> None:
         parts.append(
             {
                 "phase": CONTROLLER.status.phase.value,
-                "reserved": STATE.record.reserved_bytes,
-                "arena": STATE.record.arena_bytes,
-                "base": STATE.record.arena,
+                "reserved": STATE.record.statistics.reserved_bytes,
+                "arena": STATE.record.plan.arena_bytes,
+                "base": STATE.record.plan.arena,
                 "peak": virtual.peak_bytes(),
                 "plans": CONTROLLER.status.num_plans,
             }
@@ -97,10 +97,10 @@ def main() -> None:
     cp.get_default_memory_pool().free_all_blocks()
     left = {
         "allocated": STATE.record.total.allocated_bytes,
-        "reserved": STATE.record.reserved_bytes,
+        "reserved": STATE.record.statistics.reserved_bytes,
         "device_used": virtual.used_bytes(),
     }
-    print(json.dumps({"parts": parts, "left": left, "ooms": STATE.record.num_ooms}))
+    print(json.dumps({"parts": parts, "left": left, "ooms": STATE.record.statistics.num_ooms}))
 
 
 main()

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable
 
 import numpy as np
-from programs.core_machine import Machine, Ring
+from programs.core_machine import Cycle, Machine
 
 from stalloc.core.constants import NEED_EVENTS, NOT_READY
 from stalloc.device.ordering import Ordering
@@ -124,13 +124,13 @@ class Checked(Machine):
         self.state.give_events([-1 - number for number in range(begin, begin + 4)])
         return 1
 
-    def follow(self, ring: Ring, plan: Plan, *, has_memory: bool = True) -> None:
-        """Serve a ring from its plan, handovers secured; with `has_memory` from all of the arena, else from none."""
-        ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
-        arena_bytes = whole_pages(ring.peak)
-        self.state.arena.install(ring.tape())
+    def follow(self, cycle: Cycle, plan: Plan, *, has_memory: bool = True) -> None:
+        """Serve a cycle from its plan, handovers secured; with `has_memory` from all of the arena, else from none."""
+        cycle.offset, cycle.peak = plan.schedule_offset, plan.peak_bytes
+        arena_bytes = whole_pages(cycle.peak)
+        self.state.arena.install(cycle.schedule())
         gives = np.unique(plan.handover_earlier)
-        self.state.arena.share_cells(gives, list(range(1, ring.length + 1)))
+        self.state.arena.share_intervals(gives, list(range(1, cycle.length + 1)))
         base = self.take(arena_bytes)
         if not has_memory:
             self.state.arena.serve_pages(base, arena_bytes, anew=True)

@@ -97,7 +97,7 @@ class Program:
 
     def make_state(self, count: int) -> None:
         """What an optimizer makes in its first step, and keeps."""
-        self.controller.expect_lasting()
+        self.controller.expect_persistent()
         self.weights += [self.allocate(21 * MIB) for _ in range(count)]
 
     def step(self, *parts: Callable[[], None], waits: bool = True) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class Program:
 
     def counts(self) -> tuple[int, int]:
         """Hits and misses so far."""
-        return self.state.record.hits, self.state.record.misses + self.state.record.conflicts
+        return self.state.record.follow.hits, self.state.record.steps.misses + self.state.record.steps.conflicts
 
 
 def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:

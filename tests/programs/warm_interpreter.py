@@ -32,7 +32,12 @@ LIBRARIES = ("torch", "triton", "torch._dynamo", "cupy_backends", "cupy")
 #: what most programs import, and where nothing happens at the import
 USUAL = (
     *("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual"),
-    *("stalloc.integrations.installing", "stalloc.lifespans.tape", "stalloc.planner.planning", "stalloc.runtime"),
+    *(
+        "stalloc.integrations.installing",
+        "stalloc.lifespans.repeating_schedule",
+        "stalloc.planner.planning",
+        "stalloc.runtime",
+    ),
 )
 PACKAGES = ("torch", "functorch", "triton", "cupy", "cupy_backends")
 

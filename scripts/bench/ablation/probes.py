@@ -26,9 +26,12 @@ def _before(name: str, file: str, statement: str) -> Change:
 
 PROBES = (
     _probe(
-        "splices", "paging", "self._splices.make(pool, size_bytes)", "self._splices.make(pool, size_bytes) and FIRED"
+        "stitched segments",
+        "paging",
+        "self._stitched.make(pool, size_bytes)",
+        "self._stitched.make(pool, size_bytes) and FIRED",
     ),
-    _before("standing aside", "standing_aside", "        self._in_a_row += 1\n"),
+    _before("bypass", "bypass", "        self._in_a_row += 1\n"),
     _before("cycles of kinds", "kind_search", "                    self._look_for_cycle(trace, self.record)"),
     _probe(
         "cycles of kinds",
@@ -36,7 +39,7 @@ PROBES = (
         "again = self.cycles.is_due(pages_move=pages_move) and self.search is None",
         "again = self.cycles.is_due(pages_move=pages_move) and self.search is None and FIRED",
     ),
-    _before("stray requests", "stray_requests", "        self._recording.left_out.add(STRAY)"),
+    _before("noise", "noise_requests", "        self._recording.left_out.add(NOISE)"),
     _probe(
         "full device",
         "full_device",
@@ -75,9 +78,11 @@ PROBES = (
         "alike = places_of_begin(kind, own, self._done[buffer], kept)\n        (alike >= 0).any() and FIRED",
     ),
     _before("turns", "stalloc/planner/carried_over", "    return [replace(one, has_two=rank"),
-    _before("probation", "probation", "            self.is_on = True\n"),
+    _before("validation", "plan_validation", "            self.is_on = True\n"),
     _before("watch pauses", "step_watch", "            self.pause()\n            self._next"),
-    _probe("pages that linger", "tidying", "elif self._quiet_passes > 0:", "elif self._quiet_passes > 0 and FIRED:"),
+    _probe(
+        "pages that linger", "tidying", "elif self._quiet_iterations > 0:", "elif self._quiet_iterations > 0 and FIRED:"
+    ),
     _probe(
         "order of kinds",
         "step_places",
@@ -85,7 +90,7 @@ PROBES = (
         "        self._expected() != self._run[1] and FIRED\n"
         "        return self._buffer * len(self._switches_buffers) + self._expected()",
     ),
-    _before("patience", "controller", "        self.state.triggers.after_misses(2 * record.excess_misses)"),
+    _before("patience", "controller", "        self.state.triggers.after_misses(2 * record.follow.excess_misses)"),
     _probe(
         "brim",
         "paging",
@@ -101,17 +106,17 @@ PROBES = (
         "if not served and planned and self.shortage.is_enough_in_pieces(size_bytes) and FIRED:",
     ),
     _probe(
-        "steps of the ring",
+        "steps of the cycle",
         "steps",
-        "return self.tapes is None and self._recording.kept is not None and",
-        "return self.tapes is None and self._recording.kept is not None and FIRED and",
+        "return self.schedules is None and self._recording.kept is not None and",
+        "return self.schedules is None and self._recording.kept is not None and FIRED and",
     ),
     _before("kinds without marks", "steps", "            self.search = KindSearch(None, wanted"),
     _probe(
         "waiting for lifespans",
-        "looking",
-        "and self._is_worth_waiting(tape):",
-        "and self._is_worth_waiting(tape) and FIRED:",
+        "record_search",
+        "and self._is_worth_waiting(schedule):",
+        "and self._is_worth_waiting(schedule) and FIRED:",
     ),
     _before("loosening", "tidying", "            arenas.memory.paging.allowance.loosen()"),
     _probe(

@@ -25,7 +25,7 @@ from stalloc.runtime.runtime_settings import Settings
 
 HARM_PROGRAMS = Path(__file__).resolve().parents[1] / "harm_programs"
 MEMORY_BYTES = 80 << 30
-_CALLS = {"expect_lasting": Row.EXPECT_LASTING, "end_lasting": Row.END_LASTING, "expect_marks": Row.EXPECT_MARKS}
+_CALLS = {"expect_persistent": Row.EXPECT_LASTING, "end_persistent": Row.END_LASTING, "expect_marks": Row.EXPECT_MARKS}
 
 
 class Writer:
@@ -72,7 +72,7 @@ class Writer:
             index = controller.device.index
             if of is None or index in of:
                 self.rows.append(
-                    (index, int(controller.state.record.num_events), int(row), number, time.process_time_ns())
+                    (index, int(controller.state.record.log.num_events), int(row), number, time.process_time_ns())
                 )
 
     def end_step(self, kind: str) -> None:
@@ -95,7 +95,7 @@ def _of_device(controller: Any, between: list[tuple[int, ...]]) -> np.ndarray:
     state = controller.state
     events = state.recorded()
     assert state.first_event == 0, "the record is not whole"
-    raw = state.tables.streams["value"][: state.record.num_streams].tolist()
+    raw = state.tables.streams["value"][: state.record.lookup.num_streams].tolist()
     live: dict[int, int] = {}
     rows: list[tuple[int, int, int, int]] = []
     between = [*between, (1 << 60, 0, 0, 0)]

@@ -164,10 +164,10 @@ def _tell(controller: Any, what: int, name: str) -> None:
         if search is not None:
             search.done.wait()
     elif what == Row.EXPECT_LASTING:
-        controller.expect_lasting()
+        controller.expect_persistent()
     elif what == Row.END_LASTING:
         with controller.lock:
-            controller.lasting.end()
+            controller.persistent.end()
     elif what == Row.EXPECT_MARKS:
         controller.expects_marks = True
     elif what == Row.RELEASE:

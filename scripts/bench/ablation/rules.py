@@ -41,22 +41,22 @@ RULES = (
         "the core notes the marks of expected steps itself",
         (
             RUNTIME + "controller.py",
-            "elif self._is_planned and self._aside.is_far:",
+            "elif self._is_planned and self._bypass.is_far:",
             "elif False:",
         ),
     ),
     _rule(
-        "splices",
+        "stitched segments",
         257,
         "a large request is served from what two pages have left over",
-        (RUNTIME + "paging.py", "return self._splices.make(pool, size_bytes)", "return False"),
+        (RUNTIME + "paging.py", "return self._stitched.make(pool, size_bytes)", "return False"),
     ),
     _rule(
-        "standing aside",
+        "bypass",
         190,
         "a step that is not as planned is served by the heap to its end",
         _returns(
-            RUNTIME + "standing_aside.py",
+            RUNTIME + "bypass.py",
             "        record = self._state.record\n        if self._stood or not decisions",
             "False",
         ),
@@ -64,7 +64,7 @@ RULES = (
     _rule(
         "cycles of kinds",
         139,
-        "a cycle of several kinds of steps is planned as one ring",
+        "a cycle of several kinds of steps is planned as one cycle",
         (
             RUNTIME + "kind_search.py",
             "if (self.lacks_places or self.pages_move) and self.record is not None:",
@@ -77,10 +77,10 @@ RULES = (
         ),
     ),
     _rule(
-        "stray requests",
+        "noise",
         114,
         "requests of any size are left out of steps",
-        (RUNTIME + "recorded_steps.py", "if not self._strays.leave_out():", "if True:"),
+        (RUNTIME + "recorded_steps.py", "if not self._noise.leave_out():", "if True:"),
     ),
     _rule(
         "full device",
@@ -94,7 +94,7 @@ RULES = (
         ),
         (
             RUNTIME + "full_device.py",
-            "if not decisions.is_left(max(record.excess_misses, self._state.num_displaced)) or",
+            "if not decisions.is_left(max(record.follow.excess_misses, self._state.num_displaced)) or",
             "if True or",
         ),
         (
@@ -144,12 +144,13 @@ RULES = (
         ),
     ),
     _rule(
-        "probation",
+        "validation",
         90,
-        "a ring found without marks is judged after eight passes",
+        "a cycle found without marks is judged after eight passes",
         _returns(
-            RUNTIME + "probation.py",
-            "        record = self._state.record\n        length = record.ring_end - record.ring_start\n",
+            RUNTIME + "plan_validation.py",
+            "        record = self._state.record\n        length = record.follow.cycle_end - "
+            "record.follow.cycle_start\n",
             "None",
         ),
     ),
@@ -163,7 +164,7 @@ RULES = (
         "pages that linger",
         40,
         "what a deviation needed goes back after passes without one",
-        (RUNTIME + "tidying.py", "elif self._quiet_passes > 0:", "elif False:"),
+        (RUNTIME + "tidying.py", "elif self._quiet_iterations > 0:", "elif False:"),
     ),
     _rule(
         "order of kinds",
@@ -177,7 +178,7 @@ RULES = (
         "patience",
         35,
         "a plan of a program that marks steps stays although much is missed",
-        (RUNTIME + "controller.py", "if record.ask_after_misses or self.full_device.may_fill():", "if True:"),
+        (RUNTIME + "controller.py", "if record.triggers.ask_after_misses or self.full_device.may_fill():", "if True:"),
     ),
     _rule(
         "pages ahead",
@@ -206,15 +207,15 @@ RULES = (
         (RUNTIME + "paging.py", "if excess > 0 and self._holds(decisions.is_at_brim):", "if False:"),
     ),
     _rule(
-        "lasting",
+        "persistent",
         90,
         "what is meant to last gets segments of its own",
         (
-            RUNTIME + "lasting.py",
+            RUNTIME + "persistent_phase.py",
             "self._building = watching and self._state.record.total.num_allocs == 0",
             "self._building = False",
         ),
-        _returns(RUNTIME + "lasting.py", "        self._building = False\n        if planned and", "None"),
+        _returns(RUNTIME + "persistent_phase.py", "        self._building = False\n        if planned and", "None"),
     ),
     _rule(
         "saving",
@@ -234,12 +235,12 @@ RULES = (
         ),
     ),
     _rule(
-        "steps of the ring",
+        "steps of the cycle",
         25,
-        "the steps of a ring in force are planned with new kinds",
+        "the steps of a cycle in force are planned with new kinds",
         (
             RUNTIME + "steps.py",
-            "return self.tapes is None and self._recording.kept is not None and",
+            "return self.schedules is None and self._recording.kept is not None and",
             "return False and",
         ),
     ),
@@ -249,7 +250,7 @@ RULES = (
         "kinds of steps are found where nothing marks steps",
         (
             RUNTIME + "controller.py",
-            "if not self.memory.source.paged or not self._looking.shows_kinds:",
+            "if not self.memory.source.paged or not self._search.shows_kinds:",
             "if True:",
         ),
     ),
@@ -258,8 +259,8 @@ RULES = (
         20,
         "a plan waits for lifespans that are not known yet",
         (
-            RUNTIME + "looking.py",
-            "if tape is not None and not tape.planned.all() and self._is_worth_waiting(tape):",
+            RUNTIME + "record_search.py",
+            "if schedule is not None and not schedule.planned.all() and self._is_worth_waiting(schedule):",
             "if False:",
         ),
     ),
@@ -292,7 +293,7 @@ RULES = (
     _rule(
         "places of marks",
         10,
-        "a mark moves the cursor of a ring to the next start of a step",
+        "a mark moves the cursor of a cycle to the next start of a step",
         (RUNTIME + "step_places.py", "if not decisions.is_near_mark(min(behind, ahead)):", "if False:"),
     ),
     # --- in the core: compiled anew
@@ -302,7 +303,7 @@ RULES = (
         "the heap borrows idle parts of the arena",
         (
             CORE + "lending.py",
-            "if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):",
+            "if state.plan.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):",
             "if size > 0:",
         ),
     ),
@@ -313,7 +314,7 @@ RULES = (
         (CORE + "lending.py", "known = lifespan_at(state, row).value", "known = 0"),
         (
             CORE + "learnt_lifespans.py",
-            "return lifespan_at(state, row).value > state.ring_end - state.ring_start",
+            "return lifespan_at(state, row).value > state.follow.cycle_end - state.follow.cycle_start",
             "return False",
         ),
     ),
@@ -323,8 +324,8 @@ RULES = (
         "small planned requests lie together",
         (
             RUNTIME + "arenas.py",
-            "tape, source = on_pages(tape, apart=not fills), self",
-            "tape, source = on_pages(tape, apart=False), self",
+            "schedule, source = on_pages(schedule, apart=not fills), self",
+            "schedule, source = on_pages(schedule, apart=False), self",
         ),
     ),
     _rule(
@@ -337,20 +338,24 @@ RULES = (
         "lending before growth",
         15,
         "everything idle is lent before reserved memory grows",
-        (CORE + "requests.py", "elif not together and exceeds_peak(state, size) and not", "elif size < 0 and not"),
+        (CORE + "requests.py", "        and exceeds_peak(state, size)\n", "        and size < 0\n"),
     ),
     _rule(
-        "bad passes",
+        "bad iterations",
         12,
-        "a plan goes after eight bad passes",
-        (CORE + "step_log.py", "if state.bad_passes >= _MAX_BAD_PASSES:", "if state.bad_passes < 0:"),
+        "a plan goes after eight bad iterations",
+        (
+            CORE + "step_log.py",
+            "if state.steps.bad_iterations >= _MAX_BAD_ITERATIONS:",
+            "if state.steps.bad_iterations < 0:",
+        ),
     ),
     _rule(
         "pairs",
         35,
         "a pair of requests is looked for in the next 64 entries",
         (
-            CORE + "tape_cursor.py",
+            CORE + "schedule_cursor.py",
             " else _pair_ahead(state, first, end)\n    if position < 0:",
             " else -1\n    if position < 0:",
         ),
@@ -365,12 +370,12 @@ RULES = (
         "alignment again",
         14,
         "steps are aligned again where much was missed",
-        (RUNTIME + "controller.py", "if not again or self.status.effort.is_spent:", "if again or not again:"),
+        (RUNTIME + "controller.py", "if not again or self.status.cpu_budget.is_spent:", "if again or not again:"),
     ),
     _rule(
         "room",
         75,
-        "the plan of a ring leaves room for dynamic requests",
+        "the plan of a cycle leaves room for dynamic requests",
         (RUNTIME + "planning_job.py", "plan = leave_room(plan, self.with_dynamic)", "del leave_room"),
     ),
     _rule(
@@ -402,16 +407,20 @@ RULES = (
     _rule(
         "branches",
         25,
-        "a pass that goes on as another tape does follows that",
-        (CORE + "tape_cursor.py", "position = _branch(state, key) if state.num_tapes > 1 else -1", "position = -1"),
+        "a pass that goes on as another schedule does follows that",
+        (
+            CORE + "schedule_cursor.py",
+            "position = _branch(state, key) if state.follow.num_schedules > 1 else -1",
+            "position = -1",
+        ),
     ),
     _rule(
         "begins anew",
         30,
-        "three requests that begin a tape move the cursor there",
+        "three requests that begin a schedule move the cursor there",
         _returns(
-            CORE + "tape_cursor.py",
-            "    for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed",
+            CORE + "schedule_cursor.py",
+            "    others = state.follow.num_schedules if state.follow.num_schedules > 1 else 0\n",
             "-1",
         ),
     ),

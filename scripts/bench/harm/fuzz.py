@@ -86,7 +86,7 @@ def held_bytes(program: RandomProgram, capacity_bytes: int = 0) -> int | None:
     try:
         if not machine.follow(program.size, program.events, program.step_ends):
             return None
-        return int(machine.state.record.reserved_peak.total)
+        return int(machine.state.record.statistics.reserved_peak.total)
     finally:
         let_go(machine.controller)
 

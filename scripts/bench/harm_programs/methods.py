@@ -56,17 +56,17 @@ def generation_between(num_steps: int) -> None:
 
 @program(80)
 def actor_and_critic(num_steps: int) -> None:
-    """Batches come from a ring of states on the GPU; the critic learns in each step, the actor in every third."""
+    """Batches come from a cycle of states on the GPU; the critic learns in each step, the actor in every third."""
     actor, critic = (
         nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 256)).cuda()
         for _ in range(2)
     )
     target = AveragedModel(critic)
     optimizers = [torch.optim.Adam(one.parameters()) for one in (actor, critic)]
-    ring: list[Tensor] = []
+    cycle: list[Tensor] = []
     for step in range(num_steps):
-        ring = [*ring[-15:], torch.empty(2048, 256, device="cuda")]
-        batch = torch.cat(random.Random(step).choices(ring, k=4))
+        cycle = [*cycle[-15:], torch.empty(2048, 256, device="cuda")]
+        batch = torch.cat(random.Random(step).choices(cycle, k=4))
         with torch.no_grad():
             wanted = target(actor(batch))
         F.mse_loss(critic(batch), wanted).backward()

@@ -18,9 +18,9 @@ from hostility.programs import MIB, Program, make_program
 from stalloc.errors import StallocError
 from stalloc.integrations.plan_cache import PlanCache
 from stalloc.integrations.ranks import fits
-from stalloc.lifespans.tape import Tape
-from stalloc.planner import Plan, load_plans, plan_tape, plans_from_bytes, plans_to_bytes, save_plans
-from stalloc.planner.ring import ring_bound
+from stalloc.lifespans.repeating_schedule import Schedule
+from stalloc.planner import Plan, load_plans, plan_schedule, plans_from_bytes, plans_to_bytes, save_plans
+from stalloc.planner.cycle import cycle_bound
 from stalloc.replay.offline import let_go, make_controller
 from stalloc.runtime.admission import admit
 from stalloc.runtime.controller import Controller
@@ -28,16 +28,16 @@ from stalloc.runtime.runtime_settings import Settings
 
 CAPACITY_BYTES = 1 << 30
 WAYS = ("file", "cache", "rank")
-_TAPE_COLUMNS = ("tape_size", "tape_stream", "tape_start", "tape_end", "tape_offset")
+_SCHEDULE_COLUMNS = ("schedule_size", "schedule_stream", "schedule_start", "schedule_end", "schedule_offset")
 _ROWS = {
-    "tape_size": "size",
-    "tape_stream": "stream",
-    "tape_start": "start",
-    "tape_end": "end",
-    "tape_offset": "offset",
+    "schedule_size": "size",
+    "schedule_stream": "stream",
+    "schedule_start": "start",
+    "schedule_end": "end",
+    "schedule_offset": "offset",
 }
-_HEADER = ("alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "ring_start", "ring_end", "device")
-_CHANGES, _SHARES = (*_TAPE_COLUMNS, "empty", "moved", "header"), (0.1, 0.05, 0.05, 0.1, 0.2, 0.25, 0.2, 0.05)
+_HEADER = ("alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "cycle_start", "cycle_end", "device")
+_CHANGES, _SHARES = (*_SCHEDULE_COLUMNS, "empty", "moved", "header"), (0.1, 0.05, 0.05, 0.1, 0.2, 0.25, 0.2, 0.05)
 _SPECIAL = (-(1 << 63), -(1 << 40), -512, -2, -1, 0, 1, 511, 512, 1 << 20, 1 << 40, 1 << 47, 1 << 61, 1 << 62)
 
 
@@ -57,34 +57,34 @@ def soak_plans(count: int, seed: int) -> dict[str, Any]:
     """Put `count` changed plans in force, one after the other by all ways, and run their programs."""
     rng = np.random.default_rng(seed)
     findings = Findings()
-    known: list[tuple[Program, Tape, Plan]] = []
+    known: list[tuple[Program, Schedule, Plan]] = []
     with tempfile.TemporaryDirectory() as folder:
         for index in range(count):
             if index % 500 == 0:  # a plan is changed in many ways before there is another one
                 known = [_planned(make_program(rng)) for _ in range(8)]
-            program, tape, plan = known[index % len(known)]
+            program, schedule, plan = known[index % len(known)]
             way = WAYS[index % len(WAYS)]
             changed = _change(plan, rng)
             try:
-                _one(changed, tape, program, way, Path(folder) / "hostile.plan.npz", findings, rng)
+                _one(changed, schedule, program, way, Path(folder) / "hostile.plan.npz", findings, rng)
             except Exception as error:
                 findings.problems.append(f"seed {seed}, plan {index}, by {way}: {type(error).__name__}: {error}")
     return dataclasses.asdict(findings)
 
 
-def _planned(program: Program) -> tuple[Program, Tape, Plan]:
-    tape = program.tape()
-    return program, tape, plan_tape(tape)
+def _planned(program: Program) -> tuple[Program, Schedule, Plan]:
+    schedule = program.schedule()
+    return program, schedule, plan_schedule(schedule)
 
 
 def _one(
-    plan: Plan, tape: Tape, program: Program, way: str, file: Path, findings: Findings, rng: np.random.Generator
+    plan: Plan, schedule: Schedule, program: Program, way: str, file: Path, findings: Findings, rng: np.random.Generator
 ) -> None:
     """One plan by one way; what the program finds wrong is an AssertionError."""
     findings.plans += 1
     controller = make_controller(CAPACITY_BYTES, Settings(plan=False))
     try:
-        _put_in_force(controller, plan, tape, way, file)
+        _put_in_force(controller, plan, schedule, way, file)
     except StallocError as error:
         findings.refused += 1
         sentence = str(error)
@@ -96,28 +96,28 @@ def _one(
     # what goes by the plan's own columns finds whatever place is amiss, the program whatever else is
     for requests in (program, Program.of_plan(plan)):
         requests.run(controller, rng)
-    findings.hits += controller.state.record.hits
+    findings.hits += controller.state.record.follow.hits
     let_go(controller)
 
 
-def _put_in_force(controller: Controller, plan: Plan, tape: Tape, way: str, file: Path) -> None:
+def _put_in_force(controller: Controller, plan: Plan, schedule: Schedule, way: str, file: Path) -> None:
     if way == "rank":
         (plan,) = plans_from_bytes(plans_to_bytes([plan]), "the job's store")
-        # whoever writes the store of a job knows the tape that is asked for
-        claimed = Tape(
-            **{name.removeprefix("tape_"): getattr(plan, name) for name in _TAPE_COLUMNS[:-1]},
-            planned=plan.tape_offset >= 0,
+        # whoever writes the store of a job knows the schedule that is asked for
+        claimed = Schedule(
+            **{name.removeprefix("schedule_"): getattr(plan, name) for name in _SCHEDULE_COLUMNS[:-1]},
+            planned=plan.schedule_offset >= 0,
             num_prologue=plan.num_prologue,
-            ring_start=plan.ring_start,
-            ring_end=plan.ring_end,
-            row=tape.row,
-            covered_requests=tape.covered_requests,
-            period_requests=tape.period_requests,
-            minimum_size=tape.minimum_size,
+            cycle_start=plan.cycle_start,
+            cycle_end=plan.cycle_end,
+            row=schedule.row,
+            covered_requests=schedule.covered_requests,
+            period_requests=schedule.period_requests,
+            minimum_size=schedule.minimum_size,
         )
         if not fits(plan, claimed):
-            raise StallocError("bad-rank: the plan does not fit the tape.")
-        admitted = admit([plan], ring_only=True)
+            raise StallocError("bad-rank: the plan does not fit the schedule.")
+        admitted = admit([plan], cycle_only=True)
         controller.put_in_force(admitted, plan)
         return
     save_plans(file, [plan])
@@ -131,18 +131,18 @@ def _put_in_force(controller: Controller, plan: Plan, tape: Tape, way: str, file
 
 def _change(plan: Plan, rng: np.random.Generator) -> Plan:
     """The plan with a few values changed; often so that as much as possible still agrees with them."""
-    columns = {name: getattr(plan, name).copy() for name in _TAPE_COLUMNS}
+    columns = {name: getattr(plan, name).copy() for name in _SCHEDULE_COLUMNS}
     header = {name: getattr(plan, name) for name in _HEADER}
     for _ in range(int(rng.integers(1, 4))):
         name = str(rng.choice(_CHANGES, p=_SHARES))
-        row, other = rng.integers(len(plan.tape_size), size=2).tolist()
+        row, other = rng.integers(len(plan.schedule_size), size=2).tolist()
         if name == "header":
             header[str(rng.choice(_HEADER))] = _value(rng, plan)
         elif name == "moved":  # to where another one is
-            columns["tape_offset"][row] = columns["tape_offset"][other]
+            columns["schedule_offset"][row] = columns["schedule_offset"][other]
         elif name == "empty":  # an empty lifespan constrains nothing: wherever it is said to lie
-            columns["tape_end"][row] = columns["tape_start"][row]
-            columns["tape_offset"][row] = _value(rng, plan)
+            columns["schedule_end"][row] = columns["schedule_start"][row]
+            columns["schedule_offset"][row] = _value(rng, plan)
         else:
             columns[name][row] = _value(rng, plan)
     if rng.random() < 0.03:
@@ -158,17 +158,19 @@ def _change(plan: Plan, rng: np.random.Generator) -> Plan:
 def _value(rng: np.random.Generator, plan: Plan) -> int:
     """A number from the edges of what fits somewhere."""
     peak = plan.peak_bytes
-    near = (peak, peak - 512, peak + 512, peak + (64 << 20), 2 * peak, int(rng.choice(plan.tape_offset)), 4 * MIB)
+    near = (peak, peak - 512, peak + 512, peak + (64 << 20), 2 * peak, int(rng.choice(plan.schedule_offset)), 4 * MIB)
     value = int(rng.choice(np.array([*_SPECIAL, *near, (1 << 63) - 1])))
     return max(-(1 << 63), min((1 << 63) - 1, value + int(rng.choice([0, 0, 0, -512, 512, 1]))))
 
 
 def _load(plan: Plan) -> int:
     """The maximum load that a validator will find, where it can be computed at all."""
-    counted = (plan.tape_offset >= 0) & (plan.tape_start < plan.tape_end) & (plan.tape_size > 0)
-    counted &= (plan.tape_size < 1 << 50) & (np.abs(plan.tape_start) < 1 << 50) & (np.abs(plan.tape_end) < 1 << 50)
-    if not counted.any() or plan.ring_end <= plan.ring_start or max(plan.ring_end, -plan.ring_start) > 1 << 50:
+    counted = (plan.schedule_offset >= 0) & (plan.schedule_start < plan.schedule_end) & (plan.schedule_size > 0)
+    counted &= (
+        (plan.schedule_size < 1 << 50) & (np.abs(plan.schedule_start) < 1 << 50) & (np.abs(plan.schedule_end) < 1 << 50)
+    )
+    if not counted.any() or plan.cycle_end <= plan.cycle_start or max(plan.cycle_end, -plan.cycle_start) > 1 << 50:
         return 0
-    rounded = -(-plan.tape_size[counted] // max(plan.alignment, 1)) * max(plan.alignment, 1)
-    times = plan.tape_start[counted], plan.tape_end[counted]
-    return max(0, ring_bound(*times, rounded, plan.ring_start, plan.ring_end))
+    rounded = -(-plan.schedule_size[counted] // max(plan.alignment, 1)) * max(plan.alignment, 1)
+    times = plan.schedule_start[counted], plan.schedule_end[counted]
+    return max(0, cycle_bound(*times, rounded, plan.cycle_start, plan.cycle_end))

@@ -1,4 +1,4 @@
-"""Small programs for hostile plans: requests that come and go in a ring, with an oracle for every address.
+"""Small programs for hostile plans: requests that come and go in a cycle, with an oracle for every address.
 
 Contract: an address that lies outside the memory that the device gave out, or in a live request, is an AssertionError.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.core.snapshot import segments
-from stalloc.lifespans.tape import Tape
+from stalloc.lifespans.repeating_schedule import Schedule
 from stalloc.planner import Plan
 
 MIB = 1 << 20
@@ -30,7 +30,12 @@ class Oracle:
     def add(self, address: int, size_bytes: int) -> None:
         """A request is served at this address."""
         end, record = address + size_bytes, self._controller.state.record
-        version = record.num_segment_allocs, record.num_segment_frees, record.num_segments, record.arena
+        version = (
+            record.statistics.num_segment_allocs,
+            record.statistics.num_segment_frees,
+            record.statistics.num_segments,
+            record.plan.arena,
+        )
         if version != self._version:
             found = segments(self._controller.state)
             self._held, self._version = [(one.address, one.address + one.size_bytes) for one in found], version
@@ -56,24 +61,29 @@ class Program:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "Program":
-        """What follows the tape of a plan as far as its numbers make sense, whatever the plan says of lifespans."""
-        count = len(plan.tape_size)
-        usable = (plan.tape_size > 0) & (plan.tape_size <= _LARGEST) & (plan.tape_stream >= 0) & (plan.tape_stream < 8)
-        return cls(plan.tape_size[usable], plan.tape_stream[usable], np.full(int(usable.sum()), count // 2 + 1))
+        """What follows the schedule of a plan as far as its numbers make sense, whatever the plan says of lifespans."""
+        count = len(plan.schedule_size)
+        usable = (
+            (plan.schedule_size > 0)
+            & (plan.schedule_size <= _LARGEST)
+            & (plan.schedule_stream >= 0)
+            & (plan.schedule_stream < 8)
+        )
+        return cls(plan.schedule_size[usable], plan.schedule_stream[usable], np.full(int(usable.sum()), count // 2 + 1))
 
-    def tape(self) -> Tape:
-        """The tape of this program: a ring without a prologue."""
+    def schedule(self) -> Schedule:
+        """The schedule of this program: a cycle without a prologue."""
         count = len(self.size)
         start = np.arange(count, dtype=np.int64)
-        return Tape(
+        return Schedule(
             size=self.size,
             stream=self.stream,
             start=start,
             end=start + self.lifespan,
             planned=np.ones(count, bool),
             num_prologue=0,
-            ring_start=0,
-            ring_end=count,
+            cycle_start=0,
+            cycle_end=count,
             row=start,
             covered_requests=3 * count,
             period_requests=count,

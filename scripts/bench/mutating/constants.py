@@ -17,7 +17,7 @@ _NAME = re.compile(r"_?[A-Z][A-Z0-9_]*")
 #: names that say that a number stands for something, or is as wide as a field
 _CODES = re.compile(
     r"_?(NO_\w+|ACTION_\w+|BLOCK_\w+|CLOCK|MODE_\w+|\w+_KIND|\w+_KINDS|\w+_BITS|\w+_MASK|\w+_USER|AT_\w+|USE_\w+|POOL_\w+|"
-    r"ASIDE\w*|APART_\w+|POLL\w*|NEED_\w+|ASKED|HEAP_ONLY|GOT_PAGES|KNOWN|\w+_CLOCK|\w*WORDS?|NOT_READY|DONT_NEED|DRIVER_STATUS|UNMAPPED|NEVER|HASH|STRAY|ALL|MANY|WORK|PER_THREAD|ROWS|FULL_\w+)"
+    r"BYPASS\w*|APART_\w+|POLL\w*|NEED_\w+|ASKED|HEAP_ONLY|GOT_PAGES|KNOWN|\w+_CLOCK|\w*WORDS?|NOT_READY|DONT_NEED|DRIVER_STATUS|UNMAPPED|NEVER|HASH|NOISE|ALL|MANY|WORK|PER_THREAD|ROWS|FULL_\w+)"
 )
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 #: tests of a folder of the package, whichever of its modules is changed
 _OF_FOLDER = {
     "planner": "planner_validator planner_arrays planner_births planner_pieces planner_constraints planner_relations "
-    "planner_search planner_tape planner_real planner_record regions",
-    "lifespans": "lifespans_load lifespans_tape lifespans_periods lifespans_classes lifespans_unmarked planner_tape "
-    "stats",
+    "planner_search planner_schedule planner_real planner_record regions",
+    "lifespans": "lifespans_load lifespans_schedule lifespans_periods lifespans_classes lifespans_unmarked "
+    "planner_schedule stats",
     "core": "runtime_heap runtime_page_heap growth runtime_replay runtime_handing runtime_shared_blocks runtime_arena "
-    "runtime_tapes runtime_full_tables integrations_streams regions runtime_pages "
+    "runtime_schedules runtime_full_tables integrations_streams regions runtime_pages "
     "runtime_shared_pages torch_statistics runtime_fuzz",
     "runtime": "runtime_steps runtime_replay runtime_kinds runtime_arenas runtime_pages",
     "replay": "replay_models_rules replay_models replay_torch_record replay_torch replay_models_cupy simulate settings",
@@ -26,15 +26,15 @@ _OF_MODULE = {
     "planner/kinds_check": "runtime_admission planner_relations",
     "planner/problem": "planner_pieces planner_arrays",
     "planner/best_fit_by_birth": "planner_births",
-    "planner/hole_filling": "planner_constraints planner_tape",
+    "planner/hole_filling": "planner_constraints planner_schedule",
     "planner/placement": "planner_arrays planner_relations",
     "planner/orders": "planner_arrays",
-    "planner/ring": "planner_tape",
-    "planner/sharing": "planner_tape planner_record",
+    "planner/cycle": "planner_schedule",
+    "planner/sharing": "planner_schedule planner_record",
     "planner/layout": "planner_arrays",
     "lifespans/load_curves": "lifespans_load stats",
     "core/planned_requests": "runtime_replay",
-    "core/cells": "runtime_replay",
+    "core/arena_intervals": "runtime_replay",
     "core/free_lists": "runtime_heap",
     "core/handovers": "runtime_handing integrations_streams",
     "core/growth": "runtime_page_heap runtime_pages",
@@ -42,9 +42,9 @@ _OF_MODULE = {
     "core/leases": "runtime_arena runtime_replay",
     "core/stream_uses": "runtime_shared_blocks integrations_streams",
     "core/counters": "torch_statistics",
-    "core/tape_cursor": "runtime_replay",
+    "core/schedule_cursor": "runtime_replay",
     "core/step_log": "runtime_replay runtime_steps",
-    "core/arena_tape": "runtime_tapes",
+    "core/arena_schedule": "runtime_schedules",
     "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/torch_expandable": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/simulation": "simulate",

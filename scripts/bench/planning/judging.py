@@ -48,7 +48,7 @@ def judged(case: Case, offset: Column, load_bytes: int) -> int:
             method="",
             kind="trace",
             provenance={},
-            tape_row=none,
+            schedule_row=none,
         )
     )
     assert verdict.ok, f"{case.name}: {verdict.reason}: {verdict.detail}"

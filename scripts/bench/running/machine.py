@@ -32,7 +32,7 @@ def _run(device, size, events, address, peaks):
             if address[row] == 0:
                 return False
             peaks[0] = max(peaks[0], state.total.allocated_bytes)
-            peaks[1] = max(peaks[1], state.reserved_bytes)
+            peaks[1] = max(peaks[1], state.statistics.reserved_bytes)
         else:
             free(device, address[row])
     return True
@@ -89,7 +89,7 @@ class Machine:
             hits, missed = (now - then for now, then in zip(self._counts(), before, strict=True))
         else:
             hits, missed = 0, int((step.size > TINY).sum())
-        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state.record.reserved_bytes, planned)
+        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state.record.statistics.reserved_bytes, planned)
 
     def follow(self, size: Column, events: Column, step_ends: Sequence[int]) -> bool:
         """Run a program whose requests may outlive its steps, and mark their ends; False if it runs out of memory."""
@@ -110,4 +110,4 @@ class Machine:
 
     def _counts(self) -> tuple[int, int]:
         state = self.state
-        return state.record.hits, state.record.misses + state.record.conflicts
+        return state.record.follow.hits, state.record.steps.misses + state.record.steps.conflicts

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from running import soak_threads as threads
-from running.soak_rings import MIB, Ring, make_ring
+from running.soak_cycles import MIB, Cycle, make_cycle
 from stalloc.core import arena, constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.process import Runtime, start
@@ -72,7 +72,7 @@ class Soak:
         self.counts = np.zeros((NUM_THREADS + 1, threads.COUNTS), np.int64)
         self.counts[:, threads.SEED] = self.rng.integers(1, 1 << 60, NUM_THREADS + 1)
         self.counts[:, threads.NEXT_TAG] = np.arange(NUM_THREADS + 1) + 0x5A << 52
-        self.phase, self.ring = ROAM, make_ring(self.rng, 64, largest=MIB)
+        self.phase, self.cycle = ROAM, make_cycle(self.rng, 64, largest=MIB)
         self.happened: dict[str, int] = {}
         self._errors: list[str] = []
 
@@ -82,12 +82,12 @@ class Soak:
         try:
             counts = self.counts[index]
             while counts[threads.OPERATIONS] < operations and not self._errors:
-                ring, phase = self.ring, self.phase
+                cycle, phase = self.cycle, self.phase
                 follows = index < {ROAM: 0, MIXED: 2, PLANNED: 1, LEARN: 1}[phase]
                 if follows:
-                    self._follow(index, ring, phase)
+                    self._follow(index, cycle, phase)
                 else:
-                    self._roam(index, ring, 512 if phase in (PLANNED, LEARN) else 1 << 40)
+                    self._roam(index, cycle, 512 if phase in (PLANNED, LEARN) else 1 << 40)
             for row in self.own[index]:
                 if row[threads.ADDRESS]:
                     threads.empty_slot(row.ctypes.data, self.free, counts.ctypes.data)
@@ -95,12 +95,12 @@ class Soak:
             self._errors.append(repr(error))
             raise
 
-    def _roam(self, index: int, ring: Ring, largest: int) -> None:
-        arguments = self.slots.ctypes.data, NUM_SLOTS, self.streams, ring.size, largest
+    def _roam(self, index: int, cycle: Cycle, largest: int) -> None:
+        arguments = self.slots.ctypes.data, NUM_SLOTS, self.streams, cycle.size, largest
         address = self.counts[index].ctypes.data
         threads.roam(self.state.address, self.allocate, self.free, *arguments, 200, CHUNK, address)
 
-    def _follow(self, index: int, ring: Ring, phase: int) -> None:
+    def _follow(self, index: int, cycle: Cycle, phase: int) -> None:
         deviations = 0 if phase == LEARN else int(self.rng.choice([0, 0, 20, 200]))
         for _ in range(1 if phase == LEARN else 20):
             threads.follow(
@@ -110,10 +110,10 @@ class Soak:
                 self.slots.ctypes.data,
                 NUM_SLOTS,
                 self.streams,
-                ring.size,
-                ring.stream,
-                ring.dying,
-                ring.first_dying,
+                cycle.size,
+                cycle.stream,
+                cycle.dying,
+                cycle.first_dying,
                 deviations,
                 self.counts[index].ctypes.data,
             )
@@ -125,30 +125,30 @@ class Soak:
     def _note(self, what: str) -> None:
         self.happened[what] = self.happened.get(what, 0) + 1
 
-    def _new_ring(self) -> None:
+    def _new_cycle(self) -> None:
         streams = int(self.rng.choice([1, 1, 2, 3]))
         length = int(self.rng.integers(16, RING_ENTRIES))
-        self.ring = make_ring(self.rng, length, streams=streams, num_sizes=int(self.rng.integers(3, 40)), largest=MIB)
+        self.cycle = make_cycle(self.rng, length, streams=streams, num_sizes=int(self.rng.integers(3, 40)), largest=MIB)
 
     def _put_in_force(self) -> None:
-        ring, controller = self.ring, self.controller
+        cycle, controller = self.cycle, self.controller
         begins: tuple[int, ...] = ()
-        columns = [ring.size, ring.stream, ring.offset]
-        peak_bytes = ring.peak_bytes
-        if self.rng.random() < 0.3 and not ring.stream.any():  # two kinds of steps
-            other = make_ring(self.rng, int(self.rng.integers(16, RING_ENTRIES)), largest=MIB)
+        columns = [cycle.size, cycle.stream, cycle.offset]
+        peak_bytes = cycle.peak_bytes
+        if self.rng.random() < 0.3 and not cycle.stream.any():  # two kinds of steps
+            other = make_cycle(self.rng, int(self.rng.integers(16, RING_ENTRIES)), largest=MIB)
             columns = [
                 np.concatenate(pair) for pair in zip(columns, (other.size, other.stream, other.offset), strict=True)
             ]
-            begins, peak_bytes = (0, len(ring)), max(peak_bytes, other.peak_bytes)
+            begins, peak_bytes = (0, len(cycle)), max(peak_bytes, other.peak_bytes)
         size, stream, offset = columns
         arena_bytes = whole_pages(peak_bytes)
-        tape = ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=begins)
+        schedule = ArenaSchedule(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=begins)
         with controller.lock:
             controller.steady.end()  # as whoever enters Python
             if controller.status.phase is not Phase.PLANNED:
                 controller.note_observed()
-            if controller.put_in_force(tape):
+            if controller.put_in_force(schedule):
                 self._note("plans put in force")
             else:
                 controller.rest("the arena does not fit")
@@ -175,7 +175,7 @@ class Soak:
     def _limit(self) -> None:
         """The device has no more for a moment."""
         with self.controller.lock:
-            self.controller.memory.source.limit_bytes = max(1, self.state.record.reserved_bytes)
+            self.controller.memory.source.limit_bytes = max(1, self.state.record.statistics.reserved_bytes)
         self._pause(0.01)
         self.controller.memory.source.limit_bytes = 0
         self._note("limits")
@@ -209,7 +209,7 @@ class Soak:
     def _move(self) -> None:
         """Other addresses for the plan in force, and pages of the arena for the heap."""
         with self.controller.lock:
-            if self.controller.status.phase is Phase.PLANNED and not self.state.record.private_kind:
+            if self.controller.status.phase is Phase.PLANNED and not self.state.record.hot.private_kind:
                 self.controller.arenas.move()
                 self._note("moves of the arena")
 
@@ -220,7 +220,7 @@ class Soak:
     def _next_phase(self) -> None:
         self.phase = int(self.rng.choice([ROAM, MIXED, MIXED, PLANNED, PLANNED, LEARN]))
         if self.rng.random() < 0.7:
-            self._new_ring()
+            self._new_cycle()
         if self.phase in (MIXED, PLANNED):
             self._put_in_force()
         elif self.phase == LEARN:
@@ -263,9 +263,9 @@ class Soak:
 
     def _warm_up(self) -> None:
         """Compile everything first: threads that need no Python would be done before anything happens to them."""
-        self._roam(0, self.ring, 512)
+        self._roam(0, self.cycle, 512)
         for _ in range(8):
-            self._follow(0, self.ring, LEARN)
+            self._follow(0, self.cycle, LEARN)
         for action in (self._put_in_force, self._share, self._look, self._give_up, self._empty_cache):
             action()
         self.counts[:, threads.OPERATIONS] = 0
@@ -302,21 +302,21 @@ class Soak:
         totals = self.counts.sum(axis=0)
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
-        if state.record.mode == constants.MODE_REPLAY and state.record.arena_bytes:
+        if state.record.hot.mode == constants.MODE_REPLAY and state.record.plan.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
             leases = (
-                state.arena.tape.cells["lease"][: state.record.num_cells]
-                if state.arena.tape is not None
+                state.arena.schedule.cells["lease"][: state.record.plan.num_intervals]
+                if state.arena.schedule is not None
                 else np.zeros(0)
             )
             taken = (
-                int(np.bitwise_count(state.arena.tape.bits.view(np.uint64)).sum())
-                if state.arena.tape is not None
+                int(np.bitwise_count(state.arena.schedule.bits.view(np.uint64)).sum())
+                if state.arena.schedule is not None
                 else 0
             )
             if taken != int((leases == constants.UNMAPPED).sum()):
                 problems.append("cells are taken though nothing lives")
-        if state.record.mode == constants.MODE_REPLAY:
+        if state.record.hot.mode == constants.MODE_REPLAY:
             counted = "num_leases", "leased_bytes", "arena_live"
             problems += [
                 f"{name} is {attrgetter(name)(state.record)} though nothing lives"
@@ -341,17 +341,23 @@ class Soak:
         problems += [
             f"{name} is {attrgetter(name)(state.record)} at the end" for name in zero if attrgetter(name)(state.record)
         ]
-        in_use = (state.record.live - state.tables.live.ctypes.data) // state.tables.live.itemsize  # the last one
+        in_use = (
+            state.record.lookup.live - state.tables.live.ctypes.data
+        ) // state.tables.live.itemsize  # the last one
         if state.tables.live["address"][in_use:].any():
             problems.append("the table of live blocks is not empty")
         if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
         if state.tables.pools["root"].any():
             problems.append("free blocks are left")
-        lost_blocks = state.record.blocks_used - 1 - _length(state.record.free_block_row, state.tables.blocks)
+        lost_blocks = state.record.heap.blocks_used - 1 - _length(state.record.heap.free_block_row, state.tables.blocks)
         if lost_blocks:
             problems.append(f"{lost_blocks} rows of the table of blocks are lost")
-        lost_uses = state.record.stream_uses_used - 1 - _length(state.record.free_stream_use, state.tables.stream_uses)
+        lost_uses = (
+            state.record.shared.stream_uses_used
+            - 1
+            - _length(state.record.shared.free_stream_use, state.tables.stream_uses)
+        )
         if lost_uses:
             problems.append(f"{lost_uses} uses by other streams are lost")
         if controller.memory.segments or controller.arenas.arena is not None:

@@ -291,7 +291,7 @@ class OrderSoak:
         names = "total.num_live", "num_deferred", "num_unknown_frees", "private_kind"
         left = {name: attrgetter(name)(self.state.record) for name in names}
         problems += [f"{name} is {value} at the end" for name, value in left.items() if value]
-        counts = {**self.counts, "stalloc's waits": self.state.record.num_waits}
+        counts = {**self.counts, "stalloc's waits": self.state.record.driver.num_waits}
         counts["plans"] = self.controller.status.num_plans
         return Result(self.num_operations, self.seed, time.perf_counter() - began, counts, problems)
 

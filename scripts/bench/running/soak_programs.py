@@ -1,7 +1,7 @@
 """Made-up programs that leave their plans in every way and come back: nothing overlaps, and the plan serves again.
 
 Contract: whether blocks overlap is judged by a sorted table of live intervals that shares no code with the allocator.
-A program follows its ring, or one of several kinds of steps; is disturbed for a few passes; its arena may be given up
+A program follows its cycle, or one of several kinds of steps; is disturbed for a few passes; its arena may be given up
 in the middle and come again; then the known sequence returns. From the pass after that on every request has to be
 served from the plan. A program is a function of its seed alone.
 """
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from running.soak_rings import MIB, Ring, from_requests, make_ring
+from running.soak_cycles import MIB, Cycle, from_requests, make_cycle
 from stalloc.compiled import njit
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
@@ -112,9 +112,11 @@ def _call(function, a, b):
     return call3(function, a, b, 0)
 
 
-def _arena_tape(tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> ArenaTape:
-    size, stream, offset = tape
-    return ArenaTape(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins))
+def _arena_schedule(schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> ArenaSchedule:
+    size, stream, offset = schedule
+    return ArenaSchedule(
+        arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins)
+    )
 
 
 class Device:
@@ -163,18 +165,18 @@ class Device:
         self.give_back()
         self._next = _FIRST_ADDRESS
 
-    def serve(self, tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
-        """Serve a tape from a fresh arena."""
+    def serve(self, schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
+        """Serve a schedule from a fresh arena."""
         arena_bytes = whole_pages(peak_bytes)
-        self.state.arena.install(_arena_tape(tape, begins, peak_bytes))
+        self.state.arena.install(_arena_schedule(schedule, begins, peak_bytes))
         base = self.take(arena_bytes)
         self.state.arena.count(arena_bytes)
         self.state.arena.serve(base, arena_bytes)
 
     def dissolve(self) -> bool:
         """Give the plan up and make segments of its arena; False if it has to stay."""
-        arena = self.state.record.arena
-        self.state.arena.drop_tape()
+        arena = self.state.record.plan.arena
+        self.state.arena.drop_schedule()
         parts = self.state.arena.dissolve()
         for part in parts:
             self.parts[part] = arena
@@ -187,7 +189,9 @@ class Outcome:
 
     num_requests: int = 0
     missed: int = 0  #: requests that the plan did not serve while the program was disturbed
-    lost: int = 0  #: requests that were not found on the tape although the known sequence had returned a pass before
+    lost: int = (
+        0  #: requests that were not found on the schedule although the known sequence had returned a pass before
+    )
     displaced: int = 0  #: requests that were found, but whose places were still taken
     wrong: str = ""  #: what is wrong; empty: nothing
     deviations: list[str] = field(default_factory=list)
@@ -197,25 +201,25 @@ class Outcome:
 class _Pass:
     """One step of a program."""
 
-    kind: int  #: which ring
+    kind: int  #: which cycle
     deviations: list[int]
     exact: bool  #: everything has to be served from the plan
 
 
 class _Program:
-    """One program: its rings, its plan, and the requests that it makes, all drawn beforehand."""
+    """One program: its cycles, its plan, and the requests that it makes, all drawn beforehand."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         kinds = int(rng.choice([1, 1, 1, 2, 3, 4]))
         streams = int(rng.choice([1, 1, 2, 3])) if kinds == 1 else 1
-        self.rings = [_ring(rng, kinds, streams) for _ in range(kinds)]
-        self.peak_bytes = max(ring.peak_bytes for ring in self.rings)
-        self.begins = [0, *np.cumsum([len(ring) for ring in self.rings])[:-1].tolist()]
+        self.cycles = [_cycle(rng, kinds, streams) for _ in range(kinds)]
+        self.peak_bytes = max(cycle.peak_bytes for cycle in self.cycles)
+        self.begins = [0, *np.cumsum([len(cycle) for cycle in self.cycles])[:-1].tolist()]
         columns = ("size", "stream", "offset")
-        self.tape = tuple(np.concatenate([getattr(ring, name) for ring in self.rings]) for name in columns)
+        self.schedule = tuple(np.concatenate([getattr(cycle, name) for cycle in self.cycles]) for name in columns)
         self.marked = kinds > 1 or bool(rng.random() < 0.4)
         # kinds that begin alike are told apart only where they part: then the marks have to be right
-        self.alike = len({int(ring.size[0] + 511) // 512 for ring in self.rings}) < kinds
+        self.alike = len({int(cycle.size[0] + 511) // 512 for cycle in self.cycles}) < kinds
         self.passes = [_Pass(int(rng.integers(kinds)), [], True) for _ in range(kinds)]
         for _ in range(int(rng.integers(1, 4))):
             what = rng.integers(0, CUT, rng.integers(1, 9)) if rng.random() < 0.9 else [rng.choice([CUT, HALVE])]
@@ -226,29 +230,29 @@ class _Program:
         rows: list[_Request] = []
         self.bounds, now = [0], 0
         for index, one in enumerate(self.passes):
-            ring = self.rings[one.kind]
-            until = sum(len(self.rings[other.kind]) for other in self.passes[index : last + 2]) - 1
-            rows += [(t + now, s, q, d + now) for t, s, q, d in _disturb(rng, ring, one.deviations, until)]
+            cycle = self.cycles[one.kind]
+            until = sum(len(self.cycles[other.kind]) for other in self.passes[index : last + 2]) - 1
+            rows += [(t + now, s, q, d + now) for t, s, q, d in _disturb(rng, cycle, one.deviations, until)]
             self.bounds.append(len(rows))
-            now += len(ring)
+            now += len(cycle)
         self.at, self.size, self.stream, self.death = (
             np.ascontiguousarray(column) for column in np.array(rows, np.int64).T
         )
         self.latest = int(max(self.death.max(), self.at.max())) + 2
 
 
-def _ring(rng: np.random.Generator, kinds: int, streams: int) -> Ring:
+def _cycle(rng: np.random.Generator, kinds: int, streams: int) -> Cycle:
     length = int(rng.integers(12, 240 if kinds == 1 else 120))
-    ring = make_ring(rng, length, streams=streams, num_sizes=int(rng.integers(2, 60)))
+    cycle = make_cycle(rng, length, streams=streams, num_sizes=int(rng.integers(2, 60)))
     if kinds == 1:
-        return ring
+        return cycle
     # kinds of steps hand nothing on to each other
-    return from_requests(ring.size, ring.stream, np.minimum(ring.lifespan, length - np.arange(length)))
+    return from_requests(cycle.size, cycle.stream, np.minimum(cycle.lifespan, length - np.arange(length)))
 
 
-def _disturb(rng: np.random.Generator, ring: Ring, what: list[int], until: int) -> list[_Request]:
-    """One pass over a ring with deviations; it begins at time 0, and what is not on the ring dies by `until`."""
-    rows = [(i, int(ring.size[i]), int(ring.stream[i]), i + int(ring.lifespan[i])) for i in range(len(ring))]
+def _disturb(rng: np.random.Generator, cycle: Cycle, what: list[int], until: int) -> list[_Request]:
+    """One pass over a cycle with deviations; it begins at time 0, and what is not on the cycle dies by `until`."""
+    rows = [(i, int(cycle.size[i]), int(cycle.stream[i]), i + int(cycle.lifespan[i])) for i in range(len(cycle))]
     for kind in what:
         if not rows:
             break
@@ -291,18 +295,18 @@ def one_program(device: Device, seed: int) -> Outcome:
     due = np.full(program.latest + 1, -1, np.int64)
     work = address, due, following, live, starts, ends
     requests = program.size, program.stream, program.at, program.death
-    device.serve(program.tape, program.begins, program.peak_bytes)
+    device.serve(program.schedule, program.begins, program.peak_bytes)
     planned = True
     for index, one in enumerate(program.passes):
         if not planned:
-            device.serve(program.tape, program.begins, program.peak_bytes)
+            device.serve(program.schedule, program.begins, program.peak_bytes)
             planned = True
             outcome.deviations.append("planned again")
         if program.marked:
-            expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.rings)))
+            expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.cycles)))
             begin = program.begins[expected]
-            state.arena.begin_step(begin, begin + len(program.rings[expected]), begin)
-        before = state.record.misses, state.record.conflicts
+            state.arena.begin_step(begin, begin + len(program.cycles[expected]), begin)
+        before = state.record.steps.misses, state.record.steps.conflicts
         first, end = program.bounds[index], program.bounds[index + 1]
         middle = int(rng.integers(first, end + 1)) if index == program.gives_up else end
         entries = device.allocate, device.free, state.address
@@ -316,7 +320,7 @@ def one_program(device: Device, seed: int) -> Outcome:
         if result != 0:
             outcome.wrong = WRONG[result]
             return outcome
-        misses, conflicts = state.record.misses - before[0], state.record.conflicts - before[1]
+        misses, conflicts = state.record.steps.misses - before[0], state.record.steps.conflicts - before[1]
         if one.exact:
             outcome.lost, outcome.displaced = outcome.lost + misses, outcome.displaced + conflicts
         else:
@@ -331,7 +335,7 @@ def one_program(device: Device, seed: int) -> Outcome:
 def _left_over(device: Device) -> str:
     """Give all back; what is left although nothing lives."""
     state = device.state
-    if state.record.arena_bytes and not device.dissolve():
+    if state.record.plan.arena_bytes and not device.dissolve():
         return "the arena has to stay although nothing lives"
     device.clear()
     counters = (

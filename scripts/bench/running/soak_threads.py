@@ -138,11 +138,11 @@ def roam(state, allocate, free, slots, num_slots, streams, sizes, largest, share
 
 @njit(nogil=True)
 def follow(allocate, free, own, slots, num_slots, streams, size, stream, dying, first_dying, deviations, counts):
-    """One pass of a program over a ring: entry i frees what dies before it, then allocates `size[i]` bytes.
+    """One pass of a program over a cycle: entry i frees what dies before it, then allocates `size[i]` bytes.
 
     `own` is the address of a slot for each entry. What dies before entry i are the entries
     dying[first_dying[i] : first_dying[i + 1]]. One request in `deviations` (0: none) is left out, asked for with
-    another size, preceded by one that is not on the ring, or given to any thread, to be freed whenever it likes.
+    another size, preceded by one that is not on the cycle, or given to any thread, to be freed whenever it likes.
     """
     seed = counts + SEED * 8
     done = 0

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
@@ -45,7 +45,7 @@ class Device:
         return base
 
 
-class Ring:
+class Cycle:
     """A step that repeats for ever: sizes, lifespans in requests, first-fit offsets."""
 
     def __init__(self, seed: int, largest: int = 8 * MIB) -> None:
@@ -72,18 +72,18 @@ class Ring:
         return offset, int((offset + self.size).max())
 
     def serve(self, device: Device, room: int = 0) -> None:
-        """Serve this ring on a device, from an arena with `room` bytes beyond the plan."""
+        """Serve this cycle on a device, from an arena with `room` bytes beyond the plan."""
         arena_bytes = whole_pages(self.peak + room)
         stream = np.zeros(LENGTH, np.int64)
         device.state.arena.install(
-            ArenaTape(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset)
+            ArenaSchedule(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset)
         )
         device.state.arena.count(arena_bytes)
         device.state.arena.serve(device.take(arena_bytes), arena_bytes)
 
 
 @njit(nogil=True)
-def _run_ring(allocate, free, stream, size, dying, first, passes, address):
+def _run_cycle(allocate, free, stream, size, dying, first, passes, address):
     for _ in range(passes):
         for i in range(len(size)):
             for k in range(first[i], first[i + 1]):
@@ -131,29 +131,31 @@ def timed(work: list[Any], repeats: int, pairs: int) -> float:
 
 def planned_pair(repeats: int) -> float:
     """A step served from its plan alone."""
-    device, ring = Device(), Ring(1)
-    ring.serve(device)
+    device, cycle = Device(), Cycle(1)
+    cycle.serve(device)
     address = np.zeros(LENGTH, np.int64)
-    arguments = *device.entries, 0, ring.size, ring.dying, ring.first
-    _run_ring(*arguments, 2, address)
-    device.state.write(hits=0, misses=0, conflicts=0)
-    figure = timed([lambda: _run_ring(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
-    assert device.state.record.misses == device.state.record.conflicts == 0 < device.state.record.hits
+    arguments = *device.entries, 0, cycle.size, cycle.dying, cycle.first
+    _run_cycle(*arguments, 2, address)
+    device.state.write(**{"follow.hits": 0, "steps.misses": 0, "steps.conflicts": 0})
+    figure = timed([lambda: _run_cycle(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
+    assert (
+        device.state.record.steps.misses == device.state.record.steps.conflicts == 0 < device.state.record.follow.hits
+    )
     return figure
 
 
 def heap_pair(repeats: int) -> float:
     """The same step from the heap."""
-    device, ring, address = Device(), Ring(1), np.zeros(LENGTH, np.int64)
-    arguments = *device.entries, 0, ring.size, ring.dying, ring.first
-    _run_ring(*arguments, 2, address)
-    return timed([lambda: _run_ring(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
+    device, cycle, address = Device(), Cycle(1), np.zeros(LENGTH, np.int64)
+    arguments = *device.entries, 0, cycle.size, cycle.dying, cycle.first
+    _run_cycle(*arguments, 2, address)
+    return timed([lambda: _run_cycle(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
 
 
 def borrowed_pair(repeats: int, live: int = 5_000) -> float:
-    """Requests that are not on the tape, from idle parts of the arena, with `live` blocks of theirs."""
-    device, ring = Device(), Ring(1, 64 * MIB)
-    ring.serve(device, room=live * 256 * KIB)
+    """Requests that are not on the schedule, from idle parts of the arena, with `live` blocks of theirs."""
+    device, cycle = Device(), Cycle(1, 64 * MIB)
+    cycle.serve(device, room=live * 256 * KIB)
     sizes = (
         np.random.default_rng(3).integers(constants.LITTLE, 256 * KIB, 64) // 512 * 512 + 1
     )  # smaller ones have pages of their own
@@ -162,9 +164,9 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
         address[i] = device.state.malloc(int(sizes[i % len(sizes)]), 0)
     arguments = *device.entries, 0, sizes
     _run_shuffled(*arguments, 7, 1000, address)
-    lent, operations = device.state.record.num_lent, LENGTH * PASSES // 4
+    lent, operations = device.state.record.dynamic.num_lent, LENGTH * PASSES // 4
     figure = timed([lambda: _run_shuffled(*arguments, 11, operations, address)], repeats, operations)
-    assert device.state.record.num_lent - lent > 0.95 * repeats * operations, "served from the arena"
+    assert device.state.record.dynamic.num_lent - lent > 0.95 * repeats * operations, "served from the arena"
     return figure
 
 
@@ -174,12 +176,12 @@ def contended(repeats: int, num_threads: int = 4) -> tuple[float, float]:
     malloc, free = (ctypes.cast(function, ctypes.c_void_p).value for function in (libc.malloc, libc.free))
     device, ours, theirs = Device(), [], []
     for index in range(num_threads):
-        ring = Ring(index + 1, 64 * KIB)  # sizes that malloc serves without asking the kernel
+        cycle = Cycle(index + 1, 64 * KIB)  # sizes that malloc serves without asking the kernel
         if index == 0:
-            ring.serve(device)
+            cycle.serve(device)
         address, other = np.zeros((2, LENGTH), np.int64)
-        rest = ring.size, ring.dying, ring.first
-        ours.append(lambda a=address, r=rest, s=index: _run_ring(*device.entries, 0x100 * s, *r, PASSES, a))
+        rest = cycle.size, cycle.dying, cycle.first
+        ours.append(lambda a=address, r=rest, s=index: _run_cycle(*device.entries, 0x100 * s, *r, PASSES, a))
         theirs.append(lambda a=other, r=rest: _run_libc(malloc, free, *r, PASSES, a))
     ours[0]()
     theirs[0]()

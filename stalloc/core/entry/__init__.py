@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from stalloc.core.entry.linking import find, link, text, word
-from stalloc.core.records import State, offset_of
+from stalloc.core.records import State, offset_of, path_of
 from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.core.shared_blocks import share_entry
 
@@ -130,7 +130,9 @@ def torch_entries(
     malloc, free = entries or core_entries()
     malloc_word = malloc_word or word(malloc)
     set_to = {"states": states, "core_malloc": malloc_word, "core_free": free, "file_name": text(b"stalloc")}
-    set_to |= {name: word(offset_of(State, name)) for name in ("oom_text", "oom_text_length", "driver_error")}
+    set_to |= {
+        name: word(offset_of(State, path_of(State, name))) for name in ("oom_text", "oom_text_length", "driver_error")
+    }
     libraries = (
         ctypes.CDLL(str(torch_folder / "lib" / "libc10.so")),
         ctypes.CDLL(str(torch_folder / "lib" / "libc10_cuda.so")),

@@ -1,7 +1,7 @@
-"""Offsets for a prologue that runs once and a ring that repeats for ever.
+"""Offsets for a prologue that runs once and a cycle that repeats for ever.
 
-Contract: no two requests share a byte in the prologue, in the first pass of the ring or in any later one, where those
-that wrap round from the pass before are live as well. The bound is the maximum load over all of these.
+Contract: no two requests share a byte in the prologue, in the first iteration of the cycle or in any later one, where
+those that wrap round from the iteration before are live as well. The bound is the maximum load over all of these.
 """
 
 from collections.abc import Callable
@@ -22,22 +22,22 @@ from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
 Order = tuple[str, Callable[[Problem], Column]]
 
 
-def place_ring(start: Column, end: Column, size: Column, ring: tuple[int, int], budget: Budget) -> Layout:
-    """Prologue and ring on one axis [.., ring_end): what wraps round is live at its end and at its beginning.
+def place_cycle(start: Column, end: Column, size: Column, cycle: tuple[int, int], budget: Budget) -> Layout:
+    """Prologue and cycle on one axis [.., cycle_end): what wraps round is live at its end and at its beginning.
 
-    A request that wraps is not yet there in the first pass; what the prologue left may be there instead. So the two
-    share a place in pairs, as the passes of the ring do among themselves. Without a partner, the place of the wrapped
-    part is kept free in the first pass too.
+    A request that wraps is not yet there in the first iteration; what the prologue left may be there instead. So the
+    two share a place in pairs, as the iterations of the cycle do among themselves. Without a partner, the place of the
+    wrapped part is kept free in the first iteration too.
     """
-    ring_start, ring_end = ring
-    period = ring_end - ring_start
-    bound = ring_bound(start, end, size, ring_start, ring_end)
-    wraps = np.flatnonzero((start >= ring_start) & (end > ring_end))
-    dies = np.flatnonzero((start < ring_start) & (end > ring_start) & (end <= ring_end))
-    first, last = start.copy(), np.minimum(end, ring_end)
+    cycle_start, cycle_end = cycle
+    period = cycle_end - cycle_start
+    bound = cycle_bound(start, end, size, cycle_start, cycle_end)
+    wraps = np.flatnonzero((start >= cycle_start) & (end > cycle_end))
+    dies = np.flatnonzero((start < cycle_start) & (end > cycle_start) & (end <= cycle_end))
+    first, last = start.copy(), np.minimum(end, cycle_end)
     first2, last2 = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
-    first2[wraps], last2[wraps] = start[wraps], ring_end
-    first[wraps], last[wraps] = ring_start, end[wraps] - period
+    first2[wraps], last2[wraps] = start[wraps], cycle_end
+    first[wraps], last[wraps] = cycle_start, end[wraps] - period
     pairs = np.array(_partners(start, end, size, period, wraps, dies), np.int64).reshape(-1, 2)
     follower, leader = pairs[:, 0], pairs[:, 1]
     first[follower] = start[leader]
@@ -47,7 +47,7 @@ def place_ring(start: Column, end: Column, size: Column, ring: tuple[int, int], 
     leads = np.ones(len(size), bool)
     leads[leader] = False  # placed by the request that follows it
     whole = wraps[first2[wraps] == last[wraps]]  # live without a break
-    last[whole], first2[whole], last2[whole] = ring_end, 0, 0
+    last[whole], first2[whole], last2[whole] = cycle_end, 0, 0
 
     rows = np.flatnonzero(leads)
     wrapping = last2[rows] > 0
@@ -95,11 +95,11 @@ def _partners(
     return pairs
 
 
-def ring_bound(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> int:
-    """The maximum load of prologue, first pass and second pass; all later passes are like the second."""
-    period = ring_end - ring_start
-    again = start >= ring_start
-    horizon = ring_end + period
+def cycle_bound(start: Column, end: Column, size: Column, cycle_start: int, cycle_end: int) -> int:
+    """The maximum load of prologue, first iteration and second iteration; all later iterations are like the second."""
+    period = cycle_end - cycle_start
+    again = start >= cycle_start
+    horizon = cycle_end + period
     a, b, num_epochs = epochs(
         np.concatenate([start, start[again] + period]), np.concatenate([end, np.minimum(end[again] + period, horizon)])
     )
@@ -119,13 +119,13 @@ def _above_wrapping(
     the rest is placed above it or in its holes; last, all together at targets between the bound and the best so far.
     """
     wraps = b2 > 0
-    # what wraps without a partner is counted in the first pass too: the target may have to be above the bound
+    # what wraps without a partner is counted in the first iteration too: the target may have to be above the bound
     load = load_curve(a, b, size, num_epochs) + load_curve(a2, b2, size, num_epochs)
     bound = max(bound, int(load.max()))
     if budget.method == "annealing":
-        from stalloc.planner.annealing import anneal_ring
+        from stalloc.planner.annealing import anneal_cycle
 
-        return anneal_ring(a, b, a2, b2, size, num_epochs, bound, budget)
+        return anneal_cycle(a, b, a2, b2, size, num_epochs, bound, budget)
     orders = _orders(a, b, a2, b2, size, num_epochs, budget)
     whole = _whole(a, b, a2, b2, size, num_epochs, bound, orders, 1.0)
     if whole is not None:
@@ -146,7 +146,7 @@ def _above_wrapping(
         offset, floor = _stacked(stack, a, lasts, a2, b2, size, num_epochs)
         rest = np.setdiff1d(np.arange(len(size)), stack)
         method = _place_rest(rest, a, b, size, offset, floor, bound, budget)
-        found.append((int((offset + size).max()), offset, f"ring stacked, {method}"))
+        found.append((int((offset + size).max()), offset, f"cycle stacked, {method}"))
         if found[-1][0] <= bound:
             break
         if len(size) <= HOLES_LIMIT:
@@ -154,13 +154,13 @@ def _above_wrapping(
             high = np.flatnonzero(offset + size > bound)
             repaired[high] = -1
             peak = fill_holes(a, b, a2, b2, size, repaired, high[np.argsort(-size[high], kind="stable")], False)
-            found.append((int(peak), repaired, f"ring stacked, {method}, repaired"))
+            found.append((int(peak), repaired, f"cycle stacked, {method}, repaired"))
     if min(peak for peak, _, _ in found) > bound and len(size) <= HOLES_LIMIT:
         span = (b - a) + (b2 - a2)
         for name, key in (("size", size), ("area", size * span.astype(np.float64)), ("lifetime", span)):
             offset = np.full(len(size), -1, np.int64)
             peak = fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False)
-            found.append((int(peak), offset, f"ring first fit by {name}"))
+            found.append((int(peak), offset, f"cycle first fit by {name}"))
     peak, offset, method = min(found, key=lambda entry: entry[0])
     if peak > bound:
         noisy = _orders(a, b, a2, b2, size, num_epochs, budget, 0.1)
@@ -210,7 +210,7 @@ def _whole(
             rank = rank_in(Problem(first, np.maximum(last, last2), size, floor))
             offset, peak = pack(first, last, first2, last2, size, rank, floor, target)
             if peak >= 0:
-                return offset, int(peak), f"ring tightest first, {order}{' backwards' if first is back[0] else ''}"
+                return offset, int(peak), f"cycle tightest first, {order}{' backwards' if first is back[0] else ''}"
             effort -= cost
             if effort <= 0:
                 return None

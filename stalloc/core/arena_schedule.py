@@ -17,9 +17,10 @@ from stalloc.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """What steps have beside the entries of a tape, or leave out of them, by the k entries that are expected next."""
+    """What steps have beside the entries of a schedule, or leave out, by the k entries that are expected next."""
 
-    num_dynamic: Words  #: (k,) dynamic requests of a step, whose sizes are none of the tape's, that come before each
+    num_dynamic: Words
+    """(k,) dynamic requests of a step, whose sizes are none of the schedule's, that come before each."""
     lasts: Words
     """(s,) for each of these, in their order, how many entries are asked for while it lives, and one; 0: not known."""
     ratios: Words
@@ -29,18 +30,18 @@ class Between:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ArenaTape:
-    """One tape, or those of several kinds of steps one after the other."""
+class ArenaSchedule:
+    """One schedule, or those of several kinds of steps one after the other."""
 
-    arena_bytes: int  #: of the arena that serves it; 0: the tape is followed, but not served
+    arena_bytes: int  #: of the arena that serves it; 0: the schedule is followed, but not served
     size: Words  #: (k,) requested bytes
     stream: Words  #: (k,) stream indices
     offset: Words  #: (k,) bytes from where the arena begins; -1: served from the heap
-    num_prologue: int = 0  #: entries that are served once, before the ring
-    begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
-    num_buffers: int = 1  #: of which each has a ring for every kind; those of one buffer lie together
+    num_prologue: int = 0  #: entries that are served once, before the cycle
+    begins: tuple[int, ...] = ()  #: where the cycle of each kind of step begins; empty: one cycle, after the prologue
+    num_buffers: int = 1  #: of which each has a cycle for every kind; those of one buffer lie together
     ahead: Words | None = None  #: (k,) bytes by which more is to live at most than when each entry is asked for
-    between: Between | None = None  #: None: a step has what the tape has and nothing else
+    between: Between | None = None  #: None: a step has what the schedule has and nothing else
     gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
 
     @property
@@ -54,41 +55,52 @@ class ArenaTape:
         return len(distinct(self.stream[self.offset >= 0]))
 
     @property
-    def rings(self) -> Words:
-        """(r, 2) entries [begin, end) of each ring."""
+    def cycles(self) -> Words:
+        """(r, 2) entries [begin, end) of each cycle."""
         begins = self.begins or (self.num_prologue,)
         return np.array([begins, (*begins[1:], len(self.size))], np.int64).T.copy()
 
 
-def check(tape: ArenaTape, cursor: int) -> None:
+def check(schedule: ArenaSchedule, cursor: int) -> None:
     """Raise PlanError unless every entry, however it is reached, stays inside the arena and the tables."""
-    count = len(tape.size)
-    if count == 0 or {len(tape.stream), len(tape.offset)} != {count}:
-        raise PlanError(f"a tape of {count} entries cannot be served.")
-    if not 0 <= tape.arena_bytes <= MAX_REQUEST:
-        raise PlanError(f"an arena of {tape.arena_bytes} bytes cannot be served.")
-    placed = tape.offset != -1
+    count = len(schedule.size)
+    if count == 0 or {len(schedule.stream), len(schedule.offset)} != {count}:
+        raise PlanError(f"a schedule of {count} entries cannot be served.")
+    if not 0 <= schedule.arena_bytes <= MAX_REQUEST:
+        raise PlanError(f"an arena of {schedule.arena_bytes} bytes cannot be served.")
+    placed = schedule.offset != -1
     # each bound by itself first, so that no sum below overflows
-    wrong = (tape.size < 0) | (tape.size > MAX_REQUEST) | (tape.stream < 0) | (tape.stream >= MAX_STREAMS)
-    wrong |= placed & ((tape.offset < 0) | (tape.offset > tape.arena_bytes) | (tape.offset % ALIGNMENT != 0))
-    last = np.where(wrong, 0, tape.offset) + (np.where(wrong, 0, tape.size) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    wrong |= placed & (last > tape.arena_bytes)
+    wrong = (
+        (schedule.size < 0) | (schedule.size > MAX_REQUEST) | (schedule.stream < 0) | (schedule.stream >= MAX_STREAMS)
+    )
+    wrong |= placed & (
+        (schedule.offset < 0) | (schedule.offset > schedule.arena_bytes) | (schedule.offset % ALIGNMENT != 0)
+    )
+    last = (
+        np.where(wrong, 0, schedule.offset)
+        + (np.where(wrong, 0, schedule.size) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    )
+    wrong |= placed & (last > schedule.arena_bytes)
     if wrong.any():
         row = int(wrong.argmax())
         raise PlanError(
-            f"tape entry {row} ({tape.size[row]} bytes at {tape.offset[row]}, stream {tape.stream[row]}) is not inside "
-            f"an arena of {tape.arena_bytes} bytes."
+            f"schedule entry {row} ({schedule.size[row]} bytes at {schedule.offset[row]}, "
+            f"stream {schedule.stream[row]}) is not inside an arena of {schedule.arena_bytes} bytes."
         )
-    rings = tape.rings
-    if tape.num_prologue < 0 or (rings[:, 0] < tape.num_prologue).any() or (rings[:, 0] >= rings[:, 1]).any():
-        raise PlanError(f"rings that begin at {rings[:, 0].tolist()} do not fit a tape of {count} entries.")
-    if tape.num_buffers < 1 or len(rings) % tape.num_buffers:
-        raise PlanError(f"{len(rings)} rings cannot have {tape.num_buffers} buffers.")
+    cycles = schedule.cycles
+    if (
+        schedule.num_prologue < 0
+        or (cycles[:, 0] < schedule.num_prologue).any()
+        or (cycles[:, 0] >= cycles[:, 1]).any()
+    ):
+        raise PlanError(f"cycles that begin at {cycles[:, 0].tolist()} do not fit a schedule of {count} entries.")
+    if schedule.num_buffers < 1 or len(cycles) % schedule.num_buffers:
+        raise PlanError(f"{len(cycles)} cycles cannot have {schedule.num_buffers} buffers.")
     if not 0 <= cursor < count:
-        raise PlanError(f"entry {cursor} is none of a tape of {count} entries.")
-    if tape.between is not None:
-        _check_between(tape.between, count)
-    if tape.gives is not None and ((tape.gives < 0) | (tape.gives >= count)).any():
+        raise PlanError(f"entry {cursor} is none of a schedule of {count} entries.")
+    if schedule.between is not None:
+        _check_between(schedule.between, count)
+    if schedule.gives is not None and ((schedule.gives < 0) | (schedule.gives >= count)).any():
         raise PlanError(f"a handover names an entry that is none of {count}.")
 
 
@@ -96,7 +108,7 @@ def _check_between(between: Between, count: int) -> None:
     num_dynamic, lasts, next_sure = between.num_dynamic, between.lasts, between.next_sure
     is_whole = {len(num_dynamic), len(next_sure)} == {count} and len(lasts) <= MOST_DYNAMIC
     if not is_whole or (num_dynamic < 0).any() or (num_dynamic > len(lasts)).any() or num_dynamic.sum() != len(lasts):
-        raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a tape.")
+        raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a schedule.")
     wrong_ratios = between.ratios.shape != (len(lasts), 2) or (between.ratios < 0).any()
     if wrong_ratios or (lasts < 0).any() or (next_sure < np.arange(count)).any() or (next_sure > count).any():
-        raise PlanError(f"what comes between {count} entries of a tape does not fit it.")
+        raise PlanError(f"what comes between {count} entries of a schedule does not fit it.")

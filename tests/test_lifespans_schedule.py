@@ -1,4 +1,4 @@
-"""The fold: each kind of request lands on the tape as what it is, and offsets that fit the tape fit the program."""
+"""The fold: each kind of request is on the schedule as what it is, and offsets that fit it fit the program."""
 
 import dataclasses
 import random
@@ -8,7 +8,7 @@ import pytest
 from made_up_programs import MIB, Program
 from recordings import ALL, each, path_of
 
-from stalloc.lifespans import Tape, expand, fold, lower_bound, peak_load
+from stalloc.lifespans import Schedule, expand, fold, lower_bound, peak_load
 from stalloc.planner import plan, validate
 from stalloc.trace import Trace, load_traces
 
@@ -42,30 +42,30 @@ def steps(num_steps, *, teardown=False):
     return program.trace()
 
 
-def ring_rows(tape: Tape, size: int) -> np.ndarray:
-    return tape.num_prologue + np.flatnonzero(tape.size[tape.num_prologue :] == size)
+def cycle_rows(schedule: Schedule, size: int) -> np.ndarray:
+    return schedule.num_prologue + np.flatnonzero(schedule.size[schedule.num_prologue :] == size)
 
 
-def lived(tape: Tape, size: int) -> set[int]:
-    rows = ring_rows(tape, size)
-    return set((tape.end - tape.start)[rows].tolist())
+def lived(schedule: Schedule, size: int) -> set[int]:
+    rows = cycle_rows(schedule, size)
+    return set((schedule.end - schedule.start)[rows].tolist())
 
 
 @pytest.mark.parametrize("teardown", [False, True])
 def test_each_kind_of_request_is_what_it_is(teardown):
-    tape = fold(steps(12, teardown=teardown), rotate=False)
-    assert tape is not None
-    assert tape.period_requests == 6  # work, held, loss, long, leak, work
-    assert tape.ring_length == 4 * 6  # `long` needs four periods
-    assert tape.size[tape.persistent].tolist().count(KEPT) == 1
-    assert lived(tape, HELD) == {5}  # it is gone when the next step allocates
-    assert lived(tape, LOSS) == {6 + 1}  # until the next one has been allocated
-    assert lived(tape, LONG) == {3 * 6 + 1}
-    assert not tape.planned[ring_rows(tape, LEAK)].any()
-    assert tape.planned[ring_rows(tape, HELD)].all()
-    assert tape.planned[ring_rows(tape, LONG)].all()
-    assert 512 not in tape.size
-    assert_well_formed(tape)
+    schedule = fold(steps(12, teardown=teardown), rotate=False)
+    assert schedule is not None
+    assert schedule.period_requests == 6  # work, held, loss, long, leak, work
+    assert schedule.cycle_length == 4 * 6  # `long` needs four periods
+    assert schedule.size[schedule.persistent].tolist().count(KEPT) == 1
+    assert lived(schedule, HELD) == {5}  # it is gone when the next step allocates
+    assert lived(schedule, LOSS) == {6 + 1}  # until the next one has been allocated
+    assert lived(schedule, LONG) == {3 * 6 + 1}
+    assert not schedule.planned[cycle_rows(schedule, LEAK)].any()
+    assert schedule.planned[cycle_rows(schedule, HELD)].all()
+    assert schedule.planned[cycle_rows(schedule, LONG)].all()
+    assert 512 not in schedule.size
+    assert_well_formed(schedule)
 
 
 def test_what_outlives_four_periods_is_not_planned():
@@ -77,11 +77,11 @@ def test_what_outlives_four_periods_is_not_planned():
         program.free("work")
         if step >= 5:
             program.free(f"old{step - 5}")
-    tape = fold(program.trace())
-    assert tape is not None
-    assert not tape.planned[ring_rows(tape, LONG)].any()
-    assert tape.planned[ring_rows(tape, WORK)].all()
-    assert tape.ring_length == tape.period_requests
+    schedule = fold(program.trace())
+    assert schedule is not None
+    assert not schedule.planned[cycle_rows(schedule, LONG)].any()
+    assert schedule.planned[cycle_rows(schedule, WORK)].all()
+    assert schedule.cycle_length == schedule.period_requests
 
 
 def test_a_lifespan_that_varies_is_not_planned():
@@ -97,11 +97,11 @@ def test_a_lifespan_that_varies_is_not_planned():
         if not step % 2:
             program.free("varies")
         program.free("work")
-    tape = fold(program.trace())
-    assert tape is not None
-    assert tape.period_requests == 7
-    assert not tape.planned[ring_rows(tape, HELD)].any()
-    assert tape.planned[ring_rows(tape, WORK)].all()
+    schedule = fold(program.trace())
+    assert schedule is not None
+    assert schedule.period_requests == 7
+    assert not schedule.planned[cycle_rows(schedule, HELD)].any()
+    assert schedule.planned[cycle_rows(schedule, WORK)].all()
 
 
 def test_a_lifespan_that_varies_is_planned_where_its_longest_adds_nothing_to_the_load():
@@ -120,13 +120,13 @@ def test_a_lifespan_that_varies_is_planned_where_its_longest_adds_nothing_to_the
         if not step % 2:
             program.free("varies")
         program.free("work")
-    tape = fold(program.trace())
-    assert tape is not None
-    assert tape.planned.all()
-    assert lived(tape, HELD) == {7}
+    schedule = fold(program.trace())
+    assert schedule is not None
+    assert schedule.planned.all()
+    assert lived(schedule, HELD) == {7}
 
 
-def test_the_ring_begins_where_the_fewest_bytes_are_live():
+def test_the_cycle_begins_where_the_fewest_bytes_are_live():
     program = Program()
     for _ in range(6):  # the memory is full at the step boundary and empty in its middle
         program.mark()
@@ -146,9 +146,9 @@ def test_the_ring_begins_where_the_fewest_bytes_are_live():
     assert turned.size[turned.num_prologue] == 2 * MIB
     assert straight.size[straight.num_prologue] in (MIB, 100 * MIB)
 
-    def crossing(tape):
-        wraps = (tape.start >= tape.ring_start) & (tape.end > tape.ring_end)
-        return int(tape.size[wraps].sum())
+    def crossing(schedule):
+        wraps = (schedule.start >= schedule.cycle_start) & (schedule.end > schedule.cycle_end)
+        return int(schedule.size[wraps].sum())
 
     assert crossing(turned) == 0
     assert crossing(straight) == 100 * MIB
@@ -170,41 +170,41 @@ def test_a_request_kept_in_the_first_pass_by_chance_belongs_to_the_prologue():
         program.free("work")
         program.alloc("other", HELD)
         program.free("other")
-    tape = fold(program.trace())
-    assert tape is not None
-    assert tape.planned.all()
-    assert tape.size[tape.persistent].tolist() == [WORK]
+    schedule = fold(program.trace())
+    assert schedule is not None
+    assert schedule.planned.all()
+    assert schedule.size[schedule.persistent].tolist() == [WORK]
 
 
-def assert_well_formed(tape: Tape) -> None:
-    prologue = np.arange(tape.num_requests) < tape.num_prologue
-    start, end = tape.start, tape.end
+def assert_well_formed(schedule: Schedule) -> None:
+    prologue = np.arange(schedule.num_requests) < schedule.num_prologue
+    start, end = schedule.start, schedule.end
     assert np.all(np.diff(start) >= 0)
-    assert np.all((start[prologue] >= 0) & (start[prologue] < tape.ring_start))
-    last = np.where(tape.persistent, tape.ring_end + tape.ring_length, tape.ring_end)
+    assert np.all((start[prologue] >= 0) & (start[prologue] < schedule.cycle_start))
+    last = np.where(schedule.persistent, schedule.cycle_end + schedule.cycle_length, schedule.cycle_end)
     assert np.all((end > start) & (~prologue | (end <= last)))
-    assert np.all((start[~prologue] >= tape.ring_start) & (start[~prologue] < tape.ring_end))
-    assert np.all(end[~prologue] - start[~prologue] <= tape.ring_length)
+    assert np.all((start[~prologue] >= schedule.cycle_start) & (start[~prologue] < schedule.cycle_end))
+    assert np.all(end[~prologue] - start[~prologue] <= schedule.cycle_length)
 
 
-def first_fit(tape: Tape) -> np.ndarray:
-    """Offsets in which no two planned rows of one tape share bytes while both are live, passes of the ring included."""
+def first_fit(schedule: Schedule) -> np.ndarray:
+    """Offsets in which no two planned rows share bytes while both are live, later iterations included."""
 
     def times(row: int) -> set[int]:
-        """Tape events at which a row is live: positive ones in the prologue and the first pass, negative ones later."""
-        start, end = int(tape.start[row]), int(tape.end[row])
-        once = set(range(start, min(end, tape.ring_end)))
-        if tape.persistent[row]:
-            return once | {-1 - at for at in range(tape.ring_start, tape.ring_end)}
-        if row < tape.num_prologue:
+        """Schedule events at which a row is live: positive in the prologue and the first iteration, negative later."""
+        start, end = int(schedule.start[row]), int(schedule.end[row])
+        once = set(range(start, min(end, schedule.cycle_end)))
+        if schedule.persistent[row]:
+            return once | {-1 - at for at in range(schedule.cycle_start, schedule.cycle_end)}
+        if row < schedule.num_prologue:
             return once
-        wrapped = {at if at < tape.ring_end else at - tape.ring_length for at in range(start, end)}
+        wrapped = {at if at < schedule.cycle_end else at - schedule.cycle_length for at in range(start, end)}
         return once | {-1 - at for at in wrapped}
 
-    offsets = np.full(tape.num_requests, -1, np.int64)
+    offsets = np.full(schedule.num_requests, -1, np.int64)
     placed: list[tuple[int, int, set[int]]] = []
-    for row in np.flatnonzero(tape.planned):
-        when, size = times(int(row)), int(tape.size[row])
+    for row in np.flatnonzero(schedule.planned):
+        when, size = times(int(row)), int(schedule.size[row])
         at = 0
         for low, high, other in sorted(placed, key=lambda entry: entry[0]):
             if when & other and at + size > low and high > at:
@@ -257,49 +257,49 @@ def periodic_program(chance: random.Random, num_steps: int) -> Trace:
 
 @pytest.mark.parametrize("with_prologue", [True, False])
 @pytest.mark.parametrize("seed", range(60))
-def test_offsets_that_fit_the_tape_fit_the_program(seed, with_prologue):
+def test_offsets_that_fit_the_schedule_fit_the_program(seed, with_prologue):
     print("seed", seed)
     trace = periodic_program(random.Random(seed), 12)
-    tape = fold(trace, with_prologue=with_prologue)
-    assert tape is not None
-    assert tape.planned.all()
-    assert_well_formed(tape)
-    offsets = expand(tape, first_fit(tape), trace)
+    schedule = fold(trace, with_prologue=with_prologue)
+    assert schedule is not None
+    assert schedule.planned.all()
+    assert_well_formed(schedule)
+    offsets = expand(schedule, first_fit(schedule), trace)
     large = trace.size > 512
     unserved = large & (offsets < 0)
-    # everything from the tape's first row on is served
-    assert np.flatnonzero(unserved).max(initial=-1) < (0 if with_prologue else tape.row[0])
+    # everything from the schedule's first row on is served
+    assert np.flatnonzero(unserved).max(initial=-1) < (0 if with_prologue else schedule.row[0])
     assert not np.any(offsets[~large] >= 0)
     assert_nothing_overlaps(trace, offsets)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_load_of_a_tape_is_the_load_of_the_program(seed):
+def test_the_load_of_a_schedule_is_the_load_of_the_program(seed):
     print("seed", seed)
     trace = periodic_program(random.Random(seed), 16)
-    tape = fold(trace)
-    assert tape is not None
+    schedule = fold(trace)
+    assert schedule is not None
     large = trace.size > 512
     load = peak_load(trace.start[large], trace.end[large], trace.size[large])
-    on_tape = peak_load(tape.start, tape.end, tape.size, (tape.ring_start, tape.ring_end))
-    early = tape.size[tape.persistent].sum()  # what dies after the first pass counts as kept for ever
-    assert load <= on_tape <= load + early
+    on_schedule = peak_load(schedule.start, schedule.end, schedule.size, (schedule.cycle_start, schedule.cycle_end))
+    early = schedule.size[schedule.persistent].sum()  # what dies after the first pass counts as kept for ever
+    assert load <= on_schedule <= load + early
 
 
 @pytest.mark.parametrize("name", each(["training.pickle.gz", "lm_fb_ctx200.pickle.gz"], always=ALL))
 def test_a_real_training_folds_to_its_load(name):
     (trace,) = load_traces(path_of(name))
-    tape = fold(trace)
-    assert tape is not None
-    assert_well_formed(tape)
-    assert tape.planned.all()
-    rounded = (tape.size + 511) // 512 * 512
-    peak = peak_load(tape.start, tape.end, rounded, (tape.ring_start, tape.ring_end))
+    schedule = fold(trace)
+    assert schedule is not None
+    assert_well_formed(schedule)
+    assert schedule.planned.all()
+    rounded = (schedule.size + 511) // 512 * 512
+    peak = peak_load(schedule.start, schedule.end, rounded, (schedule.cycle_start, schedule.cycle_end))
     assert 0.999 * lower_bound(trace) < peak <= lower_bound(trace)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_plan_is_valid_where_the_ring_is_longer_than_what_was_recorded_of_it(seed):
+def test_a_plan_is_valid_where_the_cycle_is_longer_than_what_was_recorded_of_it(seed):
     chance, program = random.Random(seed), Program()
     length = chance.randrange(4, 10)
     lasting = [1, 2, length - 1, length, length + 1, length + 2]

@@ -1,4 +1,4 @@
-"""Plans of tapes and of traces: streams apart, rows expanded, and every choice repeated exactly."""
+"""Plans of schedules and of traces: streams apart, rows expanded, and every choice repeated exactly."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ import pytest
 from made_up_programs import MIB, Program
 
 from stalloc.errors import BadInputError
-from stalloc.lifespans.tape import fold
-from stalloc.planner import plan, plan_tape, validate
+from stalloc.lifespans.repeating_schedule import fold
+from stalloc.planner import plan, plan_schedule, validate
 from stalloc.trace import Trace
 
 
@@ -41,7 +41,7 @@ def test_a_recording_that_repeats_becomes_a_program():
     assert made.num_requests == trace.num_requests
     assert made.num_planned == trace.num_requests
     assert made.optimal
-    assert (made.offset[made.tape_row] == made.tape_offset).all()
+    assert (made.offset[made.schedule_row] == made.schedule_offset).all()
 
 
 def test_fold_never_plans_the_recording_as_it_is():
@@ -76,10 +76,10 @@ def test_streams_never_share_addresses_in_a_program():
     made = plan(trace)
     assert made.kind == "program"
     assert validate(made, trace).ok
-    first, second = (made.tape_stream == stream for stream in (0, 1))
+    first, second = (made.schedule_stream == stream for stream in (0, 1))
     used = [
         set(np.concatenate([np.arange(low, low + size, 512) for low, size in zip(lows, sizes, strict=True)]).tolist())
-        for lows, sizes in ((made.tape_offset[chosen], made.tape_size[chosen]) for chosen in (first, second))
+        for lows, sizes in ((made.schedule_offset[chosen], made.schedule_size[chosen]) for chosen in (first, second))
     ]
     assert not used[0] & used[1]
 
@@ -89,22 +89,26 @@ def test_a_trace_shares_addresses_among_streams():
     assert plan(trace, fold="never").peak_bytes < plan(trace).peak_bytes
 
 
-def test_a_tape_is_planned_without_a_trace():
-    tape = fold(training())
-    made = plan_tape(tape)
+def test_a_schedule_is_planned_without_a_trace():
+    schedule = fold(training())
+    made = plan_schedule(schedule)
     assert validate(made).ok
-    assert (made.tape_size == tape.size).all()
-    assert (made.num_prologue, made.ring_start, made.ring_end) == (tape.num_prologue, tape.ring_start, tape.ring_end)
+    assert (made.schedule_size == schedule.size).all()
+    assert (made.num_prologue, made.cycle_start, made.cycle_end) == (
+        schedule.num_prologue,
+        schedule.cycle_start,
+        schedule.cycle_end,
+    )
 
 
 def test_entries_that_are_not_planned_have_no_offset():
-    tape = fold(training())
-    planned = tape.planned.copy()
-    planned[tape.num_prologue] = False
-    made = plan_tape(dataclasses.replace(tape, planned=planned))
+    schedule = fold(training())
+    planned = schedule.planned.copy()
+    planned[schedule.num_prologue] = False
+    made = plan_schedule(dataclasses.replace(schedule, planned=planned))
     assert validate(made).ok
-    assert made.tape_offset[tape.num_prologue] == -1
-    assert made.num_planned == len(tape.size) - 1
+    assert made.schedule_offset[schedule.num_prologue] == -1
+    assert made.num_planned == len(schedule.size) - 1
 
 
 def test_planning_twice_gives_the_same_offsets():

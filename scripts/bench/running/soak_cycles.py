@@ -1,7 +1,7 @@
 """Made-up steps that repeat, and places for their requests: first fit, so that nothing waits for a planner.
 
-Contract: a ring turns for ever; entry i is allocated in each pass and dies right before entry i + lifespan[i], counted
-on into the next pass. No two entries of a ring that are ever live together share a byte, and no byte is used by two
+Contract: a cycle turns for ever; entry i is allocated in each pass and dies right before entry i + lifespan[i], counted
+on into the next pass. No two entries of a cycle that are ever live together share a byte, and no byte is used by two
 streams.
 """
 
@@ -46,7 +46,7 @@ def _place(size, stream, lifespan, order, offset):
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class Cycle:
     """A step, and where each of its requests has its place."""
 
     size: np.ndarray  #: (n,) requested bytes
@@ -66,7 +66,7 @@ def rounded(size: np.ndarray) -> np.ndarray:
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 
-def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray) -> Ring:
+def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray) -> Cycle:
     """Place requests and put their deaths in order."""
     n = len(size)
     offset = np.zeros(n, np.int64)
@@ -74,13 +74,13 @@ def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray) ->
     peak_bytes = int(_place(whole, stream, lifespan, np.argsort(-whole, kind="stable"), offset))
     due = (np.arange(n) + lifespan) % n
     dying = np.argsort(due, kind="stable")
-    return Ring(size, stream, lifespan, offset, peak_bytes, dying, np.searchsorted(due[dying], np.arange(n + 1)))
+    return Cycle(size, stream, lifespan, offset, peak_bytes, dying, np.searchsorted(due[dying], np.arange(n + 1)))
 
 
-def make_ring(
+def make_cycle(
     rng: np.random.Generator, length: int, *, streams: int = 1, num_sizes: int = 12, largest: int = 3 * MIB
-) -> Ring:
-    """A ring of `length` requests of up to `num_sizes` sizes."""
+) -> Cycle:
+    """A cycle of `length` requests of up to `num_sizes` sizes."""
     sizes = np.exp(rng.uniform(np.log(513), np.log(largest), num_sizes)).astype(np.int64)
     lifespan = np.minimum(rng.geometric(rng.choice([0.05, 0.15, 0.5]), length), length).astype(np.int64)
     lasting = rng.random(length) < rng.choice([0.0, 0.05])  # gradients, which live until the next pass

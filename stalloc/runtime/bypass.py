@@ -1,14 +1,14 @@
 """A step that leaves out what is planned, and is about to need much memory, is served by the heap to its end.
 
 Contract: what matches the plan by chance would be scattered over the arena, and keep parts of pages from everything
-else. So the plan stands aside from there to the next mark, or to a pass that begins as planned: its arena moves to
+else. So the plan is bypassed from there to the next mark, or to an iteration that begins as planned: its arena moves to
 addresses without memory, and the heap has all that is free where it was. After many such steps in a row there is one in
 which it serves what it can.
 """
 
 from typing import TYPE_CHECKING
 
-from stalloc.core.constants import ASIDE
+from stalloc.core.constants import BYPASS
 from stalloc.runtime import decisions
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.recording import Recording
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
 
 
-class StandingAside:
+class Bypass:
     """Of the plans of one device."""
 
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
-        self._stood = self._came_late = False  # since the last mark: it stood aside; another plan came into force
+        self._stood = self._came_late = False  # since the last mark: it was bypassed; another plan came into force
         # at the last mark, or when another plan came into force after it:
-        self._place = self._left_out = 0  # entries from where the ring begins; entries that were left out, ever
+        self._place = self._left_out = 0  # entries from where the cycle begins; entries that were left out, ever
         self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
 
     def begins(self) -> bool:
-        """A request needs pages: whether the plan stands aside from now on, so that there may be some."""
+        """A request needs pages: whether the plan is bypassed from now on, so that there may be some."""
         record = self._state.record
-        if self._stood or not decisions.may_stand_aside(self._in_a_row) or self._status.phase is not Phase.PLANNED:
+        if self._stood or not decisions.may_bypass(self._in_a_row) or self._status.phase is not Phase.PLANNED:
             return False
-        if record.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
+        if record.hot.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
-        if record.gaps:
+        if record.tables.gaps:
             return False  # what such steps leave out does not make them others
         if self._num_plans != self._status.num_plans:
             self._note_place()
             self._came_late = True
         if not (self._is_another() and self._matters()):
             return False
-        with self._status.effort.counted():
+        with self._status.cpu_budget.counted():
             if not self._arenas.move():
                 return False
         self._in_a_row += 1
         self._stood = True
-        self._state.write(stands_aside=ASIDE)
+        self._state.write(bypassed=BYPASS)
         return True
 
     def _is_another(self) -> bool:
@@ -58,26 +58,26 @@ class StandingAside:
         A plan that comes in the middle of a step may begin at another place of it, and go on from the right one.
         """
         record = self._state.record
-        length = record.ring_end - record.ring_start
-        goes_on = self._came_late and record.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
-        leaves_out = decisions.leaves_out_much(record.left_out - self._left_out, length) and not goes_on
+        length = record.follow.cycle_end - record.follow.cycle_start
+        goes_on = self._came_late and record.follow.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
+        leaves_out = decisions.leaves_out_much(record.follow.left_out - self._left_out, length) and not goes_on
         is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
-        return bool(record.step_count > 0 and is_another)
+        return bool(record.steps.step_count > 0 and is_another)
 
     @property
     def _place_now(self) -> int:
-        return int(self._state.record.cursor - self._state.record.ring_start)
+        return int(self._state.record.follow.cursor - self._state.record.follow.cycle_start)
 
     @property
     def _lost_and_hit(self) -> tuple[int, int]:
-        """Requests of this pass that are not as planned, and those that are."""
+        """Requests of this iteration that are not as planned, and those that are."""
         record = self._state.record
-        return record.step_misses - record.step_unplanned, record.hits - record.hits_before
+        return record.steps.step_misses - record.steps.step_unplanned, record.follow.hits - record.steps.hits_before
 
     def _matters(self) -> bool:
-        """Whether little is left of what is held and most of the pass not as planned, or the step needs much memory."""
+        """Whether little of what is held is left and most of the iteration not as planned, or the step needs much."""
         record = self._state.record
-        little_is_left = decisions.is_little_left(record.total.allocated_bytes, record.reserved_bytes)
+        little_is_left = decisions.is_little_left(record.total.allocated_bytes, record.statistics.reserved_bytes)
         if little_is_left and decisions.is_half_lost(*self._lost_and_hit):
             return True
         return (little_is_left or decisions.has_begun(self._place_now)) and self._needs_much()
@@ -88,11 +88,14 @@ class StandingAside:
         More than was expected when it began, too; or a third of it is not as planned, and a third of what it needs is
         there.
         """
-        record, tape = self._state.record, self._arenas.tape
-        began = record.ring_start + self._place
-        if tape is None or tape.ahead is None or max(began, record.cursor) >= len(tape.ahead):
+        record, schedule = self._state.record, self._arenas.schedule
+        began = record.follow.cycle_start + self._place
+        if schedule is None or schedule.ahead is None or max(began, record.follow.cursor) >= len(schedule.ahead):
             return False  # nobody knows
-        ahead_bytes, expected_bytes = int(tape.ahead[record.cursor]), self._allocated_bytes + int(tape.ahead[began])
+        ahead_bytes, expected_bytes = (
+            int(schedule.ahead[record.follow.cursor]),
+            self._allocated_bytes + int(schedule.ahead[began]),
+        )
         needed_bytes = int(record.total.allocated_bytes) + ahead_bytes
         held_bytes = self._arenas.memory.paging.allowance.held_bytes(0)
         if not decisions.has_much_to_come(ahead_bytes, needed_bytes, held_bytes):
@@ -103,10 +106,10 @@ class StandingAside:
         return decisions.is_third_lost(*self._lost_and_hit) and decisions.is_third_there(own_bytes, ahead_bytes)
 
     def end(self) -> None:
-        """The program marks a step, and where it is on its tape is known."""
+        """The program marks a step, and where it is on its schedule is known."""
         if self._stood:
             self._stood = False
-            self._state.write(stands_aside=0)
+            self._state.write(bypassed=0)
         else:
             self._in_a_row = 0
         self._came_late = False
@@ -117,11 +120,11 @@ class StandingAside:
         """Whether the last step was served as far as it was planned."""
         return not (self._stood or self._in_a_row)
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """Steps went by as planned."""
         self._place, self._allocated_bytes = steps.place, steps.allocated_bytes
 
     def _note_place(self) -> None:
-        self._place, self._left_out = self._place_now, int(self._state.record.left_out)
+        self._place, self._left_out = self._place_now, int(self._state.record.follow.left_out)
         self._allocated_bytes = int(self._state.record.total.allocated_bytes)
         self._num_plans = self._status.num_plans

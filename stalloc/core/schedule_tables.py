@@ -1,7 +1,7 @@
-"""The tables of a tape: its entries, and the cells, slots and keys that they are found by.
+"""The tables of a schedule: its entries, and the intervals, slots and keys that they are found by.
 
-Contract: made in Python before the tape is put in place, and never resized after that; the core writes into them only
-what the records say. They have to outlive the tape in the core.
+Contract: made in Python before the schedule is put in place, and never resized after that; the core writes into them
+only what the records say. They have to outlive the schedule in the core.
 """
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from stalloc.columns import distinct
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.constants import (
     BLOCK_FREE,
     LIFESPAN_ROWS,
@@ -19,99 +19,100 @@ from stalloc.core.constants import (
     STREAM_BITS,
 )
 from stalloc.core.record_types import Record, Words
-from stalloc.core.records import Cell, Gap, Key, Ratio, Ring, Slot, TapeEntry, Word, table
+from stalloc.core.records import Cycle, Gap, Interval, Key, Ratio, ScheduleEntry, Slot, Word, table
+from stalloc.core.schedule_cursor import fill_keys
 from stalloc.core.slots import fill_slots
-from stalloc.core.tape_cursor import fill_keys
 from stalloc.sizes import aligned
 
-_MAX_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
+_MAX_USES = 1 << 21  # of intervals by entries; beyond, nothing is kept of when intervals are needed
 
 
 @dataclass(frozen=True, eq=False)
-class TapeTables:
-    """Everything that the core reads of a tape."""
+class ScheduleTables:
+    """Everything that the core reads of a schedule."""
 
-    entries: np.ndarray  #: of TapeEntry
-    bits: Words  #: of taken cells
+    entries: np.ndarray  #: of ScheduleEntry
+    bits: Words  #: of taken intervals
     slots: np.ndarray  #: of Slot, by hash
-    cells: np.ndarray  #: of Cell; two more than the plan has: for the arena's bytes beyond it, and where those end
+    intervals: np.ndarray
+    """Of Interval, two more than the plan has: for the arena's bytes beyond it, and where those end."""
     use_starts: Words
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray
     gaps: np.ndarray  #: of Gap; row 0 means none
     ratios: np.ndarray  #: of Ratio, as the lifespans of dynamic requests
-    rings: np.ndarray  #: of Ring
-    num_kinds: int  #: rings of one turn
+    cycles: np.ndarray  #: of Cycle
+    num_kinds: int  #: cycles of one turn
     keys: np.ndarray  #: of Key, by hash
     places: Words
 
-    def copy(self) -> "TapeTables":
+    def copy(self) -> "ScheduleTables":
         """The same once more: what the core writes is the copy's own."""
         return replace(
             self,
-            entries=_copied(TapeEntry, self.entries),
+            entries=_copied(ScheduleEntry, self.entries),
             bits=self.bits.copy(),
             slots=_copied(Slot, self.slots),
-            cells=_copied(Cell, self.cells),
+            intervals=_copied(Interval, self.intervals),
             lifespans=_copied(Word, self.lifespans),
         )
 
     @property
-    def num_cells(self) -> int:
-        """Cells that the plan itself has."""
-        return len(self.cells) - 2
+    def num_intervals(self) -> int:
+        """Intervals that the plan itself has."""
+        return len(self.intervals) - 2
 
-    def tapes_beside(self, begin: int) -> int:
-        """Where the rings of the turn are of which one begins at an entry."""
-        address, begins = self._rings
-        return address + bisect_left(begins, begin) // self.num_kinds * self.num_kinds * self.rings.dtype.itemsize
+    def schedules_beside(self, begin: int) -> int:
+        """Where the cycles of the turn are of which one begins at an entry."""
+        address, begins = self._cycles
+        return address + bisect_left(begins, begin) // self.num_kinds * self.num_kinds * self.cycles.dtype.itemsize
 
     @cached_property
-    def _rings(self) -> tuple[int, list[int]]:
-        """Where the rings are, and the entries that they begin at."""
-        return self.rings.ctypes.data, self.rings["begin"].tolist()
+    def _cycles(self) -> tuple[int, list[int]]:
+        """Where the cycles are, and the entries that they begin at."""
+        return self.cycles.ctypes.data, self.cycles["begin"].tolist()
 
     @property
-    def cell_streams(self) -> int:
-        """The streams that have any cells: a bit for each index modulo 64, as a signed number."""
-        return int(np.bitwise_or.reduce(1 << (distinct(self.cells["stream"]) & 63)))
+    def interval_streams(self) -> int:
+        """The streams that have any intervals: a bit for each index modulo 64, as a signed number."""
+        return int(np.bitwise_or.reduce(1 << (distinct(self.intervals["stream"]) & 63)))
 
 
-def make_tables(tape: ArenaTape) -> TapeTables:
-    """The tables of a tape."""
-    stream, offset = tape.stream, tape.offset
-    size = aligned(tape.size)
+def make_tables(schedule: ArenaSchedule) -> ScheduleTables:
+    """The tables of a schedule."""
+    stream, offset = schedule.stream, schedule.offset
+    size = aligned(schedule.size)
     planned = offset >= 0
     low, high = offset[planned], (offset + size)[planned]
     bounds = distinct(np.concatenate([[0], low, high])).astype(np.int64)
-    entries = table(TapeEntry, len(size))
+    entries = table(ScheduleEntry, len(size))
     entries["key"] = size << STREAM_BITS | stream
     entries["offset"] = np.where(planned, offset, -1)
     spans = np.stack([np.searchsorted(bounds, low), np.searchsorted(bounds, high)], axis=1)
-    entries["cell_low"][planned], entries["cell_high"][planned] = spans.T
+    entries["interval_low"][planned], entries["interval_high"][planned] = spans.T
     slots, rows = _slots(low)
     entries["slot"][planned] = rows
-    cells = table(Cell, len(bounds) + 1)
-    cells["offset"][:-1] = bounds
-    cells["needed_at"] = -1
-    cells["stream"] = _cell_streams(spans, stream[planned], bounds)
-    use_starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(cells))
-    rings = table(Ring, len(tape.rings))
-    rings["begin"], rings["end"] = tape.rings.T
-    lifespans, gaps, entries["gap"] = _gaps(tape)
+    intervals = table(Interval, len(bounds) + 1)
+    intervals["offset"][:-1] = bounds
+    intervals["needed_at"] = -1
+    intervals["stream"] = _interval_streams(spans, stream[planned], bounds)
+    use_starts, uses = _interval_uses(spans, np.flatnonzero(planned), len(intervals))
+    cycles = table(Cycle, len(schedule.cycles))
+    cycles["begin"], cycles["end"] = schedule.cycles.T
+    lifespans, gaps, entries["gap"] = _gaps(schedule)
     keys, places = _keys(entries["key"].copy())
-    return TapeTables(
+    return ScheduleTables(
         entries=entries,
         bits=np.zeros((len(bounds) + 1) // 64 + 1, np.int64),
         slots=slots,
-        cells=cells,
+        intervals=intervals,
         use_starts=use_starts,
         uses=uses,
         lifespans=lifespans,
         gaps=gaps,
-        ratios=_ratios(tape),
-        rings=rings,
-        num_kinds=len(rings) // tape.num_buffers,
+        ratios=_ratios(schedule),
+        cycles=cycles,
+        num_kinds=len(cycles) // schedule.num_buffers,
         keys=keys,
         places=places,
     )
@@ -123,27 +124,27 @@ def _copied(record: type[Record], rows: np.ndarray) -> np.ndarray:
     return copy
 
 
-def _gaps(tape: ArenaTape) -> tuple[np.ndarray, np.ndarray, Words]:
-    """The table of lifespans, that of gaps, and the gap before each entry of a tape."""
-    if tape.between is None:
-        return table(Word, LIFESPAN_ROWS), table(Gap, 1), np.zeros(len(tape.size), np.int64)
-    num_dynamic, lasts, next_sure = tape.between.num_dynamic, tape.between.lasts, tape.between.next_sure
+def _gaps(schedule: ArenaSchedule) -> tuple[np.ndarray, np.ndarray, Words]:
+    """The table of lifespans, that of gaps, and the gap before each entry of a schedule."""
+    if schedule.between is None:
+        return table(Word, LIFESPAN_ROWS), table(Gap, 1), np.zeros(len(schedule.size), np.int64)
+    num_dynamic, lasts, next_sure = schedule.between.num_dynamic, schedule.between.lasts, schedule.between.next_sure
     rows = np.flatnonzero((num_dynamic > 0) | (next_sure != np.arange(len(next_sure))))
     lifespans, gaps = table(Word, LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
     lifespans["value"][LIFESPAN_ROWS:] = lasts
     gaps["first_dynamic"][1:] = (LIFESPAN_ROWS + np.cumsum(num_dynamic) - num_dynamic)[rows]
     gaps["num_dynamic"][1:], gaps["next_sure"][1:] = num_dynamic[rows], next_sure[rows]
-    gap = np.zeros(len(tape.size), np.int64)
+    gap = np.zeros(len(schedule.size), np.int64)
     gap[rows] = 1 + np.arange(len(rows))
     return lifespans, gaps, gap
 
 
-def _ratios(tape: ArenaTape) -> np.ndarray:
+def _ratios(schedule: ArenaSchedule) -> np.ndarray:
     """The table of ratios, where the lifespans of dynamic requests are in theirs."""
-    if tape.between is None:
+    if schedule.between is None:
         return table(Ratio, 1)
-    ratios = table(Ratio, len(tape.between.ratios))
-    ratios["times"], ratios["over"] = tape.between.ratios.T
+    ratios = table(Ratio, len(schedule.between.ratios))
+    ratios["times"], ratios["over"] = schedule.between.ratios.T
     return ratios
 
 
@@ -170,11 +171,11 @@ def _keys(key: Words) -> tuple[np.ndarray, Words]:
     return keys, places
 
 
-def _cell_streams(spans: Words, stream: Words, bounds: Words) -> Words:
-    """(b + 1,) the stream of each cell, NO_STREAM if several use it.
+def _interval_streams(spans: Words, stream: Words, bounds: Words) -> Words:
+    """(b + 1,) the stream of each interval, NO_STREAM if several use it.
 
-    One that none uses goes with the one before it. `spans` (k, 2) are the cells of each
-    entry, `stream` (k,) its stream, `bounds` (b,) the offsets where cells begin.
+    One that none uses goes with the one before it. `spans` (k, 2) are the intervals of each
+    entry, `stream` (k,) its stream, `bounds` (b,) the offsets where intervals begin.
     """
     count = len(bounds) + 1
     owner = np.full(count, NO_STREAM, np.int64)
@@ -197,14 +198,15 @@ def _cell_streams(spans: Words, stream: Words, bounds: Words) -> Words:
     return owner
 
 
-def _cell_uses(spans: Words, entries: Words, count: int) -> tuple[Words, Words]:
-    """For each cell the entries of the tape that need it, in order: where each cell's begin (count + 1,), and they."""
+def _interval_uses(spans: Words, entries: Words, count: int) -> tuple[Words, Words]:
+    """For each interval the entries that need it, in order: where each interval's begin (count + 1,), and they."""
     lengths = spans[:, 1] - spans[:, 0]
     total = int(lengths.sum())
     if total > _MAX_USES:
         return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
     first = np.cumsum(lengths) - lengths
-    cells = np.arange(total) - np.repeat(first - spans[:, 0], lengths)
-    order = np.argsort(cells.astype(np.min_scalar_type(count)), kind="stable")  # few bits are sorted in a few passes
-    starts = np.cumsum(np.append(0, np.bincount(cells, minlength=count)))
+    intervals = np.arange(total) - np.repeat(first - spans[:, 0], lengths)
+    # few bits are sorted in a few passes
+    order = np.argsort(intervals.astype(np.min_scalar_type(count)), kind="stable")
+    starts = np.cumsum(np.append(0, np.bincount(intervals, minlength=count)))
     return starts, np.ascontiguousarray(np.repeat(entries, lengths)[order])

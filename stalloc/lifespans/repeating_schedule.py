@@ -1,6 +1,6 @@
-"""The fold: a trace of many steps becomes a tape, a prologue that runs once and a ring that repeats for ever.
+"""The fold: a trace of many steps becomes a schedule, a prologue that runs once and a cycle that repeats for ever.
 
-The clock of a tape is the position in the sequence of requests that are on it: a request that is allocated at
+The clock of a schedule is the position in the sequence of requests that are on it: a request that is allocated at
 position i and freed after k further requests were allocated has the lifespan [i, i + k + 1). Nothing is lost by
 that: of two requests the later one is allocated before the earlier one is freed exactly if the lifespans overlap.
 Frees that come a little earlier or later from step to step then seldom change a lifespan.
@@ -15,54 +15,55 @@ from stalloc.lifespans.periods import TINY_BYTES, Period, find_step_period, sequ
 from stalloc.trace import Trace
 
 _MAX_UNROLL = 4
-_PASSES_LOOKED_AT = _MAX_UNROLL + 1
+_ITERATIONS_LOOKED_AT = _MAX_UNROLL + 1
 _JITTER = 0.01  # of a period: lifespans that differ by no more are the same, and the longest counts
 _MORE_LOAD = 1 / 128  # that the longest of lifespans which differ by more may add to what is live at most
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Tape:
-    """A program's requests in order: a prologue that runs once, then a ring that repeats for ever."""
+class Schedule:
+    """A program's requests in order: a prologue that runs once, then a cycle that repeats for ever."""
 
     size: Column
-    """(n,) requested bytes; the first num_prologue rows are the prologue, the rest the ring, ordered by start."""
+    """(n,) requested bytes; the first num_prologue rows are the prologue, the rest the cycle, ordered by start."""
     stream: Column
     """(n,) index into the trace's streams."""
     start: Column
-    """(n,) tape event. Prologue: in [0, ring_start). Ring: in [ring_start, ring_end)."""
+    """(n,) schedule event. Prologue: in [0, cycle_start). Cycle: in [cycle_start, cycle_end)."""
     end: Column
-    """(n,) tape event. Ring: in (start, start + ring_length], beyond ring_end it wraps round to ring_start.
-    Prologue: at most ring_end if it dies before the end of the first pass, else ring_end + ring_length: persistent."""
+    """(n,) schedule event. Cycle: in (start, start + cycle_length], beyond cycle_end it wraps round to cycle_start.
+    Prologue: at most cycle_end if it dies before the end of the first iteration, else cycle_end + cycle_length:
+    persistent."""
     planned: Column
-    """(n,) bool; False: the lifespan is unknown, longer than the ring, or varies by much: serve it dynamically."""
+    """(n,) bool; False: the lifespan is unknown, longer than the cycle, or varies by much: serve it dynamically."""
     row: Column
-    """(n,) row of the request in the trace that the tape was folded from."""
+    """(n,) row of the request in the trace that the schedule was folded from."""
     num_prologue: int
-    ring_start: int
-    """Tape event."""
-    ring_end: int
-    """Tape event."""
+    cycle_start: int
+    """Schedule event."""
+    cycle_end: int
+    """Schedule event."""
     period_requests: int
-    """Requests in one period; the ring is one period or a few."""
+    """Requests in one period; the cycle is one period or a few."""
     covered_requests: int
-    """Requests of the trace, of those large enough for the tape and from the ring's first on, that follow the ring."""
+    """Requests of the trace, of those large enough and from the cycle's first on, that follow the cycle."""
     minimum_size: int
-    """Bytes; smaller requests are not on the tape."""
+    """Bytes; smaller requests are not on the schedule."""
 
     @property
-    def ring_length(self) -> int:
-        """Tape events in the ring."""
-        return self.ring_end - self.ring_start
+    def cycle_length(self) -> int:
+        """Schedule events in the cycle."""
+        return self.cycle_end - self.cycle_start
 
     @property
     def num_requests(self) -> int:
-        """Rows of the tape."""
+        """Rows of the schedule."""
         return len(self.size)
 
     @property
     def persistent(self) -> Column:
         """(n,) bool: allocated in the prologue and never given back."""
-        return (np.arange(len(self.size)) < self.num_prologue) & (self.end > self.ring_end)
+        return (np.arange(len(self.size)) < self.num_prologue) & (self.end > self.cycle_end)
 
 
 def fold(
@@ -72,13 +73,13 @@ def fold(
     with_prologue: bool = True,
     rotate: bool = True,
     period: Period | None = None,
-) -> Tape | None:
-    """The tape of a trace whose steps repeat; None when no period is confirmed.
+) -> Schedule | None:
+    """The schedule of a trace whose steps repeat; None when no period is confirmed.
 
-    Requests below `minimum_size` bytes stay off the tape. `period` overrides what `find_step_period` finds in
-    `sequence_rows(trace, minimum_size)`. The ring is unrolled up to four periods so that every lifespan fits into it
+    Requests below `minimum_size` bytes stay off the schedule. `period` overrides what `find_step_period` finds in
+    `sequence_rows(trace, minimum_size)`. The cycle is unrolled up to four periods so that every lifespan fits into it
     once; what lives longer or is never freed is not planned. What lives differently from step to step is planned with
-    its longest life where that adds next to nothing to the most that is live. With `rotate` the ring starts where the
+    its longest life where that adds next to nothing to the most that is live. With `rotate` the cycle starts where the
     fewest planned bytes are live. The prologue is what the trace shows before that: everything if
     trace.info["complete"], else what was allocated since recording began.
     """
@@ -96,14 +97,14 @@ def fold(
     turn = _quietest_turn(np.where(planned, lasts, 0), size_of_class) if rotate else 0
     unroll = max(1, -(-int(lasts.max(initial=0)) // period.length))
 
-    ring_start, ring_length = _first_regular_pass(period, turn, deaths, lasts), unroll * period.length
-    ring_end = ring_start + ring_length
-    place = (np.arange(ring_length) + turn) % period.length  # class of each ring row
-    start = np.arange(ring_start, ring_end)
+    cycle_start, cycle_length = _first_regular_iteration(period, turn, deaths, lasts), unroll * period.length
+    cycle_end = cycle_start + cycle_length
+    place = (np.arange(cycle_length) + turn) % period.length  # class of each cycle row
+    start = np.arange(cycle_start, cycle_end)
     end = start + np.maximum(lasts[place], 1)  # an unplanned row needs some lifespan: the shortest
     is_seen = start < period.first + period.covered  # what comes later is of the stream of the same class before
     seen = np.where(is_seen, start, period.first + place)
-    ring = {
+    cycle = {
         "size": size_of_class[place],
         "stream": trace.stream[rows][seen],
         "start": start,
@@ -112,67 +113,69 @@ def fold(
         "row": np.where(is_seen, rows[seen], -1),
     }
     if with_prologue:
-        prologue = _prologue(trace, rows, deaths, ring_start, ring_end)
-        columns = {name: np.concatenate([prologue[name], ring[name]]) for name in ring}
+        prologue = _prologue(trace, rows, deaths, cycle_start, cycle_end)
+        columns = {name: np.concatenate([prologue[name], cycle[name]]) for name in cycle}
     else:
-        columns = ring | {"start": start - ring_start, "end": end - ring_start}
-    num_prologue = ring_start if with_prologue else 0
-    return Tape(
+        columns = cycle | {"start": start - cycle_start, "end": end - cycle_start}
+    num_prologue = cycle_start if with_prologue else 0
+    return Schedule(
         **columns,
         num_prologue=num_prologue,
-        ring_start=num_prologue,
-        ring_end=num_prologue + ring_length,
+        cycle_start=num_prologue,
+        cycle_end=num_prologue + cycle_length,
         period_requests=period.length,
-        covered_requests=period.first + period.covered - ring_start,
+        covered_requests=period.first + period.covered - cycle_start,
         minimum_size=minimum_size,
     )
 
 
-def _prologue(trace: Trace, rows: Column, deaths: Column, ring_start: int, ring_end: int) -> dict[str, Column]:
-    """The columns of what is allocated before the ring; what outlives its first pass is there for ever."""
-    early = np.arange(ring_start)
-    stays = (deaths[early] < 0) | (deaths[early] > ring_end)
+def _prologue(trace: Trace, rows: Column, deaths: Column, cycle_start: int, cycle_end: int) -> dict[str, Column]:
+    """The columns of what is allocated before the cycle; what outlives its first iteration is there for ever."""
+    early = np.arange(cycle_start)
+    stays = (deaths[early] < 0) | (deaths[early] > cycle_end)
     return {
         "size": trace.size[rows][early],
         "stream": trace.stream[rows][early],
         "start": early,
-        "end": np.where(stays, 2 * ring_end - ring_start, deaths[early]),
-        "planned": np.ones(ring_start, bool),
+        "end": np.where(stays, 2 * cycle_end - cycle_start, deaths[early]),
+        "planned": np.ones(cycle_start, bool),
         "row": rows[early],
     }
 
 
-def expand(tape: Tape, offsets: Column, trace: Trace) -> Column:
-    """(num_requests of the trace,) bytes: each request that follows the tape gets the offset of its tape row.
+def expand(schedule: Schedule, offsets: Column, trace: Trace) -> Column:
+    """(num_requests of the trace,) bytes: each request that follows the schedule gets the offset of its schedule row.
 
-    `offsets` is (n,) for the rows of the tape. Requests that are too small, not planned, or off the tape get -1.
+    `offsets` is (n,) for the rows of the schedule. Requests that are too small, not planned, or off the schedule get
+    -1.
     """
-    rows = sequence_rows(trace, tape.minimum_size)
-    first = int(np.searchsorted(rows, tape.row[tape.num_prologue]))
-    ring_rows = tape.num_requests - tape.num_prologue
-    given = np.where(tape.planned, offsets, -1)
+    rows = sequence_rows(trace, schedule.minimum_size)
+    first = int(np.searchsorted(rows, schedule.row[schedule.num_prologue]))
+    cycle_rows = schedule.num_requests - schedule.num_prologue
+    given = np.where(schedule.planned, offsets, -1)
     result = np.full(trace.num_requests, -1, np.int64)
-    result[tape.row[: tape.num_prologue]] = given[: tape.num_prologue]
-    followers = rows[first : first + tape.covered_requests]
-    result[followers] = given[tape.num_prologue + np.arange(len(followers)) % ring_rows]
+    result[schedule.row[: schedule.num_prologue]] = given[: schedule.num_prologue]
+    followers = rows[first : first + schedule.covered_requests]
+    result[followers] = given[schedule.num_prologue + np.arange(len(followers)) % cycle_rows]
     return result
 
 
 def _lasting(period: Period, deaths: Column, size: Column) -> Column:
-    """(period.length,) lifespans in tape events, 0 for classes that are not to be planned; `size` is in bytes.
+    """(period.length,) lifespans in schedule events, 0 for classes that are not to be planned; `size` is in bytes.
 
-    Looks at the last few passes and compares what it sees of each class: passes in which it was freed must agree, and
-    a pass in which it was not freed up to the end of the stretch must not have lived longer than that. The first
-    pass is left out when there are others enough: what precedes it differs. Where passes do not agree, as if Python's
-    collector of garbage frees a block, the longest counts, for as many classes as add next to nothing to the load.
+    Looks at the last few iterations and compares what it sees of each class: iterations in which it was freed must
+    agree, and an iteration in which it was not freed up to the end of the stretch must not have lived longer than that.
+    The first iteration is left out when there are others enough: what precedes it differs. Where iterations do not
+    agree, as if Python's collector of garbage frees a block, the longest counts, for as many classes as add next to
+    nothing to the load.
     """
     length, stretch_end = period.length, period.first + period.covered
-    passes = range(-(-period.covered // length))
+    iterations = range(-(-period.covered // length))
     if period.repeats > 2:
-        passes = passes[1:]
-    shape = (len(passes[-_PASSES_LOOKED_AT:]), length)
+        iterations = iterations[1:]
+    shape = (len(iterations[-_ITERATIONS_LOOKED_AT:]), length)
     lived, age = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-    for i, number in enumerate(passes[-_PASSES_LOOKED_AT:]):
+    for i, number in enumerate(iterations[-_ITERATIONS_LOOKED_AT:]):
         begin = period.first + number * length
         count = min(length, stretch_end - begin)
         position = np.arange(begin, begin + count)
@@ -198,11 +201,11 @@ def _lasting(period: Period, deaths: Column, size: Column) -> Column:
     return lasts
 
 
-def _first_regular_pass(period: Period, turn: int, deaths: Column, lasts: Column) -> int:
-    """Where the ring begins: the first pass that treats its planned requests as the later ones do.
+def _first_regular_iteration(period: Period, turn: int, deaths: Column, lasts: Column) -> int:
+    """Where the cycle begins: the first iteration that treats its planned requests as the later ones do.
 
-    In the first pass a request may be kept that is the same only by size, as the state of an optimizer is; such a
-    pass belongs to the prologue as long as two whole ones are left.
+    In the first iteration a request may be kept that is the same only by size, as the state of an optimizer is; such a
+    iteration belongs to the prologue as long as two whole ones are left.
     """
     stretch_end = period.first + period.covered
     begin = period.first + turn
@@ -218,7 +221,7 @@ def _first_regular_pass(period: Period, turn: int, deaths: Column, lasts: Column
 
 
 def _quietest_turn(lasts: Column, size: Column) -> int:
-    """The first position in the ring before which the fewest bytes are live."""
+    """The first position in the cycle before which the fewest bytes are live."""
     return int(np.argmin(_live(lasts, size)))
 
 
@@ -228,7 +231,7 @@ def _load(lasts: Column, size: Column) -> int:
 
 
 def _live(lasts: Column, size: Column) -> Column:
-    """(n,) bytes that are live before each position of a ring of classes that live so long; 0: not counted."""
+    """(n,) bytes that are live before each position of a cycle of classes that live so long; 0: not counted."""
     length = len(lasts)
     change = np.zeros(length + 1, np.int64)
     crossed = np.maximum(lasts - 1, 0)  # boundaries that lie inside the lifespan, from the next position on

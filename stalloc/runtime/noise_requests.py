@@ -17,7 +17,7 @@ from stalloc.core.constants import MAX_STREAMS
 from stalloc.core.state import DeviceState
 from stalloc.runtime.recording import Recording
 
-STRAY = int(np.iinfo(np.int64).min)  # noted as the thread of such a request in the record; no thread is called so
+NOISE = int(np.iinfo(np.int64).min)  # noted as the thread of such a request in the record; no thread is called so
 
 _MOST = 8  # one request of a step in so many, at most
 _RECENT = 16  # steps like no other, with which the next one is compared
@@ -38,7 +38,7 @@ class _Step:
         return frozenset(self.keys.tolist())
 
     def without_others(self, other: "_Step") -> Column | None:
-        """(n,) bool: its requests of which another has the like; None if more others are left than may be strays."""
+        """(n,) bool: its requests of which another has the like; None if more others are left than may be noise."""
         most = len(self.keys) // _MOST
         if abs(len(other.keys) - len(self.keys)) > most or len(self.distinct - other.distinct) > most:
             return None
@@ -46,12 +46,12 @@ class _Step:
         return kept if 0 < len(kept) <= np.count_nonzero(kept) + most else None
 
 
-class StrayRequests:
+class NoiseRequests:
     """Those of the steps in one device's record."""
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
-        self._kinds: deque[_Step] = deque(maxlen=_MAX_KINDS)  # a step of each, without its strays
+        self._kinds: deque[_Step] = deque(maxlen=_MAX_KINDS)  # a step of each, without its noise
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
         self._last: Column = np.empty(0, np.int64)  # the requests of the last step that was looked at
 
@@ -60,20 +60,20 @@ class StrayRequests:
         self._recent.clear()
 
     def leave_out(self) -> bool:
-        """No recorded step recurs: leave strays out from here on if most steps recur without; whether they do."""
+        """No recorded step recurs: leave noise out from here on if most steps recur without; whether they do."""
         steps = [*itertools.pairwise(self._recording.step_events)]
         found = [one for begin, end in steps for one in self._found(begin, end)]
         if 2 * len(found) <= len(steps):
             self._kinds.clear()
             self._recent.clear()
             return False
-        self._recording.left_out.add(STRAY)
+        self._recording.left_out.add(NOISE)
         self._note(found)
         return True
 
     def look(self, begin: int, end: int) -> None:
-        """A step was recorded, as the events [begin, end): see what strays it has, where these are left out."""
-        if STRAY in self._recording.left_out:
+        """A step was recorded, as the events [begin, end): see what noise it has, where these are left out."""
+        if NOISE in self._recording.left_out:
             self._note(self._found(begin, end))
 
     def _note(self, found: list[tuple[_Step, Column]]) -> None:
@@ -86,14 +86,14 @@ class StrayRequests:
         rows = np.flatnonzero(~np.isin(thread, list(self._recording.left_out)))
         if len(rows) != len(chosen):
             return  # the record began anew since that step
-        strays = np.zeros(len(thread), bool)
-        strays[rows[chosen]] = True
-        self._state.note_thread(begin, end, strays, STRAY)
+        noise = np.zeros(len(thread), bool)
+        noise[rows[chosen]] = True
+        self._state.note_thread(begin, end, noise, NOISE)
 
     def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
-        """The step of these events, if it is like another one but for strays, and that one if it was like none so far.
+        """The step of these events, if it is like another one but for noise, and that one if it was like none so far.
 
-        With each of them which of its requests (n,) are no strays.
+        With each of them which of its requests (n,) are no noise.
         """
         size, stream = self._recording.requests(begin, end)
         step, last = _Step(begin, end, size * MAX_STREAMS + stream), self._last

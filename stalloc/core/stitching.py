@@ -1,8 +1,9 @@
-"""Splices: what is left over in pages that others use, made one piece, where no whole pages are left for a request.
+"""Stitched segments: the free ends of two pages made one piece, where no whole pages are left for a request.
 
-Contract: the lock is held, except where Python calls. A splice is a segment whose first and last page have memory that
-has an address elsewhere too: the end of one page and the begin of another, which are free there. Those blocks are lent
-as long as the splice is there, so each byte is used from one address only. What lies between them are pages of its own.
+Contract: the lock is held, except where Python calls. A stitched segment is a segment whose first and last page have
+memory that has an address elsewhere too: the end of one page and the start of another, which are free there. Those
+blocks are lent as long as the stitched segment is there, so each byte is used from one address only. What lies between
+them are pages of its own.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
@@ -31,7 +32,7 @@ from stalloc.core.segments import (
 
 
 @inner()
-def _is_splice(segment):
+def _is_stitched(segment):
     return segment.address != 0 and (segment.tail != 0 or segment.head != 0)
 
 
@@ -39,7 +40,7 @@ def _is_splice(segment):
 def _may_lend(state, row, stream):
     """Whether what is free in a segment may be lent to a stream."""
     segment = segment_at(state, row)
-    if segment.address == 0 or segment.is_paged == 0 or segment.cell_high != 0 or _is_splice(segment):
+    if segment.address == 0 or segment.is_paged == 0 or segment.interval_high != 0 or _is_stitched(segment):
         return False
     pool = pool_at(state, segment.pool)
     return pool.stream == stream and pool.status == POOL_USED and pool.kind < PRIVATE_KINDS
@@ -47,7 +48,7 @@ def _may_lend(state, row, stream):
 
 @inner()
 def _remnants(state, row):
-    """The bytes of a free block from its begin to the end of that page, and from the begin of the last page on.
+    """The bytes of a free block from its begin to the end of that page, and from the start of the last page on.
 
     0 where the block does not reach over the page's end, or is all of the page.
     """
@@ -61,7 +62,7 @@ def _remnants(state, row):
 def _find(state, stream, least, is_tail):
     """The smallest remnant of at least so many bytes, or else the largest: its address, and bytes."""
     address = best = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
         while row != 0:
             block = block_at(state, row)
@@ -76,10 +77,11 @@ def _find(state, stream, least, is_tail):
 
 
 @njit(**BORROWING)
-def find_splice(device, pool, size):
-    """What a splice for a request of `size` bytes begins and ends with, so that it needs the fewest pages. For Python.
+def find_stitch(device, pool, size):
+    """What a stitched segment for a request of `size` bytes begins and ends with, so that it needs the fewest pages.
+    For Python.
 
-    Address and bytes of the end of a page and of the begin of another; 0 bytes: it needs none.
+    Address and bytes of the end of a page and of the start of another; 0 bytes: it needs none.
     """
     state = locked(device)
     stream = pool_at(state, pool).stream
@@ -95,7 +97,7 @@ def find_splice(device, pool, size):
 @inner()
 def _record_memory(state, action, row):
     """Record that the memory of a block is used from its address from here on, or no more."""
-    if state.recording == 1:
+    if state.hot.recording == 1:
         block = block_at(state, row)
         stream = pool_at(state, segment_at(state, block.segment).pool).stream
         record(state, action, stream, block.address, block.size_bytes)
@@ -104,7 +106,7 @@ def _record_memory(state, action, row):
 @inner()
 def _lend(state, stream, address, size):
     """Lend free bytes; the row of their block, 0 if somebody was quicker."""
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
         while row != 0:
             block = block_at(state, row)
@@ -132,7 +134,7 @@ def _take_back(state, row):
 
 
 @njit()
-def begin_splice(device, pool, address, mapped, tail_at, tail, head_at, head):
+def begin_stitch(device, pool, address, mapped, tail_at, tail, head_at, head):
     """Serve `tail` bytes before an address, `mapped` bytes and `head` bytes behind those as one piece. For Python.
 
     False if what it begins and ends with is not free any more, or a table is full.
@@ -160,7 +162,7 @@ def begin_splice(device, pool, address, mapped, tail_at, tail, head_at, head):
         made.head = head_row
         count_pages(state, segment, mapped)
         count_parted(state, 2)
-        state.num_segment_allocs += 1
+        state.statistics.num_segment_allocs += 1
     else:
         _take_back(state, head_row)
         _take_back(state, tail_row)
@@ -169,13 +171,13 @@ def begin_splice(device, pool, address, mapped, tail_at, tail, head_at, head):
 
 
 @njit(**BORROWING)
-def end_splices(device, addresses):
-    """Take splices in which nothing lives out of the heap: writes where they begin, returns how many. For Python."""
+def end_stitched(device, addresses):
+    """Take stitched in which nothing lives out of the heap: writes where they begin, returns how many. For Python."""
     state = locked(device)
     count = 0
-    for number in range(1, state.segments_used):
+    for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
-        if count == len(addresses) or not _is_splice(segment) or segment.num_live != 0 or segment.is_paged == 0:
+        if count == len(addresses) or not _is_stitched(segment) or segment.num_live != 0 or segment.is_paged == 0:
             continue
         row = segment.first
         while row != 0:
@@ -193,6 +195,6 @@ def end_splices(device, addresses):
         segment.tail = segment.head = 0
         release_segment_row(state, number)
         count_joined(state, 2)
-        state.num_segment_frees += 1
+        state.statistics.num_segment_frees += 1
     unlock(state)
     return count

@@ -9,7 +9,7 @@ from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 
 
-class Lasting:
+class PersistentPhase:
     """Whether requests of one device are meant to last."""
 
     def __init__(self, memory: DeviceMemory, recording: Recording) -> None:
@@ -29,7 +29,7 @@ class Lasting:
         self._building = False
         if planned and self._memory.source.paged and not self._memory.paging.fills_device():
             self._state.write(allocating_persistent=1)
-        if watching and not self._state.record.allocating_persistent:
+        if watching and not self._state.record.policy.allocating_persistent:
             self._make_free()
             if decisions.is_memory_short(self._memory.source.free_bytes(), self._state.record.total.allocated_bytes):
                 self._memory.save()
@@ -37,7 +37,7 @@ class Lasting:
 
     def end_step(self) -> None:
         """The program marks a step."""
-        if self._state.record.allocating_persistent:
+        if self._state.record.policy.allocating_persistent:
             self._state.write(allocating_persistent=0)
             self._make_free()  # what did not last, for the next step
         elif self._memory.source.paged:
@@ -45,7 +45,7 @@ class Lasting:
 
     def end(self) -> None:
         """What comes now is not meant to last."""
-        if self._state.record.allocating_persistent:
+        if self._state.record.policy.allocating_persistent:
             self._state.write(allocating_persistent=0)
             self._memory.release_unused()  # what did not last
 

@@ -1,7 +1,7 @@
-"""A ring that was found without marks is on probation: it may be a layer's, or one step's of several.
+"""A cycle that was found without marks is being validated: it may be a layer's, or one step's of several.
 
-Contract: while a plan is on probation what the program does is recorded beside it, so that a longer ring can be looked
-for at once when it turns out that the plan's is only a part of what repeats.
+Contract: while a plan is being validated what the program does is recorded beside it, so that a longer cycle can be
+looked for at once when it turns out that the plan's is only a part of what repeats.
 """
 
 from stalloc.core.state import DeviceState
@@ -10,18 +10,18 @@ from stalloc.runtime.recording import Recording
 from stalloc.runtime.status import Status
 
 
-class Probation:
-    """The probation of one device's plan, if it is on any."""
+class PlanValidation:
+    """The validation of one device's plan, if it is on any."""
 
     def __init__(self, status: Status, state: DeviceState, recording: Recording) -> None:
         self._status, self._state, self._recording = status, state, recording
         self.is_on = False
-        self.went_on = False  #: since its ring seemed to be of a part
+        self.went_on = False  #: since its cycle seemed to be of a part
 
     def begin(self) -> None:
-        """The plan in force, of a ring that was found without marks, is to be judged."""
+        """The plan in force, of a cycle that was found without marks, is to be judged."""
         record = self._state.record
-        length = record.ring_end - record.ring_start
+        length = record.follow.cycle_end - record.follow.cycle_start
         self._state.triggers.after_requests(decisions.judged_after(length, has_kinds=False))
         self.went_on = False
         if not self._status.settings.keep_recording:
@@ -31,14 +31,14 @@ class Probation:
 
     def go_on(self) -> None:
         """What was recorded does not show yet what the program repeats: a quarter more of it may."""
-        self._state.triggers.after_requests(self._state.record.num_sizable // 4)
+        self._state.triggers.after_requests(self._state.record.log.num_sizable // 4)
         self._state.triggers.at_boundary()
         self.went_on = True
 
     @property
     def is_over(self) -> bool:
-        """Whether the plan has been in force for so long that it is known what its ring is of."""
-        return self.is_on and self._state.record.total.num_allocs >= self._state.record.doubt_at
+        """Whether the plan has been in force for so long that it is known what its cycle is of."""
+        return self.is_on and self._state.record.total.num_allocs >= self._state.record.triggers.doubt_at
 
     def end(self) -> None:
         """The plan stays, or there are marks now: what was recorded is not needed."""

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from programs.core_machine import MIB, Machine, Ring
+from programs.core_machine import MIB, Cycle, Machine
 
-from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import validate_kinds
 from stalloc.planner.kind_plans import KindPlans, plan_steps
@@ -36,15 +36,15 @@ def made_up_kind(rng: np.random.Generator, streams: int = 1, most: int = MIB) ->
     return StepKind(size=size, stream=rng.choice(used, length), end=end, until=until, times_seen=2)
 
 
-def check_any_order(tapes: KindPlans, rng: np.random.Generator, num_steps: int) -> int:
+def check_any_order(schedules: KindPlans, rng: np.random.Generator, num_steps: int) -> int:
     """Run the kinds in a random order, as they were observed; no two live requests may share a byte."""
     # position of death in this step, stream and rank if handed on, low, high
     live: list[tuple[int, tuple[int, int], int, int]] = []
     checked = turn = 0
     for _ in range(num_steps):
-        index = int(rng.integers(len(tapes.kinds)))
-        kind, first = tapes.kinds[index], tapes.begins[turn * len(tapes.kinds) + index]
-        turn ^= tapes.switches_buffers[index]
+        index = int(rng.integers(len(schedules.kinds)))
+        kind, first = schedules.kinds[index], schedules.begins[turn * len(schedules.kinds) + index]
+        turn ^= schedules.switches_buffers[index]
         length = len(kind.size)
         streams = np.unique(kind.stream).tolist()
         rank_of = {int(row): (s, rank) for s in streams for rank, row in enumerate(kind.handed_on(s))}
@@ -54,12 +54,12 @@ def check_any_order(tapes: KindPlans, rng: np.random.Generator, num_steps: int) 
         left = [block for block in live if block[0] >= length]
         for i in range(length):
             live = [block for block in live if block[0] > i]
-            offset = int(tapes.offset[first + i])
+            offset = int(schedules.offset[first + i])
             assert offset >= 0 or kind.end[i] == 0 or kind.end[i] > length
             if offset < 0:
                 continue
             high = offset + -(-int(kind.size[i]) // 512) * 512
-            assert high <= tapes.peak_bytes
+            assert high <= schedules.peak_bytes
             for _, _, other_low, other_high in live:
                 assert high <= other_low or other_high <= offset
             block = (int(kind.end[i]), rank_of.get(i, (0, 0)), offset, high)
@@ -78,9 +78,9 @@ def test_no_two_requests_meet_whichever_kind_follows_whichever(seed: int, stream
     rng = np.random.default_rng(seed)
     kinds = [made_up_kind(rng, streams) for _ in range(int(rng.integers(1, 6)))]
     made: dict = {}
-    tapes = plan_steps(kinds, made)
-    assert check_any_order(tapes, rng, 40)
-    assert (tapes.offset >= 0).mean() > 0.5
+    schedules = plan_steps(kinds, made)
+    assert check_any_order(schedules, rng, 40)
+    assert (schedules.offset >= 0).mean() > 0.5
     again = plan_steps([*kinds, made_up_kind(rng, streams)], made)
     assert check_any_order(again, rng, 40)
 
@@ -98,11 +98,11 @@ def test_what_replaces_a_request_of_the_step_before_has_a_place_whichever_kind_f
             handed = kind.handed_on(stream)[:20]
             # what is replaced by a request lives until just after it
             until[: len(handed)] = np.where(rng.random(len(handed)) < 0.7, handed + 1, until[: len(handed)])
-    one_each, tapes = plan_steps(kinds, {}), plan_steps(kinds, {}, double_buffered=True)
-    assert check_any_order(tapes, rng, 60)
-    assert validate_kinds(tapes.plans, tapes.num_buffers).ok
-    assert tapes.num_buffers == 2
-    assert (tapes.offset < 0).mean() < (one_each.offset < 0).mean()
+    one_each, schedules = plan_steps(kinds, {}), plan_steps(kinds, {}, double_buffered=True)
+    assert check_any_order(schedules, rng, 60)
+    assert validate_kinds(schedules.plans, schedules.num_buffers).ok
+    assert schedules.num_buffers == 2
+    assert (schedules.offset < 0).mean() < (one_each.offset < 0).mean()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -111,13 +111,13 @@ def test_every_stream_has_a_region_of_its_own_for_all_kinds(seed: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     kinds = [made_up_kind(rng, 4) for _ in range(4)]
-    tapes = plan_steps(kinds, {})
-    planned = tapes.offset >= 0
-    high = tapes.offset + -(-tapes.size // 512) * 512
+    schedules = plan_steps(kinds, {})
+    planned = schedules.offset >= 0
+    high = schedules.offset + -(-schedules.size // 512) * 512
     regions = []
-    for stream in np.unique(tapes.stream[planned]):
-        rows = planned & (tapes.stream == stream)
-        regions.append((int(tapes.offset[rows].min()), int(high[rows].max())))
+    for stream in np.unique(schedules.stream[planned]):
+        rows = planned & (schedules.stream == stream)
+        regions.append((int(schedules.offset[rows].min()), int(high[rows].max())))
         alone = [
             StepKind(
                 size=kind.size,
@@ -131,7 +131,7 @@ def test_every_stream_has_a_region_of_its_own_for_all_kinds(seed: int) -> None:
         assert regions[-1][1] - regions[-1][0] <= plan_steps(alone, {}).peak_bytes
     regions.sort()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(regions))
-    assert tapes.lower_bound_bytes <= tapes.peak_bytes
+    assert schedules.lower_bound_bytes <= schedules.peak_bytes
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -159,38 +159,38 @@ def test_kinds_that_begin_alike_hold_in_any_order(seed: int, streams: int) -> No
                 times_seen=2,
             )
         )
-    tapes = plan_steps(kinds, {})
-    assert check_any_order(tapes, rng, 60)
+    schedules = plan_steps(kinds, {})
+    assert check_any_order(schedules, rng, 60)
 
 
-def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generator]:
-    """A machine that serves several rings, none of which hands anything on."""
+def serve(seed: int, count: int) -> tuple[Machine, list[Cycle], np.random.Generator]:
+    """A machine that serves several cycles, none of which hands anything on."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    machine, rings = Machine(), []
+    machine, cycles = Machine(), []
     for _ in range(count):
-        ring = Ring(rng, int(rng.integers(30, 80)))
-        ring.lifespan = np.minimum(ring.lifespan, ring.length - np.arange(ring.length))
-        rings.append(ring)
-    begins = [0, *np.cumsum([ring.length for ring in rings])[:-1].tolist()]
-    size, offset = (np.concatenate([getattr(ring, name) for ring in rings]) for name in ("size", "offset"))
-    arena_bytes, stream = whole_pages(max(ring.peak for ring in rings)), np.zeros(len(size), np.int64)
+        cycle = Cycle(rng, int(rng.integers(30, 80)))
+        cycle.lifespan = np.minimum(cycle.lifespan, cycle.length - np.arange(cycle.length))
+        cycles.append(cycle)
+    begins = [0, *np.cumsum([cycle.length for cycle in cycles])[:-1].tolist()]
+    size, offset = (np.concatenate([getattr(cycle, name) for cycle in cycles]) for name in ("size", "offset"))
+    arena_bytes, stream = whole_pages(max(cycle.peak for cycle in cycles)), np.zeros(len(size), np.int64)
     machine.state.arena.install(
-        ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
+        ArenaSchedule(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
     )
     machine.state.arena.count(arena_bytes)
     machine.state.arena.serve(machine.take(arena_bytes), arena_bytes)
-    return machine, rings, rng
+    return machine, cycles, rng
 
 
-def one_pass(machine: Machine, ring: Ring, size_of: np.ndarray, skip: frozenset[int] = frozenset()) -> None:
+def one_pass(machine: Machine, cycle: Cycle, size_of: np.ndarray, skip: frozenset[int] = frozenset()) -> None:
     """One step, in which all is freed that was allocated."""
     due: dict[int, list[int]] = {}
-    for i in range(ring.length):
+    for i in range(cycle.length):
         for address in due.pop(i, ()):
             machine.free(address)
         if i not in skip:
-            due.setdefault(i + int(ring.lifespan[i]), []).append(machine.allocate(int(size_of[i])))
+            due.setdefault(i + int(cycle.lifespan[i]), []).append(machine.allocate(int(size_of[i])))
     for addresses in due.values():
         for address in addresses:
             machine.free(address)
@@ -198,49 +198,49 @@ def one_pass(machine: Machine, ring: Ring, size_of: np.ndarray, skip: frozenset[
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_kind_is_known_from_its_first_request(seed: int) -> None:
-    machine, rings, rng = serve(seed, 4)
+    machine, cycles, rng = serve(seed, 4)
     total = 0
     for _ in range(30):
-        ring = rings[int(rng.integers(4))]
-        one_pass(machine, ring, ring.size)
-        total += ring.length
-    assert machine.state.record.hits == total
-    assert machine.state.record.misses == 0
+        cycle = cycles[int(rng.integers(4))]
+        one_pass(machine, cycle, cycle.size)
+        total += cycle.length
+    assert machine.state.record.follow.hits == total
+    assert machine.state.record.steps.misses == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_unknown_and_shortened_steps_between_them_are_safe_and_soon_over(seed: int) -> None:
-    machine, rings, rng = serve(10 + seed, 3)
+    machine, cycles, rng = serve(10 + seed, 3)
     for _ in range(15):
-        one_pass(machine, rings[0], rng.integers(513, 2 * MIB, rings[0].length))
-        ring = rings[int(rng.integers(3))]
-        one_pass(machine, ring, ring.size, frozenset(rng.integers(0, ring.length, 3).tolist()))
+        one_pass(machine, cycles[0], rng.integers(513, 2 * MIB, cycles[0].length))
+        cycle = cycles[int(rng.integers(3))]
+        one_pass(machine, cycle, cycle.size, frozenset(rng.integers(0, cycle.length, 3).tolist()))
         for _ in range(2):
-            one_pass(machine, rings[1], rings[1].size)
-        hits = machine.state.record.hits
-        one_pass(machine, rings[1], rings[1].size)
-        assert machine.state.record.hits - hits == rings[1].length
+            one_pass(machine, cycles[1], cycles[1].size)
+        hits = machine.state.record.follow.hits
+        one_pass(machine, cycles[1], cycles[1].size)
+        assert machine.state.record.follow.hits - hits == cycles[1].length
     machine.check_counts()
     assert machine.state.record.total.num_live == machine.state.record.total.allocated_bytes == 0
-    machine.state.arena.drop_tape()
+    machine.state.arena.drop_schedule()
     assert machine.state.arena.forget()
 
 
 def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
     rng = np.random.default_rng(60)
     machine = Machine()
-    first, second = Ring(rng, 40, num_sizes=30), Ring(rng, 40, num_sizes=30)
+    first, second = Cycle(rng, 40, num_sizes=30), Cycle(rng, 40, num_sizes=30)
     second.size[:12], second.lifespan[:12] = first.size[:12], first.lifespan[:12]
-    for ring in (first, second):
-        ring.lifespan = np.minimum(ring.lifespan, 40 - np.arange(40))
-        ring.offset = np.cumsum(-(-ring.size // 512) * 512) - -(-ring.size // 512) * 512  # nothing shares a place
-    peak = max(int(ring.offset[-1] + ring.size[-1]) for ring in (first, second))
+    for cycle in (first, second):
+        cycle.lifespan = np.minimum(cycle.lifespan, 40 - np.arange(40))
+        cycle.offset = np.cumsum(-(-cycle.size // 512) * 512) - -(-cycle.size // 512) * 512  # nothing shares a place
+    peak = max(int(cycle.offset[-1] + cycle.size[-1]) for cycle in (first, second))
     size, offset = np.concatenate([first.size, second.size]), np.concatenate([first.offset, second.offset])
     stream = np.zeros(80, np.int64)
     machine.state.arena.install(
-        ArenaTape(arena_bytes=whole_pages(peak), size=size, stream=stream, offset=offset, begins=(0, 40))
+        ArenaSchedule(arena_bytes=whole_pages(peak), size=size, stream=stream, offset=offset, begins=(0, 40))
     )
     machine.state.arena.serve(machine.take(whole_pages(peak)), whole_pages(peak))
-    for ring in (first, second, second, first, second):
-        one_pass(machine, ring, ring.size)
-    assert machine.state.record.hits == 5 * 40
+    for cycle in (first, second, second, first, second):
+        one_pass(machine, cycle, cycle.size)
+    assert machine.state.record.follow.hits == 5 * 40

@@ -1,4 +1,4 @@
-"""Made-up rings, and the naive judge of how they are placed.
+"""Made-up cycles, and the naive judge of how they are placed.
 
 Contract: `overlaps` shares no code with any planner: it compares all pairs over the first passes, one by one.
 """
@@ -18,28 +18,28 @@ _PASSES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
-    """Requests that live [start, end), each (n,): those born before `ring_start` once, the others in each period."""
+class Cycle:
+    """Requests that live [start, end), each (n,): those born before `cycle_start` once, the others in each period."""
 
     start: Column
     end: Column
     size: Column
-    ring_start: int = 20
-    ring_end: int = 100
+    cycle_start: int = 20
+    cycle_end: int = 100
 
     def place(self, method: str) -> tuple[Column, int, int]:
         """(offsets, peak in bytes, lower bound in bytes) by a method of the planner."""
-        bounds = self.ring_start, self.ring_end
-        made = plan_arrays(self.start, self.end, self.size, ring=bounds, budget=Budget(method=method))
+        bounds = self.cycle_start, self.cycle_end
+        made = plan_arrays(self.start, self.end, self.size, cycle=bounds, budget=Budget(method=method))
         return made.offset, made.peak_bytes, made.lower_bound_bytes
 
     def overlaps(self, offset: Column) -> list[tuple[int, int]]:
         """Pairs of rows that share a byte at some moment of the prologue or the first passes."""
-        period = self.ring_end - self.ring_start
+        period = self.cycle_end - self.cycle_start
         lives = [
             (begin + shift * period, stop + shift * period, low, low + need, row)
             for row, (begin, stop, need, low) in enumerate(zip(self.start, self.end, self.size, offset, strict=True))
-            for shift in range(_PASSES if begin >= self.ring_start else 1)
+            for shift in range(_PASSES if begin >= self.cycle_start else 1)
         ]
         return [
             (one[4], other[4])
@@ -49,25 +49,25 @@ class Ring:
         ]
 
 
-def random_ring(seed: int, count: int = 60) -> Ring:
-    """Lifespans of all kinds: in the prologue, from there into the ring, within a pass, and over its end."""
+def random_cycle(seed: int, count: int = 60) -> Cycle:
+    """Lifespans of all kinds: in the prologue, from there into the cycle, within a pass, and over its end."""
     rng = np.random.default_rng(seed)
-    start = rng.integers(0, Ring.ring_end, count)
-    in_prologue = np.minimum(start + rng.integers(1, count, count), Ring.ring_end)
-    period = Ring.ring_end - Ring.ring_start
-    end = np.where(start < Ring.ring_start, in_prologue, start + rng.integers(1, period, count))
-    return Ring(start, end, rng.integers(1, 50, count) * 512)
+    start = rng.integers(0, Cycle.cycle_end, count)
+    in_prologue = np.minimum(start + rng.integers(1, count, count), Cycle.cycle_end)
+    period = Cycle.cycle_end - Cycle.cycle_start
+    end = np.where(start < Cycle.cycle_start, in_prologue, start + rng.integers(1, period, count))
+    return Cycle(start, end, rng.integers(1, 50, count) * 512)
 
 
-def of_rings() -> list[Row]:
-    """Made-up rings by annealing: all valid, and how many at the load."""
+def of_cycles() -> list[Row]:
+    """Made-up cycles by annealing: all valid, and how many at the load."""
     valid = at_bound = 0
     for seed in range(NUM_RINGS):
-        ring = random_ring(seed)
-        offset, peak, bound = ring.place("annealing")
-        valid += not ring.overlaps(offset)
+        cycle = random_cycle(seed)
+        offset, peak, bound = cycle.place("annealing")
+        valid += not cycle.overlaps(offset)
         at_bound += peak == bound
     return [
-        at_least("annealing: valid of 50 made-up rings", valid, NUM_RINGS),
+        at_least("annealing: valid of 50 made-up cycles", valid, NUM_RINGS),
         Row("annealing: of these at the load", at_bound),
     ]

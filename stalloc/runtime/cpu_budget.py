@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.steady_marks import SteadySteps
 
 
-class Effort:
+class CpuBudget:
     """What is spent on one device's program."""
 
     def __init__(self, share: float) -> None:
@@ -42,7 +42,7 @@ class Effort:
             self._began_ns = time.process_time_ns()
         self._num_steps += 1
 
-    def pass_over(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: "SteadySteps") -> None:
         """More steps went by."""
         self._num_steps += steps.count
 
