@@ -149,14 +149,15 @@ model = Model().cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with cap:
     counts = []
-    for _ in range(12):
+    for _ in range(20):
         model(torch.randn(8, 128, 256, device="cuda")).backward()
         optimizer.step()
         optimizer.zero_grad()
         counts.append(cap.told()["evictions"])
 report = stalloc.statistics()[0]
 import json
-print(json.dumps(cap.told() | {"counts": counts, "held": report.run_reserved_peak_bytes}))
+told = {"counts": counts, "held": report.run_reserved_peak_bytes, "phase": report.phase, "hits": report.hit_rate}
+print(json.dumps(cap.told() | told))
 """
 
 
@@ -167,12 +168,14 @@ def told_by(source: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_steps_that_repeat_evict_the_same_each_time() -> None:
+def test_steps_that_repeat_evict_the_same_each_time_and_are_planned() -> None:
     told = told_by(STEADY)
     assert told["held"] <= told["cap_bytes"]
     last = told["counts"][-6:]
     assert len({after - before for before, after in itertools.pairwise(last)}) == 1
     assert last[-1] > last[0], "in each step"
+    assert told["phase"] == "running on the plan"
+    assert told["hits"] == 1.0
 
 
 def test_as_a_last_resort_nothing_goes_before_the_device_is_full() -> None:
