@@ -33,7 +33,6 @@ def keeps_nothing(position: int, name: str) -> bool:
     return False
 
 
-_NOTHING: frozenset[int] = frozenset()  # no storage
 _OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
 
 
@@ -128,7 +127,7 @@ class BlockTape:
         self._reads.append(self._former.reads(versions_of((args, kwargs))))
         read = {one for one, *_ in self._reads[position]}
         # asked for before, as set_ exchanges the memory of a tensor
-        written = storages_of(changed_by(facts, args, kwargs)) if facts.mutated else _NOTHING
+        written = storages_of(changed_by(facts, args, kwargs)) if facts.mutated else set()
         outside = written - self._own
         if outside:
             self._check_given(outside, facts)
@@ -153,7 +152,7 @@ class BlockTape:
                     f"{self.block} cannot be computed twice: {facts.name} changes memory of its own and something "
                     "outside in one operation. Leave this block as it is."
                 )
-        made = storages_of(results) if facts.is_fresh or facts.name == _OF_PYTHON else _NOTHING
+        made = storages_of(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
         if lasting:
             self._effects[position] = outside
             self._keep(position, results)

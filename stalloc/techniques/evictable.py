@@ -75,8 +75,11 @@ class EvictableMemory:
         self._blocks: WeakSet[Any] = WeakSet()  # of which something had to go
         self._uses = self._num_saved = 0
         self._entered: list[saved_tensors_hooks] = []
+        self._evicting = threading.Lock()  # threads of several devices may ask at once
+        self._thread = 0  # that it was entered in, to which hooks on what is saved are bound
 
     def __enter__(self) -> "EvictableMemory":
+        self._thread = threading.get_ident()
         self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
         self._entered[-1].__enter__()
         return self
@@ -87,13 +90,14 @@ class EvictableMemory:
     def goes_from(self, block: Any) -> bool:
         """Whether a block that is about to run is to be made ready to be dropped: something of it had to go before.
 
-        Where the host takes only so much, every block is, once anything had to go; where it takes nothing, always.
+        Where the host takes only so much, every block is, once anything had to go; where it takes nothing, always, as
+        in threads that the program starts: what they save outside of blocks is not seen.
         """
         _thread.block = ref(block)
         limit_bytes = self.store.limit_bytes
-        if limit_bytes is None:
-            return bool(self._entered) and block in self._blocks
-        return bool(self._entered) and (self.evicted.num_evictions > 0 or limit_bytes == 0)
+        if not self._entered or limit_bytes == 0 or threading.get_ident() != self._thread:
+            return bool(self._entered)
+        return block in self._blocks if limit_bytes is None else self.evicted.num_evictions > 0
 
     def went_from(self, block: Any) -> None:
         """Something that a block saved, or the program after it, had to go."""
@@ -165,7 +169,7 @@ class EvictableMemory:
             return 0
         _thread.evicts = True
         try:
-            with unseen(), torch.no_grad():
+            with self._evicting, unseen(), torch.no_grad():
                 freed = self._evict(device, size_bytes)
                 if freed < size_bytes and self.more is not None:
                     freed += self.more(device, size_bytes - freed)
@@ -258,13 +262,9 @@ class EvictableMemory:
         settle_all(self._transfers)
 
 
-def _no_block() -> None:
-    """Before any began."""
-
-
 class _Thread(threading.local):
     evicts = False
-    block: Callable[[], Any] = _no_block  # the last one that began, as long as it lives
+    block: ref[Any] | None = None  # the last one that began
 
 
 _thread = _Thread()
@@ -341,7 +341,7 @@ class Saved(HostCopy):
             let_go_of(alias)
         self._aliases.clear()
         self.here = None
-        block = self._block()
+        block = self._block() if self._block is not None else None
         if block is not None:
             self._owner.went_from(block)
 

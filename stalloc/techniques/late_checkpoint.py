@@ -181,12 +181,14 @@ class Region:
             evicted.seconds += self._tape.seconds
             try:
                 self._run_again()
+            except RecomputeError as error:
+                raise RecomputeError(f"{error} Under a larger cap it is not computed again.") from None
             finally:
                 lacking, self._missing, self._position = len(self._missing), {}, 0
             if lacking:
                 raise RecomputeError(
                     f"{self._tape.block} does not do the same when it is recomputed: it saves less for backward. "
-                    "A cap of a size at which nothing is dropped runs it."
+                    "Give a larger cap."
                 )
 
     def _run_again(self) -> None:
@@ -202,7 +204,7 @@ class Region:
         if place >= len(self._packed) or self._packed[place][1] != _like(tensor):
             raise RecomputeError(
                 f"{self._tape.block} does not do the same when it is recomputed: it saves another tensor, of shape "
-                f"{tuple(tensor.shape)}. Give a larger cap."
+                f"{tuple(tensor.shape)}."
             )
         saved = self._missing.pop(place, None)
         if saved is not None:

@@ -59,7 +59,7 @@ class PackedTensor:
             self._alias = alias_of(tensor)
             let_go_of(self._alias)
         else:
-            self._alias = tensor if tensor.is_leaf else alias_of(tensor)  # a result itself would hold what made it
+            self._alias = tensor if tensor.is_leaf else tensor.detach()  # a result itself would hold what made it
 
     def unpacked(self) -> torch.Tensor:
         """The tensor as it was saved."""
@@ -83,7 +83,7 @@ _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the memory of another and its count of changes."""
+    """A plain tensor with the memory of another and its count of changes."""
     with unseen():
         return tensor.detach()
 
