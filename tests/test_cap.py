@@ -117,6 +117,9 @@ def test_a_cap_that_cannot_be_kept_says_which_would_serve_the_request(tmp_path: 
         (("--cap", "1GiB", "--budget", "1GiB"), "--budget and --cap exclude each other"),
         (("--cap-caches",), "--cap-caches is for --cap: add --cap SIZE."),
         (("--cap", "24"), "--cap is 24 without a unit"),
+        (("--cap", "1MiB"), "a cap of 1.00 MiB is not possible: the device gives memory by 2.00 MiB"),
+        (("--cap", "200%"), "--cap: '200%' is not an amount of memory"),
+        (("--cap", ""), "--cap: '' is not an amount of memory"),
         (("--cap", "100GiB"), "a cap of 100.00 GiB is not possible: the device has 79.35 GiB"),
     ],
 )

@@ -58,7 +58,7 @@ def wanted_cap(args: argparse.Namespace) -> Capped | None:
     """What the options ask for; None: no cap. Raises BadInputError for what is no cap, or goes with none."""
     from stalloc.fitting.capping import AUTO
 
-    if not args.cap:
+    if args.cap is None:
         for option, value in (("--cap-policy", args.cap_policy), ("--cap-caches", args.cap_caches)):
             if value:
                 raise BadInputError(f"{option} is for --cap: add --cap SIZE.")
