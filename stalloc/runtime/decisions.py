@@ -255,11 +255,13 @@ def allowed_bytes(peak_bytes: int, parts: int) -> int:
 def most_before_eviction(before_bytes: int, allocated_bytes: int, held_bytes: int) -> int:
     """What may be allocated before something is evicted, once the device ran out with so much allocated and held.
 
-    `before_bytes`: what it was; 0: as much as the device has. Not much less is allowed after one odd moment.
+    `before_bytes`: what it was; 0: as much as the device has. A little less each time, since the moment may be an odd
+    one, and in all no less than a common share of what is held.
     """
-    least_bytes = held_bytes - max(t.SPARE_BYTES, t.LOOSE_PARTS * (held_bytes // t.PEAK_SHARE))
-    most_bytes = max(allocated_bytes, least_bytes)
-    return min(before_bytes, most_bytes) if before_bytes else most_bytes
+    before_bytes = before_bytes or held_bytes
+    part_bytes = held_bytes // t.PEAK_SHARE
+    least_bytes = held_bytes - max(t.SPARE_BYTES, t.LOOSE_PARTS * part_bytes)
+    return min(before_bytes, max(allocated_bytes, least_bytes, before_bytes - max(t.SPARE_BYTES, part_bytes)))
 
 
 def rests(requests: int, moved_pages: int, *, is_planned: bool) -> bool:
