@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[Any]
-"""Of any type of number."""
+"""An array of numbers of any type."""
 Ints = NDArray[np.int64]
 """Numbers of no special meaning."""
 Sizes = NDArray[np.int64]

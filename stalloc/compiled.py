@@ -52,7 +52,7 @@ class _Compiling(event.Listener):
 
     @property
     def time(self) -> CompileTime:
-        """Of this thread."""
+        """How long this thread has compiled so far."""
         return getattr(self._thread, "time", CompileTime())
 
     def on_start(self, started: event.Event) -> None:
@@ -70,7 +70,7 @@ class _Compiling(event.Listener):
             say(f"compiling for this machine, up to half a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
-        """It is compiled."""
+        """A function is compiled: count the time that it took."""
         thread = self._thread
         if getattr(thread, "depth", 0) == 0 or not _is_ours(ended):
             return

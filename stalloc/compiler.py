@@ -76,7 +76,7 @@ class _ReconstructSSA(untyped_passes.ReconstructSSA):
 
 @register_pass(mutates_CFG=False, analysis_only=False)
 class _StripPhis(typed_passes.PreLowerStripPhis):
-    """The same of this pass."""
+    """numba's pass, without the lifetimes of variables, as in `_ReconstructSSA`."""
 
     _name = "stalloc_strip_phis"
 

@@ -57,7 +57,7 @@ def write_whole(
     error: type[StallocError] = BadInputError,
     private: bool = False,
 ) -> None:
-    """Write bytes, or text as UTF-8, to a file; arguments and errors as of `whole`."""
+    """Write bytes, or text as UTF-8, to a file; arguments and errors as in `whole`."""
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     with whole(path, advice, error=error, private=private) as file:
         file.write(data)

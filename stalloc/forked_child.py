@@ -33,7 +33,7 @@ class ForkedChild:
         self._sandbox = sandbox
         self.folder = sandbox.folder if sandbox is not None else Path(tempfile.mkdtemp(prefix="stalloc-trial-"))
         self.files = Files()
-        """What it wrote, once it is over."""
+        """The files that the child wrote, once it has ended."""
         self.overrun = ""
         """Why it was ended before it had done its work, if what it wrote took too much room."""
         sys.stdout.flush()

@@ -115,7 +115,7 @@ def _no_code() -> bytes:
 
 
 def _names_in(library: Any) -> set[str]:
-    """Of the functions and variables that a library defines."""
+    """The names of the functions and variables that a library defines."""
     module = library._get_module_for_linking()
     return {one.name for one in (*module.functions, *module.global_variables) if not one.is_declaration}
 

@@ -89,7 +89,7 @@ def test_an_annotation_is_at_the_line_that_holds_most_and_breaks_out_of_nothing(
     ("options", "sentence"),
     [
         ([], "nothing to check against"),
-        (["--update", "--max", "1GiB"], "--update is of a baseline"),
+        (["--update", "--max", "1GiB"], "--update needs a baseline"),
         (["--max", "20"], "--max is 20 without a unit"),
         (["--baseline", "step.pickle"], "step.pickle is not JSON"),
         (["--baseline", "absent.json"], "absent.json does not exist"),

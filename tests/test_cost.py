@@ -188,7 +188,7 @@ def test_timing_operations_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["bench", "ops", "--for", str(trace)]) == 2
     assert "name the trace to write with -o" in capsys.readouterr().err
     assert main(["bench", "ops", "--for", str(trace), "-o", "x.trace.npz"]) == 2
-    assert "knows no operations: record it with stalloc record --ops" in capsys.readouterr().err
+    assert "has no operations: record it with stalloc record --ops" in capsys.readouterr().err
 
 
 def test_only_operations_of_torch_s_own_on_tensors_are_called_for_a_trace(run_checks, cuda_torch: None) -> None:

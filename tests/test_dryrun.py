@@ -42,6 +42,25 @@ def test_what_is_needed_is_less_than_what_a_cache_takes_of_plenty_and_does(tmp_p
         assert figure in shown
 
 
+SLEEPING = """
+import torch, stalloc
+cache = [torch.empty(32 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
+stalloc.tag("cache", *cache)
+for _ in range(2):
+    stalloc.sleep(tags="cache", to="drop")
+    stalloc.wake()
+"""
+
+
+def test_a_program_that_sleeps_stays_awake_under_pytorch_which_is_said(tmp_path: Path) -> None:
+    program = tmp_path / "sleeping.py"
+    program.write_text(SLEEPING)
+    result, shown, _ = dryrun(program)
+    assert result["uncertain"]["sleeps"]
+    assert "this program sleeps (stalloc.sleep)" in shown
+    assert result["native"]["needed_bytes"] == 128 << 20
+
+
 SHARED = """
 import sys, torch
 side, kept = torch.cuda.Stream(), []

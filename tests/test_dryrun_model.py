@@ -94,7 +94,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, words: tupl
         (("--model", "gpt2", "--batch", "0"), "--batch is '0': give a number from 1."),
         (("--model", "gpt2", "--infer", "--train", "sgd"), "--infer is without --train and --checkpoint"),
         (("--model", "gpt2", "--seq", "1025"), "gpt2 is made for 1,024 tokens in a sequence, not 1,025"),
-        (("--model", "gpt2", "--find", "layers=1..4"), "--find with --model is of batch, seq or gpu"),
+        (("--model", "gpt2", "--find", "layers=1..4"), "--find with --model takes batch, seq or gpu"),
     ],
 )
 def test_models_and_options_that_cannot_be_are_one_sentence(

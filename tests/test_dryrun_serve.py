@@ -176,9 +176,9 @@ def test_a_card_that_is_too_small(server: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--tokens", 5), "--length and --tokens are of a server's cache: give --serve too."),
+        (("--tokens", 5), "--length and --tokens describe a server's cache: give --serve too."),
         (("--serve", "--length", 0), "--length is 0: give a number from 1."),
-        (("--serve", "--ranks", 2), "--serve is of one GPU: leave --ranks out."),
+        (("--serve", "--ranks", 2), "--serve runs on one GPU: leave --ranks out."),
         (("--serve", "--node"), "--serve shows what the device holds: leave --node out"),
         (("--serve", "--find", "gpu"), "needs to know how much is enough: give --tokens N."),
         (("--serve", "--find", "gpu", "--tokens", 1, "--memory", "9GiB"), "looks through all cards"),

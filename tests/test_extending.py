@@ -98,6 +98,14 @@ def test_the_technique_proposes_until_something_fits(example):
         proposals.send(Candidate(what=whole.what, technique=whole.technique, needed_bytes=100))
 
 
+def test_every_file_that_the_page_names_is_there():
+    prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+    root = PAGE.parents[1]
+    named = set(re.findall(r"`((?:[\w]+/)+[\w.]*)`", prose))
+    assert len(named) > 15
+    assert [name for name in named if not (root / name).exists() and not (root / "stalloc" / name).exists()] == []
+
+
 def test_every_number_of_the_runtime_is_used_by_a_decision_and_every_decision_is_tested():
     folder = Path(thresholds.__file__).parent
     used = set(re.findall(r"\bt\.([A-Z_]+)", (folder / "decisions.py").read_text()))

@@ -105,7 +105,7 @@ def test_a_fit_of_arguments_that_ask_for_other_memory_is_not_used(
     (tmp_path / "train_gpt.fit.npz").write_bytes((fitted[0] / "train_gpt.fit.npz").read_bytes())
     words = ("--device", "virtual", "--budget", BUDGET, "--json", "run.json", TRAIN, *SMALL, "--batch", "48")
     done = stalloc(tmp_path, "run", *words)
-    assert "is not used: it is of the arguments --size tiny --batch 64 --steps 6, and the first steps" in done.stderr
+    assert "is not used: it was made for the arguments --size tiny --batch 64 --steps 6, and the" in done.stderr
     assert json.loads((tmp_path / "run.json").read_text())["budget_kept"]
     assert load_fit(tmp_path / "train_gpt.fit.npz").program.arguments[-1] == "48"
 
@@ -119,12 +119,12 @@ def test_a_fit_of_a_program_that_asks_for_the_same_is_used(tmp_path: Path) -> No
     run = ("run", "--device", "virtual", "--budget", "1GiB", "--keep-files")  # what it writes tells how often it ran
     assert ".fit.npz" not in stalloc(tmp_path, *run, "--gpu", "A100-80GB", file, 5).stderr, "it is of any GPU"
     done = stalloc(tmp_path, *run, file, 5, "--save", "ck.pt")
-    assert "program.fit.npz is used: it is of the arguments 5, but the first steps of this one ask" in done.stderr
+    assert "program.fit.npz is used: it was made for the arguments 5, but the first steps of this one" in done.stderr
     assert "budget 1.00 GiB: kept (as it is)" in done.stdout
     assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 3, "two runs, and one look"
     file.write_text(f"# new\n{PROGRAM}")
     done = stalloc(tmp_path, *run, "--same", file, 5, "--save", "ck.pt")
-    assert "is used with --same, though it is of another program (program.py) or an older state of it" in done.stderr
+    assert "is used with --same, though it was made for another program (program.py) or an older state" in done.stderr
     assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 4
 
 

@@ -310,8 +310,9 @@ def test_blocks_that_only_calls_show_are_found_and_the_budget_is_kept(tmp_path: 
 @pytest.mark.parametrize("source", [SEQUENCE, STATEMENTS], ids=["sequence", "statements"])
 @pytest.mark.parametrize("options", [(), ("--host", "1GiB")], ids=["device", "host"])
 def test_a_model_that_is_cut_into_rows_keeps_its_budget_from_its_first_call(
-    tmp_path: Path, source: str, options: tuple[str, ...]
+    tmp_path: Path, source: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("STALLOC_CUT_FORWARD", "1")
     file = program(tmp_path, source)
     found, _ = fit(tmp_path, "--budget", "1MiB", *options, file, 6, code=1)
     as_is, least = found["candidates"][0]["needed_bytes"], found["least_bytes"]

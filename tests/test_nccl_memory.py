@@ -107,7 +107,7 @@ def test_shared_memory_of_gpus_that_do_not_reach_each_other_is_as_published() ->
     memory = nccl_memory(links("RTX-4090"), alone(2, **ALL_REDUCE), channels=one)
     assert memory.shared_memory == fixed(9_637_888 + 4096)
     assert memory.device.least == 0
-    assert "cycle" not in memory.parts
+    assert "ring" not in memory.parts
 
 
 # card, GPUs of a machine, machines: collective, nvls, p2p, p2p channels per peer, as NCCL_DEBUG=INFO printed them
@@ -145,20 +145,20 @@ def eight(**settings: str) -> NcclMemory:
 def test_variables_of_nccl_count() -> None:
     usual = eight().parts
     assert usual == {
-        "cycle": fixed(24 * 12 * MIB),
+        "ring": fixed(24 * 12 * MIB),
         "tree": fixed(24 * 12 * MIB),
         "switch": fixed(16 * 2 * 8 * 128 * 1024 * 8),
         "network": fixed(32 * 16 * 512 * 1024),
     }
-    assert eight(NCCL_BUFFSIZE="8388608").parts["cycle"] == fixed(24 * 16 * MIB)
-    assert eight(NCCL_MAX_NCHANNELS="4").parts["cycle"] == fixed(4 * 12 * MIB)
-    assert eight(NCCL_MIN_NCHANNELS="32").parts["cycle"] == fixed(32 * 12 * MIB)
+    assert eight(NCCL_BUFFSIZE="8388608").parts["ring"] == fixed(24 * 16 * MIB)
+    assert eight(NCCL_MAX_NCHANNELS="4").parts["ring"] == fixed(4 * 12 * MIB)
+    assert eight(NCCL_MIN_NCHANNELS="32").parts["ring"] == fixed(32 * 12 * MIB)
     assert "switch" not in eight(NCCL_NVLS_ENABLE="0").parts
     assert eight(NCCL_NVLS_NCHANNELS="8").parts["switch"] == fixed(usual["switch"].most // 2)
     assert eight(NCCL_PROTO="Simple").parts == usual  # buffers of all protocols are made
     assert eight(NCCL_BUFFSIZE="much").parts == usual  # NCCL takes it for none, too
     unreached = eight(NCCL_P2P_DISABLE="1")
-    assert "cycle" not in unreached.parts
+    assert "ring" not in unreached.parts
     assert unreached.shared_memory.least > 0
 
 
@@ -167,13 +167,13 @@ def test_what_is_made_at_its_first_use_depends_on_the_calls() -> None:
     h100 = links("H100")
     reduced = nccl_memory(h100, alone(8, **ALL_REDUCE), settings=lazily)
     gathered = nccl_memory(h100, alone(8, collectives=("all_gather",)), settings=lazily)
-    assert set(reduced.parts) == {"cycle", "tree", "switch"}
-    assert set(gathered.parts) == {"cycle", "switch"}
+    assert set(reduced.parts) == {"ring", "tree", "switch"}
+    assert set(gathered.parts) == {"ring", "switch"}
     assert reduced.parts["tree"].least == 0
-    cycle = nccl_memory(h100, alone(8, **ALL_REDUCE), settings=lazily | {"NCCL_ALGO": "Cycle"})
+    ring = nccl_memory(h100, alone(8, **ALL_REDUCE), settings=lazily | {"NCCL_ALGO": "Ring"})
     without = nccl_memory(h100, alone(8, **ALL_REDUCE), settings=lazily | {"NCCL_ALGO": "^NVLS"})
-    assert set(cycle.parts) == {"cycle"}
-    assert set(without.parts) == {"cycle", "tree"}
+    assert set(ring.parts) == {"ring"}
+    assert set(without.parts) == {"ring", "tree"}
     assert nccl_memory(h100, alone(8)).device == fixed(0)  # PyTorch has made none without a call
 
 

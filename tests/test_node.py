@@ -184,7 +184,7 @@ def test_communicators_are_those_that_the_program_makes(dry_run_of_groups: tuple
     assert within["channels"] == [24, 24]
     assert within["p2p_channels_each_peer"] == [32, 32]
     assert within["parts"]["sends"] == [7 * 32 * 12 * MIB] * 2
-    assert within["parts"]["cycle"] == [24 * 12 * MIB] * 2
+    assert within["parts"]["ring"] == [24 * 12 * MIB] * 2
     assert between["pinned_bytes"][1] > 0
     assert rank["nccl_bytes"] == [sum(one["device_bytes"][end] for one in rank["communicators"]) for end in (0, 1)]
     assert rank["nvidia_smi_bytes"][0] >= rank["reserved_bytes"] + rank["nccl_bytes"][0]
@@ -231,7 +231,7 @@ def test_collectives_outside_of_nccl_are_said_to_be_so(tmp_path: Path) -> None:
 def test_a_search_has_no_node_of_its_own(tmp_path: Path) -> None:
     done = run_stalloc("dryrun", "--find", "batch=1..4", "--node", tmp_path / "train.py", "{batch}")
     assert done.returncode == 2
-    assert "--node is of one run" in done.stderr
+    assert "--node is for one run" in done.stderr
 
 
 def test_memory_that_cupy_pins_is_counted_too(tmp_path: Path) -> None:

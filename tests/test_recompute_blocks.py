@@ -123,6 +123,7 @@ def test_a_forward_pass_is_cut_only_where_that_changes_nothing() -> None:
     rows = ["one-two", "three-four"]
     cut = {"Straight": rows, "Held": [f"inner.{row}" for row in rows], "Failing": rows}
     assert {name: told for name, told in found["names"].items() if told} == cut
+    assert found["unasked"] == [], "a forward pass is left whole unless the user asks"
     assert found["exchanged"]
     same, refusal, signature, is_left = found["called"]
     assert (same, is_left) == (True, False)

@@ -87,14 +87,14 @@ def test_plans_that_come_and_go_keep_every_block_apart(seed: int, streams: int) 
 def test_an_extra_request_borrows_from_the_arena_and_the_plan_goes_on() -> None:
     machine, program, _, _ = cycles(40)
     program.one_pass()
-    taken, misses = machine.taken, machine.state.record.steps.misses
+    taken, misses = machine.taken, machine.state.record.iterations.misses
     program.one_pass({20: INSERT})
     assert machine.state.record.dynamic.num_lent == 1
-    assert machine.state.record.steps.misses == misses + 1
+    assert machine.state.record.iterations.misses == misses + 1
     assert machine.taken == taken
     for _ in range(3):
         program.one_pass()
-    assert machine.state.record.steps.misses == misses + 1
+    assert machine.state.record.iterations.misses == misses + 1
     hits = machine.state.record.follow.hits
     program.one_pass()
     assert machine.state.record.follow.hits == hits + 60
@@ -120,7 +120,7 @@ def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
             assert (address - base >= border) == (stream == 1)
     assert lent
     assert machine.state.record.statistics.num_unknown_frees == 0
-    assert machine.state.record.hot.mode == constants.MODE_REPLAY
+    assert machine.state.record.hot.mode == constants.MODE_PLANNED
 
 
 def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_another() -> None:
@@ -140,11 +140,11 @@ def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_anoth
     cycle.lifespan[long] = 20
     program.one_pass()
     cycle.lifespan[long] = 12
-    conflicts = machine.state.record.steps.conflicts
+    conflicts = machine.state.record.iterations.conflicts
     program.one_pass()
-    assert machine.state.record.steps.conflicts == conflicts + 1
+    assert machine.state.record.iterations.conflicts == conflicts + 1
     program.one_pass()
-    assert machine.state.record.steps.conflicts == conflicts + 1
+    assert machine.state.record.iterations.conflicts == conflicts + 1
 
 
 def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> None:

@@ -96,7 +96,7 @@ def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
     before = program.state.record.statistics.reserved_bytes
     hits, missed = program.step(lambda: program.train(36_000))
     assert missed > hits
-    assert program.state.record.steps.step_reserved_peak <= before + 20 * MIB
+    assert program.state.record.iterations.iteration_reserved_peak <= before + 20 * MIB
 
 
 def test_unknown_steps_in_a_row_reserve_hardly_more_than_was_ever_allocated() -> None:

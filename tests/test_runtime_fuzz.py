@@ -35,7 +35,10 @@ def deviate(seed: int) -> tuple[int, int]:
                 machine.dissolve()
             else:
                 machine.install(cycle)
-    served = machine.state.record.follow.hits, machine.state.record.steps.misses + machine.state.record.steps.conflicts
+    served = (
+        machine.state.record.follow.hits,
+        machine.state.record.iterations.misses + machine.state.record.iterations.conflicts,
+    )
     program.end()
     machine.check_counts()
     if machine.state.record.plan.arena_bytes:

@@ -53,7 +53,7 @@ def test_a_stream_waits_exactly_where_the_plan_hands_over(seed: int) -> None:
     machine, program, plan = start(seed)
     for _ in range(3):
         program.one_pass()
-    assert machine.state.record.steps.misses + machine.state.record.steps.conflicts == 0
+    assert machine.state.record.iterations.misses + machine.state.record.iterations.conflicts == 0
     machine.driver.calls.clear()
     before = machine.state.record.driver.num_waits
     program.one_pass()
@@ -86,13 +86,13 @@ def test_what_cannot_be_secured_is_served_from_the_heap(failing: str) -> None:
     machine.driver.fails.add(failing)
     for _ in range(2):
         program.one_pass()
-    assert machine.state.record.steps.conflicts > 0
+    assert machine.state.record.iterations.conflicts > 0
     machine.driver.fails.clear()
     for _ in range(3):
         program.one_pass()
-    conflicts = machine.state.record.steps.conflicts
+    conflicts = machine.state.record.iterations.conflicts
     program.one_pass()
-    assert machine.state.record.steps.conflicts == conflicts, "all is as before"
+    assert machine.state.record.iterations.conflicts == conflicts, "all is as before"
     assert len(plan.handover_later)
     machine.check_counts()
     program.end()

@@ -209,7 +209,7 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
 
     def step(keeps: int = 0) -> tuple[int, int]:
         record = program.controller.state.record
-        hits, missed = record.follow.hits, record.steps.misses + record.steps.conflicts
+        hits, missed = record.follow.hits, record.iterations.misses + record.iterations.conflicts
         inside = []
         for size in program.sizes.tolist():
             inside.append(program.allocate(size))
@@ -220,7 +220,7 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
         for address in inside:
             program.free(address)
         program.controller.mark(MARK_STEP, "")
-        return record.follow.hits - hits, record.steps.misses + record.steps.conflicts - missed
+        return record.follow.hits - hits, record.iterations.misses + record.iterations.conflicts - missed
 
     for _ in range(8):
         step()

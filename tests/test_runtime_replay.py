@@ -23,7 +23,7 @@ def start(seed: int, length: int = 60, *, streams: int = 1, num_sizes: int = 12)
 
 def misses(machine: Machine) -> int:
     """Requests that the arena did not serve, for whatever reason."""
-    return machine.state.record.steps.misses + machine.state.record.steps.conflicts
+    return machine.state.record.iterations.misses + machine.state.record.iterations.conflicts
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,9 +66,9 @@ def test_one_deviation_costs_a_few_requests(what: int, num_sizes: int, bound: in
         worst = 0
         for at in program.rng.integers(0, 80, 12):
             # conflicts with what the deviation itself keeps alive are the heap's, not the matching's
-            conflicts = machine.state.record.steps.conflicts
+            conflicts = machine.state.record.iterations.conflicts
             missed = passes_to_recover(machine, program, {int(at): what})
-            worst = max(worst, missed - (machine.state.record.steps.conflicts - conflicts))
+            worst = max(worst, missed - (machine.state.record.iterations.conflicts - conflicts))
         print(f"seed {seed}: {worst} missed at most")
         assert worst <= bound
 
@@ -79,9 +79,9 @@ def test_many_insertions_or_drops_in_a_row_lose_little_more(what: int, count: in
     for seed in range(6):
         machine, program = start(seed, length=150, num_sizes=40)
         program.one_pass()
-        conflicts = machine.state.record.steps.conflicts
+        conflicts = machine.state.record.iterations.conflicts
         missed = passes_to_recover(machine, program, dict.fromkeys(range(40, 40 + count), what))
-        missed -= machine.state.record.steps.conflicts - conflicts
+        missed -= machine.state.record.iterations.conflicts - conflicts
         print(f"seed {seed}: {missed} missed")
         assert missed <= (count if what == INSERT else 0) + 12
 
@@ -98,7 +98,7 @@ def test_a_program_that_deviates_all_the_time_keeps_every_block_apart(seed: int,
     state = machine.state
     machine.check_counts()
     assert state.record.follow.hits > 0
-    assert state.record.steps.conflicts > 0, "the deviations reached places that were taken"
+    assert state.record.iterations.conflicts > 0, "the deviations reached places that were taken"
     if rate == 0.01:
         assert state.record.follow.hits > 0.8 * (state.record.follow.hits + misses(machine))
     program.end()
@@ -112,11 +112,11 @@ def test_a_block_that_lives_too_long_is_left_alone() -> None:
     program.one_pass({10: LINGER})
     for _ in range(4):
         program.one_pass()
-    assert machine.state.record.steps.conflicts > 0
-    assert machine.state.record.steps.misses == 0, "the requests themselves are the schedule's"
-    conflicts = machine.state.record.steps.conflicts
+    assert machine.state.record.iterations.conflicts > 0
+    assert machine.state.record.iterations.misses == 0, "the requests themselves are the schedule's"
+    conflicts = machine.state.record.iterations.conflicts
     program.one_pass()
-    assert machine.state.record.steps.conflicts == conflicts, "once it is gone its place is used again"
+    assert machine.state.record.iterations.conflicts == conflicts, "once it is gone its place is used again"
 
 
 def test_another_program_is_served_by_the_heap_and_the_plan_is_given_up() -> None:
@@ -253,7 +253,7 @@ def test_requests_without_a_place_on_the_plan_borrow_what_is_idle_and_soon_cost_
     for _ in range(8):
         program.one_pass()
     assert machine.state.record.follow.hits - hits == 8 * 40
-    assert machine.state.record.steps.misses == 0
+    assert machine.state.record.iterations.misses == 0
     assert machine.state.record.dynamic.num_lent > 80, "most of them found room in the arena"
     assert machine.taken == taken
     program.end()

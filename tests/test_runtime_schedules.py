@@ -205,7 +205,7 @@ def test_each_kind_is_known_from_its_first_request(seed: int) -> None:
         one_pass(machine, cycle, cycle.size)
         total += cycle.length
     assert machine.state.record.follow.hits == total
-    assert machine.state.record.steps.misses == 0
+    assert machine.state.record.iterations.misses == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -63,10 +63,10 @@ class Training:
     def step(self, num_batches: int) -> tuple[int, int]:
         """One step; requests that the plan served, and did not serve."""
         record = self.state.record
-        hits, missed = record.follow.hits, record.steps.misses + record.steps.conflicts
+        hits, missed = record.follow.hits, record.iterations.misses + record.iterations.conflicts
         self.work(num_batches)
         self.controller.mark(MARK_STEP, "")
-        return record.follow.hits - hits, record.steps.misses + record.steps.conflicts - missed
+        return record.follow.hits - hits, record.iterations.misses + record.iterations.conflicts - missed
 
 
 @pytest.mark.parametrize("seed", range(6))

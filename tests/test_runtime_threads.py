@@ -66,7 +66,7 @@ def test_a_plan_under_three_threads_that_all_follow_it(machine: Machine, order: 
     state = machine.state
     assert state.record.plan.arena_live == 0
     assert state.record.follow.hits > 1000
-    assert state.record.steps.conflicts + state.record.steps.misses > 1000
+    assert state.record.iterations.conflicts + state.record.iterations.misses > 1000
 
 
 def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:

@@ -156,7 +156,7 @@ def test_a_release_is_advised_what_it_knows(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--advise", "p.csv", "p.csv"], "--advise is of one file: 2 were given"),
+        (["--advise", "p.csv", "p.csv"], "--advise takes one file: 2 were given"),
         (["--advise", "p.csv", "--sweep"], "--sweep does not go with --advise"),
         (["p.csv", "--torch", "2.8"], "--torch is of --advise"),
     ],

@@ -5,7 +5,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -15,10 +15,10 @@ from stalloc.cost.swapping import lohan
 from stalloc.cost.swapping.angel_ptm import lay_out, replay_pages
 from stalloc.cost.swapping.elixir import replayed, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import pack_layers, pass_cost
+from stalloc.cost.swapping.layers_in_a_row import Stretch, cut_best, least_budget
 from stalloc.cost.swapping.mobius import Pipeline, contention, cross_mapping, partition_stages, step_seconds
 from stalloc.cost.swapping.model_data import ModelData, Moment
 from stalloc.cost.swapping.patrickstar import in_chunks, least_capacity, replay_chunks
-from stalloc.cost.swapping.recorded_layers import least_budget
 from stalloc.cost.swapping.smart_infinity import update_near_storage
 from stalloc.errors import BadInputError
 
@@ -209,7 +209,7 @@ def test_packs_and_stages_answer_from_where_each_layer_fits_alone(seed: int) -> 
         )
         for one in random_layers(seed, 5)
     ]
-    least = least_budget(layers).num_bytes
+    least, _, _ = least_budget(layers)
     alone = tuple((row, row + 1) for row in range(5))
     pipeline = Pipeline(num_gpus=2, num_microbatches=2, budget_bytes=least, link=LINK)
     assert pack_layers(layers, least, LINK) is not None
@@ -264,9 +264,33 @@ def test_packs_are_the_best_of_all_ways_to_pack(seed: int, count: int) -> None:
         assert found.moved_bytes == sum(one[1] for one in costs if one)
 
 
+@pytest.mark.parametrize(("count", "is_proven"), [(14, True), (15, False), (40, False)])
+def test_cuts_of_up_to_fourteen_layers_are_all_tried_and_of_more_none_nearby_costs_less(
+    count: int, is_proven: bool
+) -> None:
+    sizes = [random.Random(count).randint(1, 30) for _ in range(count)]
+
+    def cost(parts: Sequence[Stretch]) -> tuple[float, int] | None:
+        totals = [sum(sizes[begin:end]) for begin, end in parts]
+        return None if max(totals) > 60 else (float(sum((total - 50) ** 2 for total in totals)), len(parts))
+
+    found = cut_best(count, cost)
+    assert found is not None
+    best, parts, proven = found
+    assert (cost(parts), proven) == (best, is_proven)
+    assert [layer for begin, end in parts for layer in range(begin, end)] == list(range(count))
+    if is_proven:
+        assert best == min(made for other in stretches(count) if (made := cost(other)) is not None)
+    cuts = {begin for begin, _ in parts} - {0}
+    for cut in range(1, count):
+        others = [*sorted(cuts ^ {cut}), count]
+        near = cost(tuple(itertools.pairwise([0, *others])))
+        assert near is None or near >= best
+    assert cut_best(count, lambda parts: None) is None
+
+
 @pytest.mark.parametrize(("seed", "count", "gpus"), [(0, 3, 1), (1, 5, 2), (2, 6, 3), (3, 7, 2), (4, 8, 4), (5, 12, 4)])
 def test_stages_are_the_best_of_all_partitions(seed: int, count: int, gpus: int) -> None:
-    pytest.importorskip("scipy.optimize")
     layers = random_layers(seed, count)
     for budget in (26 * MIB, 30 * MIB, 60 * MIB)[: 1 if count == 12 else 3]:
         pipeline = Pipeline(num_gpus=gpus, num_microbatches=1 + seed, budget_bytes=budget, link=LINK)

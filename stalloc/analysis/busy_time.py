@@ -34,7 +34,7 @@ class Busy:
 
 
 def bytes_within(start: Times, end: Times, size: Sizes, bounds: Times) -> Sizes:
-    """(k,) bytes that copies moved in each of the stretches between (k + 1,) ascending bounds, which hold them all."""
+    """(k,) bytes that copies moved in each stretch between (k + 1,) ascending bounds, within which all copies lie."""
     moved = np.zeros(len(bounds) - 1, np.int64)
     if not len(moved):
         return moved
@@ -51,7 +51,7 @@ def bytes_within(start: Times, end: Times, size: Sizes, bounds: Times) -> Sizes:
 
 
 def highest_within(time: Times, level: Column, begin: Times, end: Times) -> Column:
-    """(k,) the highest level in each stretch [begin, end); `level` (n,) holds from `time` (n,) on. -1: unknown."""
+    """(k,) the highest level in each stretch [begin, end), -1 if unknown; `level` (n,) is valid from `time` (n,) on."""
     first = np.searchsorted(time, begin, side="right") - 1  # what held when it began
     last = np.searchsorted(time, end, side="left")
     rows = [level[max(low, 0) : high] for low, high in zip(first.tolist(), last.tolist(), strict=True)]

@@ -27,7 +27,7 @@ class Peak:
     allocated_peak_event: int
     """-1 in a trace without requests."""
     allocated_peak_requests: int
-    """Live at that event."""
+    """Requests live at that event."""
     reserved_peak_bytes: int | None
     """The most that was reserved at any event; None where the source does not say."""
 
@@ -71,7 +71,7 @@ class Comparison:
 
 
 Held = dict[Hashable, tuple[int, int]]
-"""By key: bytes and requests."""
+"""Bytes and requests by key, such as a call site."""
 
 
 def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
@@ -115,7 +115,7 @@ def _held(trace: Trace, rows: Column, keys: Sequence[Any], alignment: int) -> He
 
 
 def moved_lines(first: Held, second: Held) -> Held:
-    """The second by the lines of the first: edits move lines, so a function with one line left in each pairs up."""
+    """The second with the lines of the first: as edits move lines, a function with one line left in each is paired."""
 
     def left(of: Held, other: Held) -> dict[tuple[str, str], list[Frame]]:
         functions: dict[tuple[str, str], list[Frame]] = {}
@@ -134,7 +134,7 @@ def moved_lines(first: Held, second: Held) -> Held:
 
 
 def changes_of(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:
-    """What every key holds in each, what grew most first."""
+    """What every key holds in each of two, what grew most first."""
     changes: dict[str, Change] = {}
     for key in [*first, *(key for key in second if key not in first)]:
         name = text(key)

@@ -15,7 +15,7 @@ _CAPACITY = "The program has to hold less (smaller batch, checkpointing, no leak
 
 
 def sentences(error: ErrorText) -> Iterator[str]:
-    """The cause, then what to do."""
+    """The sentences of advice: the cause, then what to do."""
     if error.line:
         yield f"The line is in words that stalloc does not know: {error.line}"
     elif error.place != DEVICE:
@@ -132,7 +132,7 @@ def _fragmentation(error: ErrorText) -> Iterator[str]:
 
 
 def _against_fragmentation(error: ErrorText) -> str:
-    """A setting that the release which wrote the text has, under the variable that it reads."""
+    """A setting against fragmentation that the release which wrote the text knows, in the variable that it reads."""
     if error.library != "PyTorch":
         return "Hold less at that moment, or let the allocator return what it caches before."
     own = "" if error.backend in ("CUDA", "XPU") else f"{error.backend}_"

@@ -1,8 +1,7 @@
 """The out-of-memory errors in a log, of whatever library wrote them.
 
-Contract: a place in the text counts once, under the first wording that fits it. What has figures says more than what
-has none: the latter count only where no error with figures is, first those of a library, then those of the driver,
-then lines that say so in words of their own.
+Contract: a place in the text counts once, under the first wording that fits it. Errors without figures count only if
+the text has none with figures: first those of a library, then those of the driver, then lines in words of their own.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ _SIGNS = (
     "exitcode", "exit code", "tactic device", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
 _ALL_FIGURES = (*FIGURES, "process")
-_MOST_COMPARED = 100  #: of more than these each is shown as it is
+_MOST_COMPARED = 100  #: errors; if there are more, each is shown without comparing them
 _MOST_WRAPPED = 1 << 18  #: what people copy from a terminal
 _ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
 _ONE_ALLOCATOR = {"JAX", "TensorFlow"}  #: whose errors come with those of the allocator that they share
@@ -63,7 +62,7 @@ class _Found(NamedTuple):
 
 
 def find_errors(text: str) -> list[ErrorText]:
-    """The out-of-memory errors of a log, each that differs once, in order."""
+    """The out-of-memory errors of a log in order, each different one once."""
     platform = "Windows" if _WINDOWS.search(text) else ""
     text = text.replace("\xa0", " ").replace("\u202f", " ")  # spaces that do not break
     text = _near_signs(_ESCAPES.sub("", text) if "\x1b" in text else text)
@@ -78,7 +77,7 @@ def find_errors(text: str) -> list[ErrorText]:
 
 
 def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
-    """Without those of which another one says all that they say: cut off, or of a part of the library below."""
+    """The errors without those that say no more than another does: cut off, or from a lower layer of the library."""
     if len(times) > _MOST_COMPARED:
         return times
     written = {error: _as_written(error) for error in times}
@@ -101,7 +100,7 @@ def _as_written(error: ErrorText) -> list[str | None]:
 
 
 def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, list[str | None]]) -> bool:
-    """Whether each figure of an error is one of a fuller one too."""
+    """Whether a fuller error has every figure of this one too."""
     if any(less not in (None, more) for more, less in zip(written[fuller], written[error], strict=True)):
         return False
     libraries = {fuller.library, error.library}
@@ -113,7 +112,7 @@ def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, l
 
 
 def _near_signs(text: str) -> str:
-    """What is near a word that every error has one of: a long log is read at the speed of a search for words."""
+    """The text near words that every error has one of: a long log is read at the speed of a search for words."""
     lowered = text.lower()
     if len(lowered) != len(text):
         lowered = text  # a letter of another alphabet that is longer in lower case: positions would be off
@@ -135,7 +134,7 @@ def _near_signs(text: str) -> str:
 
 
 def _errors(text: str) -> Iterable[_Found]:
-    """Those of the first kind that there are any of, in order."""
+    """The errors in a text, in order: only those of the first kind of wording that occurs."""
     placed, of_torch = _with_figures(text)
     if len(text) <= _MOST_WRAPPED and (not placed or any(one.error.verdict == "unknown" for one in placed)):
         # a terminal's lines, which end wherever it does, as often within a word
@@ -153,7 +152,7 @@ def _num_figures(found: list[_Found]) -> int:
 
 
 def _with_figures(text: str) -> tuple[list[_Found], list[_Found]]:
-    """The errors that say how much was wanted, and all of PyTorch."""
+    """The errors that say how much memory was wanted, and as a second list all errors of PyTorch."""
     of_torch = [_Found(position, error) for position, error in torch_errors(text)]
     placed = [one for one in of_torch if one.error.wanted_bytes is not None]
     return placed + list(_worded(text, WITH_FIGURES)), of_torch

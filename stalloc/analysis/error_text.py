@@ -32,20 +32,20 @@ class ErrorText:
     """None: the text has no figures."""
     total_bytes: int | None = None
     free_bytes: int | None = None
-    """On the device."""
+    """Free memory on the device."""
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     """All that the allocator holds, free memory inside of it included."""
     process_bytes: int | None = None
-    """In use by this process, what is not the allocator's included."""
+    """In use by this process, including what is not the allocator's."""
     limit_bytes: int | None = None
-    """What the process, or the pool, may have, where that is less than the device has."""
+    """The limit of the process or the pool, where that is less than the device has."""
     private_bytes: int | None = None
     """Allocated in private pools, such as those of CUDA graphs."""
     release: str = ""
     """The releases of PyTorch that word an error so: `until 1.3`, `1.4 to 2.0`, `from 2.1`; empty if it is unknown."""
     variable: str | None = None
-    """Of those that hold settings of PyTorch's allocator, the one that the text names: what that release reads."""
+    """The environment variable for settings of PyTorch's allocator that the text names, which is the one it reads."""
     setting: str = ""
     """The setting that the text names."""
     told: str = ""
@@ -57,7 +57,7 @@ class ErrorText:
     line: str = ""
     """The line itself, where its wording is not known."""
     times: int = 1
-    """How often the log has it."""
+    """How often the log has this error."""
 
     @property
     def contradiction(self) -> str:
@@ -81,7 +81,7 @@ class ErrorText:
 
     @property
     def known_process_bytes(self) -> int | None:
-        """In use by this process, if that can be: the driver says 0 where it cannot tell, as inside a container."""
+        """Bytes in use by this process; None if the figure cannot be true: inside a container the driver says 0."""
         process, total, free = self.process_bytes, self.total_bytes, self.free_bytes
         if not process or self.contradiction or process < (self.reserved_bytes or 0) - _ROUNDED_BYTES:
             return None
@@ -104,7 +104,7 @@ class ErrorText:
 
     @property
     def others_bytes(self) -> int | None:
-        """In use on the device and not by this process; where that is unknown, by whomever but the allocator."""
+        """In use on the device by other processes; where that is unknown, by everything but the allocator."""
         if self.total_bytes is None or self.free_bytes is None or self.contradiction:
             return None
         process = self.known_process_bytes
@@ -120,7 +120,7 @@ class ErrorText:
 
     @property
     def limit_left_bytes(self) -> int | None:
-        """What the limit leaves to ask the device for, at most; None without a limit."""
+        """The most that the limit leaves to ask the device for; None without a limit."""
         held = next((one for one in (self.reserved_bytes, self.process_bytes, self.allocated_bytes) if one), None)
         if self.limit_bytes is None or held is None or self.contradiction:
             return None
@@ -134,7 +134,7 @@ class ErrorText:
 
     @property
     def obtainable_bytes(self) -> int | None:
-        """All that an allocator without losses could have handed out."""
+        """Bytes that an allocator without fragmentation could have handed out."""
         free, inside = self.free_bytes, self.unallocated_bytes
         if free is None or inside is None:
             return None
@@ -143,7 +143,7 @@ class ErrorText:
 
     @property
     def at_most_bytes(self) -> int | None:
-        """What can have been obtainable, where only part of it is told; None if nothing bounds it."""
+        """The most bytes that can have been obtainable, where the text tells only a part; None if nothing bounds it."""
         if self.contradiction:
             return None
         if self.obtainable_bytes is not None:

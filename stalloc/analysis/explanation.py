@@ -60,19 +60,19 @@ class Explanation:
     allocated_bytes: int
     causes: dict[str, int]  #: bytes by name; the names are those of CAUSES
     source: str  #: "record", or the model whose blocks these are
-    segments: list[PinnedSegment]  #: those with most free bytes first
+    segments: list[PinnedSegment]  #: most free bytes first
     sites: dict[str, int]  #: free bytes that each call site's blocks keep in their segments, most first
     roles: dict[str, int]  #: allocated bytes by what they are for, most first; empty without operations
     record_allocated_peak_bytes: int  #: of the whole record, rounded up to 512 bytes a request
     record_unseen_bytes: int  #: live throughout, told only as a total
     record_reserved_peak_bytes: int
-    is_reserved_told: bool  #: whether that is of the file, and not of the model
+    is_reserved_told: bool  #: whether the reserved peak is from the file, not from the model
     record_fragmentation: float  #: 1 - allocated peak / reserved peak of the whole record
     out_of_memory: OutOfMemory | None = None
 
     @property
     def source_text(self) -> str:
-        """Where the blocks come from, if not from the file, in a sentence; empty if from there."""
+        """A sentence on where the blocks come from; empty if they come from the file."""
         if self.source == "record":
             return ""
         missing = (
@@ -151,7 +151,7 @@ def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
 
 
 def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
-    """The same of a model."""
+    """The blocks, the event, where they come from and the reserved peak, by a model of torch's allocator."""
     events = events_of(trace)
     fed = make("torch", "", 0).feed(events)
     before = int(np.count_nonzero(events.event < 0))
@@ -169,7 +169,7 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
 
 
 def _stream_at(trace: Trace, event: int) -> int:
-    """The stream that asked last: what is free for it counts as free, what is free for others does not."""
+    """The stream of the last request: blocks that are free for it count as free, those of other streams do not."""
     if is_oom(trace, event):
         return int(trace.event_stream[event])
     if len(trace.action):

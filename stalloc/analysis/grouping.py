@@ -37,7 +37,7 @@ def site_keys(trace: Trace, rows: Column) -> list[Hashable]:
 
 
 def role_keys(operations: Operations, rows: Column) -> list[Hashable]:
-    """The role, as people read it."""
+    """The role of each request, as people read it."""
     return [Role(value).text for value in operations.role[rows].tolist()]
 
 
@@ -54,7 +54,7 @@ def purposes(operations: Operations, rows: Column) -> list[str]:
 
 
 def site_text(key: Hashable) -> str:
-    """What people read of a key of `site_keys`."""
+    """A key of `site_keys`, as people read it."""
     return site_name([key]) if isinstance(key, Frame) else str(key)
 
 

@@ -61,7 +61,7 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """One device at one moment."""
+    """Who holds the memory of one device at one moment."""
 
     device: int
     at: str  #: peak, oom, end, event, or snapshot where there is no other moment
@@ -75,7 +75,7 @@ class Holders:
     by_site: list[Holder]
     by_class: list[Holder]
     by_role: list[Holder]  #: parameter, gradient and so on; empty without operations
-    by_module: list[Holder]  #: of the operation that made them; modules that repeat are one; empty without operations
+    by_module: list[Holder]  #: module of the operation that made them, repeated ones as one; empty without operations
     by_size: list[Holder]
     tree: Branch
     growth: list[Growth]
@@ -219,7 +219,7 @@ def _made_once(trace: Trace, are_steps: bool) -> Column:
 
 
 def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
-    """(n,) bool: whether something holds of the stack that made a request; False where there is none."""
+    """(n,) bool: whether a condition holds for the stack of each request; False where it has no stack."""
     sites = read_sites(trace)
     if sites is None:
         return np.zeros(trace.num_requests, bool)
@@ -228,7 +228,7 @@ def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
 
 
 def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:
-    """What an optimizer's step keeps it may keep in each of them: only its layers are no steps."""
+    """Whether a stack makes something once: a model that is loaded, or state, whose layers are no steps."""
     return any(
         frame.name in _MAKE_ONCE or (not are_steps and frame.name == "step" and "optim" in frame.filename)
         for frame in stack

@@ -30,7 +30,7 @@ from stalloc.trace.activity import Activity, Link, MemoryKind, activity_of
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Level:
-    """Bytes over time: so many from each nanosecond on."""
+    """Bytes over time: each level holds from its nanosecond on."""
 
     time: Times
     num_bytes: Column
@@ -157,7 +157,7 @@ def _phases(
 
 
 def _as_ready(activity: Activity, other: Activity | None) -> AsReady | None:
-    """What it comes to if all work runs as soon as what it needs is there."""
+    """The totals if all work ran as soon as what it needs is there; None where that is not known."""
     if other is None or not len(other):
         return None
     begin, end = other.start.min(), other.end.max()
@@ -182,7 +182,7 @@ def _stretches(windows: Windows, begin: int) -> list[tuple[str, float, float]]:
 def _missing(
     activity: Activity, levels: dict[MemoryKind, Level], total: int | None, windows: Windows, *, has_times: bool
 ) -> list[str]:
-    """What cannot be said, a sentence each."""
+    """What the record cannot tell, a sentence each."""
     found = []
     host_links = np.isin(activity.link, (Link.TO_DEVICE, Link.TO_HOST))
     if not len(activity):

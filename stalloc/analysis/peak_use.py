@@ -52,7 +52,7 @@ def peak_use(trace: Trace, counted: Column | None = None, site: SiteText = site_
 
 
 def lasting(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> list[Holder]:
-    """By call site what was allocated in a trace and is there at its end; `counted` and `site` as of `peak_use`."""
+    """What was allocated in a trace and is live at its end, by call site; `counted` and `site` as in `peak_use`."""
     alive = (trace.start >= 0) & (trace.end == trace.num_events)
     if counted is not None:
         alive &= counted
@@ -67,7 +67,7 @@ def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:
 
 
 def class_growth(before: PeakUse, now: PeakUse) -> list[Change]:
-    """The same by lifespan class."""
+    """What each lifespan class holds at the two peaks, what grew most first."""
     first, second = ({one.name: (one.held_bytes, one.requests) for one in use.by_class} for use in (before, now))
     return changes_of(first, second, str)  # type: ignore[arg-type]
 

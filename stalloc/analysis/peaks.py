@@ -52,7 +52,7 @@ def reserved_peak(trace: Trace, size: Column, unseen_bytes: int = 0) -> Reserved
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a file says of the allocator that it was recorded under; no model has a say."""
+    """What a file itself says of the allocator that it was recorded under, without any model."""
 
     reserved_peak_bytes: int | None
     """None where the source does not say."""
@@ -66,7 +66,7 @@ class Recorded:
     out_of_memory_event: int | None
     """The last error, None if there was none."""
     out_of_memory_bytes: int | None
-    """What was asked for then."""
+    """The bytes that were asked for at the last error."""
 
 
 def recorded(trace: Trace, alignment: int = 512) -> Recorded:
@@ -86,11 +86,11 @@ def recorded(trace: Trace, alignment: int = 512) -> Recorded:
 
 
 def count_events(trace: Trace) -> int:
-    """The events of a trace; of one with bare lifespans two for each."""
+    """The number of events of a trace; a trace of bare lifespans has two for each."""
     return len(trace.action) or 2 * trace.num_requests
 
 
 def unseen_bytes(trace: Trace) -> int:
-    """What a profiler's trace gives only as a total: live throughout, and no request stands for it."""
+    """Bytes that a profiler's trace gives only as a total: live throughout, without requests of their own."""
     unseen = trace.info.get("unseen_bytes", 0)
     return unseen if isinstance(unseen, int) and 0 <= unseen < 1 << 62 else 0

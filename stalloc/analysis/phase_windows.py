@@ -23,7 +23,7 @@ class Windows:
     bounds: Times
     """(k + 1,) ascending nanoseconds; stretch i is [bounds[i], bounds[i + 1])."""
     name: Rows
-    """(k,) which of the names it is."""
+    """(k,) index of each stretch's phase in the names."""
     names: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Windows:
 
 
 def top_phase(name: str) -> str:
-    """The phase that a part such as `update/3` is of."""
+    """The phase to which a part such as `update/3` belongs."""
     return name.partition("/")[0]
 
 
@@ -59,7 +59,7 @@ def phase_windows(activity: Activity, begin: int, end: int) -> Windows:
 
 
 def _told(activity: Activity, number: Rows, nothing: int) -> list[tuple[int, int]]:
-    """When each phase that the table names began, and where none runs; parts of one that follow each other are one."""
+    """When each phase that the table names begins, and where none runs; consecutive parts of a phase count as one."""
     runs: list[list[int]] = []  # begin, end, name
     parts = np.array(["/" in name for name in activity.names], bool)
     for row in np.argsort(activity.phase_start, kind="stable").tolist():
@@ -78,7 +78,7 @@ def _told(activity: Activity, number: Rows, nothing: int) -> list[tuple[int, int
 
 
 def _seen(activity: Activity, name: Rows) -> list[tuple[int, int]]:
-    """Where the phase of what runs changes."""
+    """The moments at which the phase of the running work changes."""
     computed = np.flatnonzero(activity.link == Link.COMPUTE)
     computed = computed[np.argsort(activity.start[computed], kind="stable")]
     if len(computed):

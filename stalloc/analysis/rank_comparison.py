@@ -54,13 +54,13 @@ class RankFigures:
     scoped_bytes: int
     transient_bytes: int
     device_bytes: int | None
-    """What the device has."""
+    """The total memory of the device."""
     out_of_memory_bytes: int | None
-    """What was asked for in the last out-of-memory error; None if there was none."""
+    """The bytes that the last out-of-memory error asked for; None if there was none."""
 
     @property
     def label(self) -> str:
-        """What reports call it, without its device."""
+        """The name that reports give the rank, without its device."""
         return f"rank {self.rank}" if self.rank is not None else self.file
 
     @property
@@ -93,13 +93,13 @@ class Outlier:
 
 @dataclass(frozen=True)
 class RankComparison:
-    """What there is to say of all ranks together."""
+    """The comparison of all ranks: spreads of their figures, and ranks that stand out."""
 
     ranks: tuple[RankFigures, ...]
     spreads: dict[str, Spread]
     """By the key of COMPARED."""
     outliers: tuple[Outlier, ...]
-    """Those farthest from the median first."""
+    """The outliers, farthest from the median first."""
     deciding: RankFigures | None
     """The rank that a larger batch fails on first: the highest share of its device, else the highest peak."""
 

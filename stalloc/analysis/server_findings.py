@@ -21,7 +21,7 @@ _SHORTER = 1.05  # requests that fit, over those of whole length: more is no rou
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line that the settings do not predict."""
+    """Something about the memory of a server that its settings do not predict."""
 
     cause: str
     """`another process`, `graph estimate`, `sampler`, `settings`, `layers`, `not accounted for`."""
@@ -31,14 +31,14 @@ class Finding:
 
 
 def findings(log: ServerLog) -> list[Finding]:
-    """All of one start, the most important first."""
+    """All findings about one start, the most important first."""
     found = [_occupied(log), _released(log), _outside(log), _budget(log), _graphs(log), _sampler(log), _requests(log)]
     found += [_loading(log), _fraction(log)]
     return [one for one in found if one is not None]
 
 
 def _tokens_of(log: ServerLog, num_bytes: int) -> str:
-    """So much of the cache in tokens."""
+    """Words for the tokens that so many bytes of the cache would hold."""
     return f", {num_bytes / log.token_bytes:,.0f} tokens" if log.token_bytes else ""
 
 
@@ -76,7 +76,7 @@ def _outside(log: ServerLog) -> Finding | None:
 
 
 def _budget(log: ServerLog) -> Finding | None:
-    """The cache is the share of the card less what was measured."""
+    """Findings about vLLM's cache, which is a share of the card minus what was measured."""
     if log.engine != "vLLM" or log.cache_bytes is None or log.share is None:
         return None
     line, cache = log.lines["cache_bytes"], log.cache_bytes
@@ -161,7 +161,7 @@ def _loading(log: ServerLog) -> Finding | None:
 
 
 def _fraction(log: ServerLog) -> Finding | None:
-    """SGLang's cache is the share of what was free at first, less the weights."""
+    """Findings about SGLang's cache, which is a share of the memory free at first, minus the weights."""
     before, after = log.free_before_weights_bytes, log.free_after_weights_bytes
     if log.engine != "SGLang" or log.share is None or log.cache_bytes is None or before is None or after is None:
         return None

@@ -82,12 +82,12 @@ class ServerLog:
     non_torch_bytes: int | None = None
     activation_bytes: int | None = None
     cache_bytes: int | None = None
-    """Keys and values of all layers, on one rank."""
+    """Bytes for the keys and values of all layers, on one rank."""
     tokens: int | None = None
     length: int | None = None
     """Tokens of the longest request."""
     concurrency: float | None = None
-    """Requests of that length which fit, as the engine says."""
+    """How many requests of that length fit, as the engine says."""
     graphs_estimated_bytes: int | None = None
     graphs_bytes: int | None = None
     free_before_weights_bytes: int | None = None
@@ -101,16 +101,16 @@ class ServerLog:
     released_meanwhile: bool = False
     """Whether vLLM saw more free memory after its measurement than before."""
     lines: dict[str, str] = field(default_factory=dict, repr=False)
-    """Of each field, the line that it is from."""
+    """The line of the log that each field is from."""
 
     @property
     def token_bytes(self) -> float | None:
-        """Of the cache, for each token."""
+        """Bytes of the cache for each token; None if the log does not tell."""
         return self.cache_bytes / self.tokens if self.cache_bytes and self.tokens and self.cache_bytes > 0 else None
 
 
 def read_server_log(text: str) -> ServerLog | None:
-    """The last start that a log tells of; None if it is of neither engine."""
+    """The last start of a server in a log; None if it is of neither vLLM nor SGLang."""
     starts = [match.start() for match in _STARTS.finditer(text)]
     begin = text.rfind("\n", 0, _first_of_last(text, starts)) + 1 if starts else 0
     told = text[begin:]
@@ -164,7 +164,7 @@ def read_server_log(text: str) -> ServerLog | None:
 
 
 def _first_of_last(text: str, starts: list[int]) -> int:
-    """Where the last start begins: of lines of several ranks, or of one start in two wordings, the first."""
+    """Where the last start begins: the first of its lines from several ranks, or in two wordings."""
     last = starts[-1]
     for start in reversed(starts):
         if "Available KV cache memory" in text[start:last] or "KV Cache is allocated" in text[start:last]:

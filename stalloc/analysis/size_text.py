@@ -14,7 +14,7 @@ _SHIFTS = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def size_bytes(text: str | None, most_bytes: int = MOST_BYTES) -> int | None:
-    """The bytes of one size; None for what is none, or more than `most_bytes`."""
+    """The bytes of a size as text; None if it is no size, or more than `most_bytes`."""
     match = re.fullmatch(r"(\d[\d.,]*) ?([A-Za-z]*)", text or "")
     digits = re.sub(r",(?=\d{1,2}$)", ".", match[1]) if match else ""
     digits = digits.replace(",", "").strip(".")

@@ -112,7 +112,7 @@ def _where(found: Study) -> str:
 
 
 def _allowed(found: Study) -> str:
-    """How much of what could overlap the program's data permits, as far as it is known."""
+    """How much of the possible overlap the program's data dependencies permit, as far as that is known."""
     ready = found.as_ready
     if ready is None:
         return (
@@ -144,7 +144,7 @@ def _idle(found: Study) -> list[str]:
 
 
 def _parts(found: Study) -> list[str]:
-    """Named parts beside the longest of a phase, as the exchange of gradients; numbered ones are those of an update."""
+    """Named parts of a phase beside its longest, such as the exchange of gradients; numbered ones are of an update."""
     told = []
     for phase in found.phases:
         named = [one for one in found.parts if one.phase == phase.name and not one.name.isdecimal()]

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUse:
-    """All times that one phase ran."""
+    """One phase, over all times that it ran."""
 
     name: str
     runs: int
@@ -18,13 +18,13 @@ class PhaseUse:
     compute_seconds: float  #: alone
     copy_seconds: float  #: alone
     overlap_seconds: float
-    idle_seconds: float  #: of the device and its links
+    idle_seconds: float  #: in which neither the device nor its links work
     host_compute_seconds: float
     moved_bytes: dict[str, int]  #: by link
-    link_used: dict[str, float]  #: by link, of what its measured peak could have moved
+    link_used: dict[str, float]  #: by link, as a share of what its measured peak rate could have moved
     allocated_bytes: int | None  #: the most
     reserved_bytes: int | None
-    headroom_bytes: int | None  #: the least that the device had left; at most, where what is reserved is not known
+    headroom_bytes: int | None  #: the least that the device had left; an upper bound if reserved memory is unknown
     host_bytes: int | None
 
 
@@ -38,7 +38,7 @@ class LinkUse:
     busy_seconds: float
     rate: float | None  #: bytes a second while a copy ran
     peak_rate: float | None
-    used: float | None  #: of what the peak could have moved in all the time
+    used: float | None  #: share of what the peak rate could have moved in the whole time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class PartUse:
     phase: str
     name: str
     runs: int
-    start_seconds: float  #: of its first run, from the begin
+    start_seconds: float  #: of its first run, from the beginning of the study
     seconds: float
     compute_seconds: float  #: of the device or the host
     moved_bytes: dict[str, int]
@@ -72,32 +72,32 @@ class Blocking:
     copies: int
     num_bytes: int
     copy_seconds: float
-    pageable_bytes: int  #: of these, in pageable memory of the host
+    pageable_bytes: int  #: the part of `num_bytes` in pageable host memory
     stood_seconds: float  #: in the calls that asked for them, which may wait for earlier work as well
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsReady:
-    """The same work, each piece as soon as what it needs on the device is there and its queue is free.
+    """The recorded work as if each piece began once what it needs is on the device and its queue is free.
 
     What one copy leaves in host memory for another is not known, so what needs that may have to wait longer.
     """
 
     seconds: float
     copy_seconds: float  #: of copies alone
-    more_bytes: int  #: at most so much more of the device is held, by what comes to it earlier
+    more_bytes: int  #: the most by which earlier copies to the device would raise what is held there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One device."""
+    """The study of one device: what it computed, copied and held over time."""
 
     device: int
     device_name: str
     total_bytes: int | None
     is_estimated: bool  #: whether the times are those of a GPU that is not there
-    headroom_is_bound: bool  #: whether the device had at most that left, as only some of what was held is known
-    has_times: bool  #: whether seconds and rates say anything: those of a virtual GPU, which computes nothing, do not
+    headroom_is_bound: bool  #: whether headroom is only an upper bound, as not all that was held is known
+    has_times: bool  #: whether seconds and rates mean anything: not on a virtual GPU, which computes nothing
     begin_ns: int
     seconds: float
     phases: list[PhaseUse]  #: in the order in which they first ran
@@ -107,18 +107,18 @@ class Study:
     parts: list[PartUse]
     blocking: Blocking | None
     missed_overlap_seconds: float  #: of copies alone: what could have run while their phase computed alone, at most
-    missed_across_seconds: float  #: and while any phase did
-    as_ready: AsReady | None  #: how much of that the operations permit; None where nothing says what needs what
+    missed_across_seconds: float  #: of copies alone: what could have run while any phase computed alone, at most
+    as_ready: AsReady | None  #: how much of that overlap the operations permit; None if dependencies are unknown
     missing: list[str]
 
     @property
     def knows_computing(self) -> bool:
-        """Whether it is known when the device computes: else neither overlap nor idle time is."""
+        """Whether it is known when the device computes; otherwise overlap and idle time are unknown too."""
         return self.has_times and any(phase.compute_seconds + phase.overlap_seconds for phase in self.phases)
 
 
 def as_json(found: Study) -> dict[str, Any]:
-    """What is written of a study: as it is, with null for times that say nothing."""
+    """A study as plain values for JSON, with null for times that say nothing."""
     entry = dataclasses.asdict(found)
     return entry if found.has_times else _without_times(entry)
 

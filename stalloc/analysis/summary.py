@@ -21,7 +21,7 @@ _MIN_REPEATS, _MIN_PERIOD = 3, 32  # of a period worth the name: runs of equal l
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What there is to say of one device."""
+    """The figures of one device of a trace."""
 
     device: int
     source: str
@@ -30,14 +30,14 @@ class Summary:
     events: int
     requests: int
     baseline_requests: int
-    """Live before recording."""
+    """Requests that were live before recording began."""
     distinct_sizes: int
     lower_bound_bytes: int
     """The allocated peak, below which no plan can be."""
     allocated_peak_bytes: int
     allocated_peak_event: int | None
     allocated_peak_requested_bytes: int
-    """The same without rounding."""
+    """The allocated peak of sizes as they were requested, without rounding."""
     reserved_peak_bytes: int | None
     reserved_peak_event: int | None
     """-1: before the first event."""
@@ -48,25 +48,25 @@ class Summary:
     out_of_memory_event: int | None
     """The last out-of-memory error, None if there was none."""
     out_of_memory_bytes: int | None
-    """What was asked for then."""
+    """The bytes that were asked for at that error."""
     streams: int
     period_requests: int | None
-    """Of the period in which the whole sequence of requests repeats at the end of the record."""
+    """Requests in a period of the sequence that repeats at the end of the record."""
     period_repeats: int | None
     step_requests: int | None
-    """Of the step that the runtime would plan."""
+    """Requests in the step that the runtime would plan."""
     step_repeats: int | None
     classes: dict[str, Total]
     """By the lower-case name of the class."""
     operations: int | None
-    """Outermost ones with kernels of their own; None where the record does not know operations."""
+    """Outermost operations with kernels of their own; None where the record has no operations."""
     modules: int | None
     blocks: dict[str, int]
     """Repeated blocks of the program's models, by class."""
     roles: dict[str, Total]
     """By the name of the role, as people read it."""
     has_history: bool
-    """Whether the file tells what happened, and not only what there was at one moment."""
+    """Whether the file tells what happened over time, not only the state at one moment."""
     notes: list[str]
 
 

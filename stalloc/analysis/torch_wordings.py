@@ -56,7 +56,7 @@ _ONE_BLOCK = "It is more than that platform gives in one piece, whatever is free
 
 
 def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
-    """Each error with the position where it begins."""
+    """The errors of PyTorch in a text, each with the position where it begins."""
     matches = list(_BEGIN.finditer(text))
     ends = [match.start() for match in matches[1:]] + [len(text)] * bool(matches)
     for match, end in zip(matches, ends, strict=True):
@@ -94,7 +94,7 @@ def _error(wanted: str | None, backend: str, rest: str) -> ErrorText:
 
 
 def _old_figures(old: re.Match[str]) -> dict[str, Any]:
-    """What releases until 2.0 say in brackets."""
+    """The figures that releases until 2.0 give in brackets."""
     inside = old[3] or ""
     allocated, reserved = _named("already allocated", inside), _named("reserved in total by PyTorch", inside)
     cached = _named("cached", inside)  # until 1.3, which called so what is reserved and not allocated
@@ -112,7 +112,7 @@ def _old_figures(old: re.Match[str]) -> dict[str, Any]:
 
 
 def _new_figures(rest: str) -> dict[str, Any]:
-    """What releases from 2.1 on say in sentences."""
+    """The figures that releases from 2.1 on give in sentences."""
     new = _NEW.search(rest)
     allocated = _named(r"(?:is )?allocated by PyTorch", rest)
     inside = _named(r"is reserved by PyTorch but unallocated", rest)

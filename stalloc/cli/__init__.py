@@ -29,14 +29,14 @@ GROUPS = {
     "guard": ("diff",),
     "more": ("mcp", "validate", "convert", "info", "bench"),
 }
-"""The verbs by what they are for, as `stalloc --help` lists them."""
+"""The verbs, grouped by purpose, as `stalloc --help` lists them."""
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
 OLDER_VERBS = {
     "tree": ("top", "--tree", "--at", "peak"),
     "advise": ("simulate", "--advise"),
     "check": ("diff", "--check"),
 }
-"""Verbs of former releases and what they are now: they work for one release, and say so."""
+"""Verbs of former releases and what replaces them; they work for one release, with a notice."""
 
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_OWN_FAILURE = 125  #: of `run` and `record`, whose other codes are the program's; as docker and env have it
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forked() -> Any:
-    """What ends a fork in which a verb has run a program; None if there can be none."""
+    """The module that ends a fork in which a verb has run a program; None if it is not loaded, without forks."""
     return sys.modules.get("stalloc.sandbox.forked")
 
 
@@ -199,7 +199,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """The option that comes closest to the first that is unknown, as what stands behind the sentence."""
+    """The known option closest to the first unknown one, as the words that end the error's sentence."""
     option = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
     close = difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""

@@ -80,7 +80,7 @@ class Tools:
         return await self._ask("simulate", *(["--advise"] if advise else []), self._file(file), most=most)
 
     async def policies(self, most: Most = 100) -> dict[str, Any]:
-        """List published systems for needing less memory, and what of each stalloc does."""
+        """List published systems that save memory, and which part of each stalloc implements."""
         return await self._ask("policies", most=most)
 
     async def estimate(

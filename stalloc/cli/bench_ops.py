@@ -36,7 +36,7 @@ def run(words: list[str]) -> int:
     traces = load_traces(args.trace)
     known = [(trace, read_operations(trace)) for trace in traces]
     if not any(operations is not None for _, operations in known):
-        raise BadInputError(f"{args.trace} knows no operations: record it with stalloc record --ops.")
+        raise BadInputError(f"{args.trace} has no operations: record it with stalloc record --ops.")
     if device.detect() != "cuda":
         raise BadInputError(
             "stalloc bench ops needs a GPU, and there is none here: run it on the machine that the program is for; "

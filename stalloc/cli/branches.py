@@ -18,11 +18,11 @@ _HOT, _WARM = 0.25, 0.05  # shares of the whole from which a line is bold, and b
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a tree is shown."""
+    """How much of a tree is shown."""
 
-    min_share: float = 0.0  #: of the whole, below which a branch is left out
-    depth: int | None = None  #: levels, of which a chain of single frames is one
-    children: int | None = None  #: of one frame, the largest
+    min_share: float = 0.0  #: share of the whole below which a branch is left out
+    depth: int | None = None  #: levels; a chain of single frames counts as one
+    children: int | None = None  #: of one frame, the largest first
 
 
 def print_branches(console: Console, root: Branch, cut: Cut) -> None:
@@ -70,5 +70,5 @@ def _line(console: Console, held: int, total: int, text: str) -> None:
 
 
 def _as_it_is(console: Console, line: Text) -> None:
-    """Print a line that is as long as it is: what a name says is not broken."""
+    """Print a line at its full length: names are not broken."""
     console.print(line, no_wrap=True, overflow="ignore", crop=False)

@@ -16,7 +16,7 @@ class OurConsole(Console):
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """The pieces of what is printed."""
+        """The pieces that are printed."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=self._shown(segment.text))
 

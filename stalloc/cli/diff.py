@@ -14,8 +14,8 @@ others. A call site is the innermost line outside PyTorch; a function with one c
 --fail-over makes it a guard for CI: the exit code is 1 if the allocated peak of any device grew by more. Reserved is
 shown and never judged, since it depends on what the pool did before.
 
---check is a guard for CI without a second trace: the allocated peak of each device is judged, and what fails is told
-with the call sites and classes that grew. The baseline is a JSON file to commit, the same kind as of the pytest plugin
+--check is a guard for CI without a second trace: it judges the allocated peak of each device, and names the call sites
+and classes that grew. The baseline is a JSON file to commit, the same kind as of the pytest plugin
 (docs/guard.md); --update writes what was measured to it. An entry is called as its file, with the device after it where
 the file has several; --name gives another name. --junit writes a report that CI systems show; on GitHub, failures are
 annotations at the lines that grew. The exit code is 1 if a check failed.
@@ -98,7 +98,7 @@ def _grew_too_much(made: Comparison, limit: GrowthLimit | None) -> bool:
 
 
 def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[str]]:
-    """Which traces are compared, and what has to be known about them."""
+    """The pairs of traces to compare, and notes about them."""
     first, second = (of_device(file, load_traces(file), args.device) for file in (args.first, args.second))
     notes = []
     for file, traces in ((args.first, first), (args.second, second)):

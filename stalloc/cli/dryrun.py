@@ -19,15 +19,16 @@ what was reserved.
   stalloc dryrun --gpu H100 --serve --length 4096 serve.py
   stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
-What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
+What the program writes would be zeros: it is discarded, and the report names it. Each run begins with the files as
+they are;
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
---find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
-torchrun would start, rank by rank without the others. Both run the program in forks of one process, side by side.
+--find looks for the largest value of a parameter that fits, for each allocator, or for the smallest card. --ranks tries
+what torchrun would start, each rank by itself. Both run the program in forks of one process, side by side.
 
---serve is for a program that asks how much is free and takes most of it, as inference servers do: it is run on the card
-as it is, and shown is what it makes of it: weights, activations, cache, in bytes, tokens and requests of --length. With
---find the answer has a cache of at least --tokens; without them every value is run, and listed.
+--serve is for a program that asks how much is free and takes most of it, as inference servers do. It is run on the card
+as it is; the report shows weights, activations and cache, in bytes, tokens and requests of --length. With --find it
+looks for a cache of at least --tokens; without --tokens it runs and lists every value.
 --model needs no script: a training loop of stalloc's runs a language model that transformers makes from its
 configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
@@ -71,7 +72,7 @@ from stalloc.sizing.named_models import KNOWN
 from stalloc.sizing.node import node_memory
 
 Measure = Callable[..., dict[str, Any]]
-"""Of a size, and of when work is done: what came of the program on a device of that size."""
+"""Runs the program on a device of that many bytes; returns what came of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,12 +185,12 @@ def run(args: argparse.Namespace) -> int:
 def _check_together(args: argparse.Namespace) -> None:
     """Refuse options that mean nothing without, or beside, one another."""
     if not args.serve and (args.length is not None or args.tokens is not None):
-        raise BadInputError("--length and --tokens are of a server's cache: give --serve too.")
+        raise BadInputError("--length and --tokens describe a server's cache: give --serve too.")
     if args.serve and args.model is not None:
         raise BadInputError("--serve runs a server, and --model a training loop or a pass of stalloc's: leave one out.")
     if args.find and args.node:
         raise BadInputError(
-            "--node is of one run, or of each rank: leave --find out, and give the value that it found."
+            "--node is for one run, or for each rank: leave --find out, and give the value that it found."
         )
 
 
@@ -203,7 +204,7 @@ def _take_model(args: argparse.Namespace) -> None:
     if args.find not in (None, "gpu"):
         searched = args.find.partition("=")[0].strip()
         if searched not in ("batch", "seq"):
-            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model is of batch, seq or gpu.")
+            raise BadInputError(f"--find is {args.find[:60]!r}: --find with --model takes batch, seq or gpu.")
         setattr(args, searched, f"{{{searched}}}")
     check_model(args.model, args, download=args.download)
     args.module = [PROGRAM, args.model, *model_words(args)]
@@ -211,7 +212,7 @@ def _take_model(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _assuming(args: argparse.Namespace) -> Iterator[None]:
-    """A block in which programs read what the option says. Raises BadInputError where it says nothing."""
+    """A block in which programs read what --assume says. Raises BadInputError if it says nothing."""
     before = os.environ.get(ASSUMED)
     if args.assume:
         os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
@@ -225,7 +226,7 @@ def _assuming(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _in_forks(args: argparse.Namespace) -> int:
-    """What runs the program many times."""
+    """Answer with the verbs' parts that run the program many times, each in a fork; the exit code."""
     if args.serve:
         from stalloc.cli.dryrun_serve import serve as answer
     elif args.find:
@@ -238,7 +239,7 @@ def _in_forks(args: argparse.Namespace) -> int:
 def _results(
     options: list[str], offered: int, command: list[str], tell: Callable[[str], None], files: ProgramFiles
 ) -> tuple[dict[str, Need], dict[str, Any], dict[str, Any]]:
-    """Every allocator, by its name; what the native run could not know; that run. `options`: which GPU, whose files."""
+    """The needs by allocator, what the native run could not know, and that run; `options`: which GPU, whose files."""
 
     def native(size: int, history: Path | None = None, **how: Any) -> dict[str, Any]:
         return _noted(files, _native(options, size, command, history, **how))
@@ -279,7 +280,7 @@ def _results(
 
 
 def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:
-    """A result, what became of the program's files being noted."""
+    """A result, after noting in `files` what became of the program's files."""
     if "files" in result:
         files.note(files_from_json(result["files"]))
     return result
@@ -327,7 +328,7 @@ def _uncertain(
 
 
 def _shared_blocks(tried: dict[str, Any], uncertain: dict[str, Any], measure: Measure) -> dict[str, Any] | None:
-    """What blocks of several streams (record_stream) take if they are not done with at once."""
+    """What blocks used on several streams (record_stream) take if their streams are not done with them at once."""
     if not uncertain.pop("shares_blocks", False):
         return None
     from stalloc.sizing.delayed_events import shared_blocks
@@ -349,7 +350,7 @@ def _what_order_decides(name: str, need: Need, measure: Measure, offered: int) -
 
 
 def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """One allocator on a device with plenty, and if it takes more than is offered, whether it does with that."""
+    """Run under one allocator with plenty of memory and, if that takes more than is offered, with what is offered."""
     tried = measure(PLENTY)
     if tried["exit_code"] == 0:
         tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])

@@ -65,7 +65,7 @@ def _result(offer: Offer, parameter: Parameter, tries: Tries, found: Largest) ->
 
 
 def _needed(tries: Tries, index: int) -> dict[str, Any]:
-    """The largest value of which what is live at a time fits, and the next."""
+    """The largest value whose live memory fits at every moment, and the next value."""
     has_next = index + 1 < len(tries.values)
     return {
         "largest": tries.values[index] if index >= 0 else None,
@@ -191,7 +191,7 @@ def _find_card(args: argparse.Namespace) -> int:
 
 
 def _smallest(found: Smallest, name: str, names: list[str]) -> dict[str, Any]:
-    """What is known of one allocator's card, and of the next smaller one."""
+    """What is known of the smallest card for one allocator, and of the next smaller card."""
     at = found.by_allocator[name]
     card = names[at] if at < len(names) else None
     return {

@@ -23,7 +23,7 @@ FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")  #: of a Need,
 
 @dataclass(frozen=True)
 class Offer:
-    """A card and what of its memory is for the program."""
+    """A card, and how much of its memory is for the program."""
 
     gpu: VirtualGPU
     headroom_bytes: int
@@ -65,7 +65,7 @@ class Need:
     needed_by: str
     """How that is known: "replay", "run" with no more than that, or "reserved": nothing less was tried."""
     taken_bytes: int
-    """Reserved where there is plenty."""
+    """The reserved peak on a device with plenty of memory."""
     allocated_peak_bytes: int
     uses_torch: bool = field(default=True, repr=False)
     devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
@@ -139,7 +139,7 @@ def _held(told: dict[str, Any]) -> str:
 
 
 def _what_order_decides(one: dict[str, Any]) -> str:
-    """A sentence on an error, or on retries, that only the order in which work is done decides."""
+    """A sentence on an error, or on retries, that depend only on the order in which the GPU finishes its work."""
     of, name = f"{one['of']}, " if "of" in one else "", one["allocator"]
     told = f"{of}{allocator_name(name)}: when the streams are done decides: the program " + ", ".join(
         f"{_came_of(one[key])} {when}" for key, when in _WHEN.items()
@@ -203,6 +203,11 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
         lines.append(
             "torch.backends.cudnn.benchmark is on: on a GPU the quickest algorithms are found by trying them, and the "
             "workspaces of these trials, up to 4 GiB each, are not in these figures"
+        )
+    if uncertain.get("sleeps"):
+        lines.append(
+            "this program sleeps (stalloc.sleep), which PyTorch's allocators cannot: their figures are of a program "
+            "that stays awake"
         )
     if shared := uncertain.get("shared_blocks"):
         of = f"at {shared['of']} " if "of" in shared else ""  # of a search, that of one value

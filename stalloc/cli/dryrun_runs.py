@@ -72,7 +72,7 @@ class Runs:
         warm(dataclasses.replace(gpu, total_bytes=PLENTY))
 
     def __call__(self, asked: Sequence[Asked]) -> list[RunSeen]:
-        """Run them."""
+        """Make these runs, side by side."""
         if self._rank is not None:
             asked = [_as_rank(one, self._rank) for one in asked]
         return run_all(asked, run_program, self._jobs, self._told, self.files)
@@ -85,7 +85,7 @@ class Runs:
 
 
 def ran_out_text(told: dict[str, Any]) -> str:
-    """Where memory ran out, and who held it; `told`: a `RanOut` as JSON has it."""
+    """Where memory ran out and who held it, in a sentence; `told` is a `RanOut` as JSON."""
     holders = ", ".join(f"{human_bytes(size)} by {_holder(name)}" for name, size in told["holders"][:_MOST_HOLDERS])
     return (
         f"{printable(told['place'])} asks for {human_bytes(told['wanted_bytes'])} when "
@@ -133,7 +133,7 @@ def _chosen_ranks(args: argparse.Namespace) -> list[Rank]:
 def _the_rank(args: argparse.Namespace) -> Rank:
     found = _chosen_ranks(args)
     if len(found) > 1:
-        raise BadInputError("--find with --ranks is of one rank: name the one that needs most, for example --rank 0.")
+        raise BadInputError("--find with --ranks tries one rank: name the one that needs most, for example --rank 0.")
     return found[0]
 
 
@@ -188,7 +188,7 @@ def try_ranks(args: argparse.Namespace) -> int:
 
 
 def _first_failing(tries: Tries, one: Contender) -> list[int]:
-    """The first rank that does not fit, of which it is shown where."""
+    """The first rank that does not fit, for which it is shown where memory runs out."""
     return [at for at in range(len(tries.values)) if tries.fits(one.name, at) is False][:1]
 
 

@@ -47,7 +47,7 @@ def serve(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise BadInputError(f"--{option} is {getattr(args, option)}: give a number from 1.")
     if args.ranks is not None:
-        raise BadInputError("--serve is of one GPU: leave --ranks out.")
+        raise BadInputError("--serve runs on one GPU: leave --ranks out.")
     if args.node:
         raise BadInputError("--serve shows what the device holds: leave --node out, or try it without --serve.")
     if args.find == "gpu":
@@ -99,7 +99,7 @@ def _log(seen: RunSeen) -> ServerLog | None:
 
 
 def _tokens(seen: RunSeen, log: ServerLog | None) -> int | None:
-    """That the cache holds; None where the engine is not known."""
+    """How many tokens the cache holds; None where the engine is not known."""
     if not seen.completes:
         return None
     tokens: int | None = (seen.server or {}).get("tokens")
@@ -119,7 +119,7 @@ def _seen_entry(seen: RunSeen, log: ServerLog | None) -> dict[str, Any]:
 
 
 def _divided(served: Served | None, log: ServerLog | None) -> dict[str, Any]:
-    """Weights, activations and cache as the run shows them, else as the program's own log has them."""
+    """Weights, activations and cache, from the run if it shows them, else from the program's own log."""
     if served is not None:
         return dataclasses.asdict(served)
     nothing = dict.fromkeys((one.name for one in dataclasses.fields(Served)), None)
@@ -133,7 +133,7 @@ def _divided(served: Served | None, log: ServerLog | None) -> dict[str, Any]:
 
 
 def _least_tokens(told: dict[str, Any], log: ServerLog | None) -> int | None:
-    """With what no run here can see taken from the cache, at the most that public logs have of it."""
+    """The tokens left if the cache loses what no run here can see, taken as the most that public logs show."""
     tokens, cache = told["tokens"], told["cache_bytes"]
     if not tokens or not cache:
         return None
@@ -207,7 +207,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _unseen(result: dict[str, Any], offer: Offer) -> list[str]:
-    """What no run here can see, with what is known of it."""
+    """The memory that no run here can see, with what is known of it."""
     lines = []
     if offer.headroom_bytes:
         kept = human_bytes(offer.headroom_bytes)
@@ -318,7 +318,7 @@ def _memory(name: str) -> int:
 
 
 def _looked(runs: Runs, asked: Sequence[Asked], tokens: int | None) -> tuple[dict[int, RunSeen], int]:
-    """The runs that were made, by place, and the last with enough tokens; all of them without a number of tokens."""
+    """The runs that were made, by index, and the last with enough tokens; without `tokens`, all values are run."""
     seen: dict[int, RunSeen] = {}
 
     def enough(places: Sequence[int]) -> list[bool]:

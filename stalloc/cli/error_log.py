@@ -1,7 +1,7 @@
 """`stalloc explain` of a log that holds the text of an out-of-memory error: what can be said from it, and how to get
 more.
 
-Contract: what looks like any kind of trace is none of these; a log is read as text, whatever else is in it.
+Contract: a file that looks like any kind of trace is no such log; a log is read as text, whatever else is in it.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def errors_of(file: str) -> list[ErrorText] | None:
 
 
 def no_trace_but_errors(file: str) -> str:
-    """The sentence for a verb that was given a log with an error instead of a trace; empty if it is none."""
+    """The sentence for a verb that was given a log with an error instead of a trace; empty for another file."""
     try:
         if not errors_of(file):
             return ""
@@ -57,7 +57,7 @@ def error_entry(file: str, error: ErrorText) -> dict[str, Any]:
 
 
 def print_error(console: Console, file: str, error: ErrorText) -> None:
-    """One error."""
+    """Print what one out-of-memory error says, and what to do."""
     device = "" if error.device is None else f", device {error.device}"
     times = f", {error.times:,} times" if error.times > 1 else ""
     wanted = "" if error.wanted_bytes is None else f", {human_bytes(error.wanted_bytes)} wanted"
@@ -73,7 +73,7 @@ def print_error(console: Console, file: str, error: ErrorText) -> None:
 
 
 def print_next(console: Console, errors: list[ErrorText]) -> None:
-    """What tells more than the text of an error, where stalloc can run such a program."""
+    """Print what to type to learn more than the text of an error tells, where stalloc can run such a program."""
     if not any(error.library in _RECORDED and error.place == DEVICE for error in errors):
         return
     print_prose(console, "The text does not say who holds the memory, or where the free memory is. To find out:")

@@ -2,7 +2,7 @@
 
 FILE is a recording by `stalloc record --ops`, of which the last whole step is replayed, or a log of the DTR simulator
 (one JSON object a line, plain or packed). Whenever a request does not fit, a policy chooses what is dropped; what is
-needed again later is computed again, from what is there or has to be computed again first.
+needed again later is recomputed, and so is whatever that needs.
 
 A budget is a share of the peak without one, such as 0.5, or a size, such as 12GiB; several are separated by commas.
 Without --policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts what is evicted around a
@@ -140,5 +140,5 @@ def _print(told: dict[str, Any]) -> None:
 
 
 def _ending(ending: str) -> str:
-    """What stands in place of an overhead."""
+    """The words shown in place of an overhead."""
     return "over 2" if ending == "too long" else ending

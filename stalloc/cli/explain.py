@@ -1,13 +1,13 @@
 """Say why more is reserved than allocated: every byte of the gap is assigned to a cause, and to what keeps it there.
 
 FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error, of PyTorch, CuPy or
-another GPU library, plain, compressed, or in the JSON of a container's runtime; then the report says what follows from
-the figures in the text, and how to learn more. Of the log of a server (vLLM, SGLang) it shows the memory of its last
-start, and the lines that are not what its settings predict, with the reason: another process, the estimate of the CUDA
-graphs, the warm-up of the sampler. A memory snapshot of torch is explained from what it records; other
-traces are replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. Of
-several files those that can be explained are. --at chooses the moment: the most reserved (peak, the default), the last
-out-of-memory error (oom, the default if there is one), or an event index.
+another GPU library, plain, compressed, or in the JSON of a container's runtime. For the text of an error the report
+says what follows from its figures, and how to learn more. For the log of a server (vLLM, SGLang) it shows the memory of
+its last start, and the lines that its settings do not predict, with the reason: another process, the estimate of the
+CUDA graphs, the warm-up of the sampler. A memory snapshot of torch is explained from what it records; other traces are
+replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. --at chooses
+the moment: the most reserved (peak, the default), the last out-of-memory error (oom, the default if there is one), or
+an event index.
 
 Allocated counts bytes that were requested and not freed. The causes add up to reserved - allocated, to the byte:
 rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation

@@ -4,21 +4,21 @@
   stalloc fit --budget 24GiB -m package.train
 
 The program is run as it is and with parts of its repeated blocks recomputed in backward, three steps each, on a
-virtual GPU, which needs no GPU and computes nothing. Up to 256 steps are looked at first: where later ones need other
-memory (an evaluation, another length, the last batch of an epoch) all runs have as many steps, up to 64, or as
---trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved at the
-most, from the first allocation, with a plan, and of what fits with no more memory than the budget; under PyTorch's own
-allocator the same. Times are estimates, for telling ways apart. Losses and gradients are those of the program as it is,
-to the last bit.
+virtual GPU, which needs no GPU and computes nothing. First stalloc runs up to 256 steps ahead. If later steps need
+other memory (an evaluation, another length, the last batch of an epoch), every run has enough steps to see them, up to
+64 (--trial-steps sets the number), and the report says what is left out. The reserved peak of each way is measured,
+with a plan, under stalloc and under PyTorch's own allocator; a way that fits was run with no more memory than the
+budget. Times are estimates, for comparing ways. Losses and gradients are those of the program as it is, to the last
+bit.
 
 The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away. Each run begins
 with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of
-experiments are silenced, and other requests to other machines are made. It is stopped after the last step.
-The budget is by default the memory of the GPU less 512 MiB for the CUDA context.
+experiments are silenced, but other requests to other machines are made. It is stopped after the last step.
+The default budget is the memory of the GPU less 512 MiB for the CUDA context.
 
 The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
-`candidates`, `best` (a row, -1: none fits), `pareto` (rows than which no other needs less of one of device, host, disk
-and time, and no more of the rest), `least_bytes`, `output` (null if none fits: nothing is written), `notes`,
+`candidates`, `best` (a row, -1: none fits), `pareto` (the Pareto-optimal rows by device memory, host memory, disk and
+time), `least_bytes`, `output` (null if none fits: nothing is written), `notes`,
 `num_trials`, `files`, `sentence`. The exit code is 0 if something fits, 1 if nothing does.
 """
 

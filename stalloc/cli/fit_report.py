@@ -51,7 +51,7 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, files: list[str]) -> N
 def print_next(fit: Fit, output: Path, command: list[str], named: Path | None, folder: str) -> None:
     """Print what to type for a run that keeps the budget.
 
-    `named`: the file, where a run would not look for it. `folder`: that of --disk.
+    `named` is the fit's file if a run would not find it by itself; `folder` is the folder of --disk.
     """
     host_bytes, on_disk = fit.settings.host_bytes, fit.candidates[fit.best].disk_bytes
     more = ["--host", size_text(host_bytes)] if host_bytes else []

@@ -1,6 +1,6 @@
-"""Programs that start the user's: what to type instead, as stalloc serves processes and not what starts them.
+"""Launchers, which start the user's program: what to type instead, as stalloc serves processes, not their launchers.
 
-Contract: a number of processes is that of the command, or N where the command leaves it to the machine.
+Contract: the number of processes is taken from the command, or is N where the command leaves it to the machine.
 """
 
 import re
@@ -16,7 +16,7 @@ _IN_ALL = {"num_processes", "np", "n", "ntasks"}  #: those that count the proces
 
 
 def instead_of(command: list[str], verb: str) -> str:
-    """What to type in place of a verb with a command that starts the program."""
+    """What to type instead, for a verb that was given a launcher (such as torchrun) that starts the program."""
     if command[0] in ("python", "python3") and "-m" not in command[:2]:
         return f"{command[0]} is what stalloc runs anyway: type stalloc {verb} {shlex.join(command[1:])}"
     launcher = command[2] if command[1:2] == ["-m"] else command[0]
@@ -28,7 +28,7 @@ def instead_of(command: list[str], verb: str) -> str:
 
 
 def _started(words: list[str]) -> list[str]:
-    """The program that is started, with its arguments: a script, or -m MODULE; empty if it is neither."""
+    """The program that a launcher starts, with its arguments: a script, or -m MODULE; empty if it is neither."""
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words):
             return ["-m", *words[at + 1 :]]

@@ -45,7 +45,7 @@ def check(args: argparse.Namespace) -> int:
     """Judge each device of each file."""
     limit, baseline = _allowed(args)
     if args.name and len(args.files) > 1:
-        raise BadInputError(f"--name is of one file: {len(args.files)} were given.")
+        raise BadInputError(f"--name takes one file: {len(args.files)} were given.")
     judged = [
         (trace, measured, None if args.update else _judge(measured, limit, baseline, args.max))
         for trace, measured in _measured(args)
@@ -65,7 +65,7 @@ def _allowed(args: argparse.Namespace) -> tuple[int | None, Baseline | None]:
         raise BadInputError("nothing to check against: give --max 20GiB, --baseline FILE or both.")
     for option in ("update", "tolerance"):
         if getattr(args, option) and not args.baseline:
-            raise BadInputError(f"--{option} is of a baseline: give --baseline FILE too.")
+            raise BadInputError(f"--{option} needs a baseline: give --baseline FILE too.")
     limit = memory_option("--max", args.max) if args.max else None
     if not args.baseline:
         return limit, None

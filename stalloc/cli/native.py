@@ -24,6 +24,7 @@ from stalloc.cli.program_writes import sandboxed_run
 from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
+from stalloc.integrations.installation import installation
 from stalloc.notices import say
 from stalloc.sandbox import SandboxedRun, leave
 from stalloc.sizing.native_peaks import native_peaks
@@ -52,7 +53,7 @@ def native_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[s
 
 
 def compare(options: list[str], command: list[str], *, quiet: bool = False, conf: str | None = None) -> dict[str, Any]:
-    """Run a program natively in a new process and return what it wrote.
+    """Run a program under its own allocators in a new process, and return the result that it wrote.
 
     `quiet`: show what the program printed only if it fails for another reason than memory. `conf`: the settings of
     PyTorch, in place of the user's. Raises SetupError if nothing was written.
@@ -177,6 +178,7 @@ def _measured(args: argparse.Namespace, command: list[str], kind: str, run: Sand
         register_optimizer_step_post_hook(note_step)
 
     after_import("torch", watch_torch)
+    installation.is_compared = True
     use = host_use() if kind == "virtual" else None
     if use is not None:
         use.begin()
@@ -187,7 +189,8 @@ def _measured(args: argparse.Namespace, command: list[str], kind: str, run: Sand
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
     result["uses_torch"] = "torch" in sys.modules
     if kind == "virtual":
-        result |= {"virtual": findings(), "process": process}
+        sleeping = {"sleeps": True} if installation.was_to_sleep else {}
+        result |= {"virtual": findings() | sleeping, "process": process}
     if run is not None:
         run.tell(result)
     else:

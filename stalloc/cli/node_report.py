@@ -13,7 +13,7 @@ _PARTS = {"switch": "NVLink SHARP", "network": "shared by network peers"}
 
 
 def span_text(span: Span) -> str:
-    """From the least to the most, once where both are one."""
+    """The least and the most of a span as text; a single figure if both are equal."""
     least, most = human_bytes(span.least), human_bytes(span.most)
     return most if least == most else f"{least} to {most}"
 
@@ -135,7 +135,7 @@ def _sources(node: NodeMemory) -> list[str]:
 
 
 def _warnings(node: NodeMemory, headroom_bytes: int) -> list[str]:
-    """Where the headroom is too small for NCCL, and collectives that are in no figure of NCCL's."""
+    """Warnings of a headroom too small for NCCL, and of collectives that NCCL's figures do not include."""
     lines = []
     largest = max(node.ranks, key=lambda one: one.nccl.least + one.context.least_bytes)
     needed = largest.nccl.least + largest.context.least_bytes

@@ -82,7 +82,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def note_texts(notes: Sequence[object]) -> list[str]:
-    """What a file or its reader has to say, a sentence each; of a great many the first."""
+    """The notes of a file or its reader, a sentence each; only the first of very many."""
     texts = [printable(str(note), MAX_SENTENCE) for note in notes[:MAX_NOTES]]
     return texts if len(notes) <= MAX_NOTES else [*texts, f"{len(notes) - MAX_NOTES:,} more notes"]
 

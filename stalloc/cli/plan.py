@@ -5,8 +5,9 @@ With -o the plans are written to one file, after the naive validator has passed 
 options gives the same bytes.
 
 The lower bound is the most bytes that are live at one time, with sizes rounded up to the alignment: a plan whose peak
-equals it is optimal. Planning ends when no lower peak is possible or a fixed effort is spent, with --time-budget when
-the time is up; Ctrl-C ends it at once with the best plan so far, which says so. A request of no bytes takes no room.
+equals it is optimal. Planning ends when no lower peak is possible, when a fixed effort is spent, or when the time of
+--time-budget is up. Ctrl-C ends it at once with the best plan so far, which says so. A request of no bytes takes no
+room.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""List published systems for needing less memory, and what of each stalloc does.
+"""List published systems that save memory, and which part of each stalloc implements.
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
 hardware; replays: on a trace; reports: a figure from a formula. Commands take a program (fit, run, dryrun), a recording

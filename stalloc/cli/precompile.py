@@ -62,7 +62,7 @@ def _event(action: str, address: int, size: int, stream: int) -> dict[str, Any]:
 
 
 def irregular_lifespans() -> str:
-    """Lifespans without steps, as planning CSV: what never repeats is served, and given back, without a plan."""
+    """Lifespans without steps, as planning CSV: requests that never repeat are served and freed without a plan."""
     import numpy as np
 
     random = np.random.default_rng(1)
@@ -73,7 +73,7 @@ def irregular_lifespans() -> str:
 
 
 def precompile(folder: Path | None) -> None:
-    """Use the verbs on the small program, in this process, and keep what that compiles below a folder, if given."""
+    """Use the verbs on the small program in this process; keep the code that this compiles in a folder, if given."""
     if folder is not None:
         os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     from stalloc.cli import main

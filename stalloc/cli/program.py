@@ -164,7 +164,7 @@ def run_program(command: list[str]) -> int:
 
 
 def run_served(command: list[str], start: Callable[[bool, bool], object]) -> tuple[int, "Runtime | None"]:
-    """Run a program as `run_program` does, served from its first use of CUDA on; its exit code, and what served it.
+    """Run a program as `run_program` does, served from its first use of CUDA on; its exit code, and the runtime.
 
     `start` installs stalloc, for torch and for CuPy if it is told so. Until then the environment is the program's, and
     so are processes that it forks. An error of stalloc's ends the program, and is raised.
@@ -193,7 +193,7 @@ def run_served(command: list[str], start: Callable[[bool, bool], object]) -> tup
 
 
 def _say_what_was_read(error: BaseException) -> None:
-    """Name the line whose value the virtual GPU did not compute, where that may have led to an error."""
+    """Name the line that read a value which the virtual GPU did not compute, if that may have led to an error."""
     place = last_place()
     if place is None or isinstance(error, MemoryError | StallocError) or "OutOfMemory" in type(error).__name__:
         return
@@ -219,7 +219,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _leave_out_ours(error: BaseException) -> None:
-    """The same of those that led to an error."""
+    """Take those functions out of the tracebacks of the errors that led to `error`."""
     seen: set[int] = set()
     while (led := error.__cause__ or error.__context__) is not None and id(led) not in seen:
         seen.add(id(led))

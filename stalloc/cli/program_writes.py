@@ -1,4 +1,4 @@
-"""What verbs do about the files that a program on the virtual GPU writes, and say of them."""
+"""What verbs do with the files that a program on the virtual GPU writes, and what they say about them."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ def program_files(args: argparse.Namespace, command: Sequence[str]) -> ProgramFi
 
 
 def refusal() -> str:
-    """What is said before a program runs whose writes are refused."""
+    """The sentence that is said before running a program whose writes are refused."""
     return f"files: {way().sentence()}; --keep-files lets them through"
 
 
@@ -29,8 +29,8 @@ def sandboxed_run(
 ) -> SandboxedRun | None:
     """For a verb that runs a program once, on the virtual GPU, in this process; None where writes are real.
 
-    `outputs`: files of the verb's own that it writes while the program's are in a sandbox. `quiet`: whoever started
-    this process has said what there is to say.
+    `outputs`: files that the verb itself writes while those of the program are in a sandbox. `quiet`: the process that
+    started this one has said it already.
     """
     if ProgramFiles(command, keep=args.keep_files).is_real:
         if args.keep_files and not quiet:

@@ -1,4 +1,4 @@
-"""What takes longer than a second says what it is at, on standard error.
+"""Progress on standard error, for work that takes longer than a second.
 
 Contract: on a terminal as one line that goes away again, or stays where escapes are not wanted (NO_COLOR). Logs and
 pipes get plain lines, one a second at the most, of verbs that run a program, which may take minutes; of others nothing.
@@ -16,7 +16,7 @@ _PATIENCE = 1.0  # seconds
 
 @contextlib.contextmanager
 def working(text: str, *, in_pipes: bool = False) -> Iterator[Callable[[str], None]]:
-    """Say `text` if the block takes longer than a second; what is handed out changes the text."""
+    """Say `text` if the block takes longer than a second; the context gives a function that changes the text."""
     shown = [text]
     if sys.stderr is None or not (in_pipes or sys.stderr.isatty()):
         yield lambda new: None
@@ -33,7 +33,7 @@ def working(text: str, *, in_pipes: bool = False) -> Iterator[Callable[[str], No
 
 
 def lines_told() -> Callable[[str], None]:
-    """The same in lines, and by no thread: for a process that is forked."""
+    """A function that says a text in a line of its own; it needs no thread, so the process may be forked."""
     if sys.stderr is None:
         return lambda text: None
     last = [-_PATIENCE]

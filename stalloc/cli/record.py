@@ -2,12 +2,12 @@
 
   stalloc record -o step.trace.npz train.py --steps 4
 
-The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch's and CuPy's has its call site.
-With --stacks it runs under PyTorch's own allocator and history instead, so that the addresses and segments are those of
-PyTorch; requests of CuPy's are not in the recording then, but cuDNN's workspaces are told apart: `stalloc info
---cudnn-table FILE` shows them. With --ops it does so too, and instead of call sites torch.profiler notes which
-operation of which module made, read and changed each request in the first four steps, and what each request is for; the
-program asks for the same memory in the same order.
+The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch and CuPy has its call site.
+With --stacks it runs under PyTorch's own allocator and memory history instead, so addresses and segments are those of
+PyTorch; requests of CuPy are not recorded then. cuDNN's workspaces are marked: `stalloc info --cudnn-table FILE` shows
+them. --ops does the same, but in place of call sites torch.profiler notes which operation of which module made, read
+and changed each request in the first four steps, and what each request is for. The program asks for the same memory in
+the same order.
 On the virtual GPU files that are there stay as they are, and new ones are kept (--keep-files writes for real).
 JSON: `output`, and for each of `devices` the number of `requests` and `events`, the step marks, and the peaks; `files`,
 on the virtual GPU, what was kept and discarded. The exit code is the program's own; what was recorded until it failed,
@@ -121,7 +121,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
 
 
 def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
-    """The same under PyTorch's allocator, by its own history, and with operations where they are asked for."""
+    """The exit code of the program and what it requested, by the history of PyTorch's allocator or its profiler."""
     from stalloc import device
     from stalloc.device.virtual import after_torch_import
     from stalloc.imports import after_import
@@ -168,13 +168,13 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
 
 
 def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
-    """Which GPU it was, as a recording under stalloc says it."""
+    """The name and memory of the GPU, as a recording under stalloc has them."""
     found = torch.cuda.get_device_properties(trace.device)
     return {"device_name": found.name, "total_bytes": found.total_memory, "virtual": kind == "virtual"}
 
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
-    """What is kept of a program's convolutions; nothing where it made none."""
+    """What a recording keeps about a program's convolutions; empty if it made none."""
     from stalloc.device.cudnn_rows import note_of
 
     found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]

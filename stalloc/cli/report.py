@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc report`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to show")
     parser.add_argument("-o", "--output", default=None, metavar="PAGE", help="what to write (report.html)")
-    parser.add_argument("--format", choices=FORMATS, help="what it is, where its name does not say so")
+    parser.add_argument("--format", choices=FORMATS, help="format of the file, if its name does not tell")
     add_json_argument(parser)
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
     add_gpu_argument(parser)

@@ -9,23 +9,23 @@ The program is run unchanged, in this process, on the real GPU where there is on
 plan is kept in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first
 allocation when the same program is run again with the same arguments; one that no longer fits is replaced.
 Steps are marked by torch's optimizers or by stalloc.step(), and found from the allocations where nobody marks them.
---budget holds the program to so much reserved memory from its first allocation: the settings and the plan of its fit
-(`stalloc fit`, which is made first if there is none in the current folder) are used, and what does not fit is an
-out-of-memory error. --fit names the file of a fit.
+--budget holds the program to so much reserved memory from its first allocation, by the settings and the plan of its
+fit; what does not fit is an out-of-memory error. If the current folder has no fit, `stalloc fit` makes one first. --fit
+names the file of a fit.
 --cap holds the program below a size whatever its shapes: what it saves for backward is evicted when a request does not
-fit, and is there again for backward. --host bounds the host memory for it (0: nothing is moved; default: all there is).
-On the virtual GPU every value is zero, so files that are there stay as they are whatever the program does to them; new
-ones are kept, and both are named. --keep-files writes for real.
+fit, and restored before backward needs it. --host bounds the host memory for it (0: nothing is moved; default: all).
+On the virtual GPU every value is zero, so existing files stay as they are whatever the program does to them; new files
+are kept, and the report names both. --keep-files writes for real.
 --compare-native runs the program under PyTorch's own allocator first, with its defaults and with
-expandable_segments:True, whatever else PYTORCH_ALLOC_CONF says kept.
+expandable_segments:True, keeping all other settings of PYTORCH_ALLOC_CONF.
 JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `run_allocated_peak_bytes` and
 `run_reserved_peak_bytes` over the whole run, `allocated_peak_bytes` and `reserved_peak_bytes` over the planned steps,
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
-peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
-`native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
-"fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
-`budget_by`; with a cap `cap`, what it cost; on the virtual GPU `files`, what was kept and discarded. The exit code is
-the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, all of the device that reserved most; `devices` lists
+every device; with --compare-native the same figures are under `native` and `native_expandable`. `plan_source` is
+"file", "cache", "fit" or null; `order` has the findings of --check-order; `budget_bytes`, `budget_kept` and `budget_by`
+are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) on the virtual GPU. The exit
+code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
@@ -274,7 +274,7 @@ def _shard(args: argparse.Namespace) -> None:
 
 
 def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
-    """What the checker of the order of work found, which is told; the exit code with it."""
+    """Report what the checker of the order of work found; the exit code after it."""
     from stalloc.device import virtual
 
     checker = virtual.order_checker()
@@ -285,7 +285,7 @@ def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
 
 
 def _after(args: argparse.Namespace, ended: Ended) -> int:
-    """What is left to do once the program has ended in its sandbox."""
+    """Do what is left to do once the program has ended in its sandbox."""
     if not args.discard_files:
         say_files(ended.files)
     if ended.told is not None:
@@ -294,7 +294,7 @@ def _after(args: argparse.Namespace, ended: Ended) -> int:
 
 
 def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """The program under its own allocators, with each of PyTorch's settings to compare with if it uses PyTorch."""
+    """Run the program under its own allocators; if it uses PyTorch, under each of the settings to compare with."""
     made: list[tuple[str, dict[str, Any]]] = []
     for key, conf, dropped in native_settings():
         made.append((key, compare(device_options(args), command, conf=conf) | {"conf": conf, "dropped": dropped}))
@@ -320,7 +320,7 @@ def _result(
 
 
 def _misfit(report: dict[str, Any]) -> str:
-    """Why a plan that was given is not in force any more; empty if it is."""
+    """Why a plan that was given is no longer in force; empty if it is."""
     if report["plans_dropped"]:
         return str(report["dropped_note"])
     return str(report["note"]) if report["plan_peak_bytes"] is None else ""

@@ -55,7 +55,7 @@ class Capped:
 
 
 def wanted_cap(args: argparse.Namespace) -> Capped | None:
-    """What the options ask for; None: no cap. Raises BadInputError for what is no cap, or goes with none."""
+    """The cap that the options ask for; None: none. Raises BadInputError for a bad cap, or options without one."""
     from stalloc.fitting.capping import AUTO
 
     if args.cap is None:

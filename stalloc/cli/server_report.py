@@ -24,7 +24,7 @@ def server_entry(file: str, log: ServerLog) -> dict[str, Any]:
 
 
 def print_server(console: Console, file: str, log: ServerLog) -> None:
-    """One start."""
+    """Print the memory of one start of a server, and what its settings do not predict."""
     parts = [f"{log.engine} {log.release}".rstrip()]
     if log.num_ranks > 1:
         parts.append(f"one of {log.num_ranks} ranks")

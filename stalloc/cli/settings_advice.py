@@ -1,7 +1,7 @@
 """`stalloc simulate --advise`: the settings of PyTorch's allocator, ranked, and the line to export.
 
-What runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where
-nothing is better by a per cent.
+The best settings run on all devices of the file and reserve least on the fullest; the file's own settings stay if none
+is better by a per cent.
 """
 
 import argparse
@@ -39,9 +39,9 @@ class Ranked:
     settings: str
     fits: bool
     reserved_peak_bytes: int
-    """On the device that reserves most."""
+    """The reserved peak on the device that reserves most."""
     device_calls: int
-    """Memory asked of the driver and given back, on all devices."""
+    """How often memory was asked of the driver and given back, on all devices."""
 
 
 def advise(args: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def advise(args: argparse.Namespace) -> int:
 
 
 def _is_too_short(trace: Trace) -> bool:
-    """Whether what is held at the peak was mostly there before the history, so that it was not seen being placed."""
+    """Whether most of the memory at the peak was allocated before the history, so that its placement is not known."""
     if trace.info.get("complete") is True:
         return False
     allocated = int(trace.size[trace.start >= 0].sum())

@@ -7,8 +7,8 @@
 The program is an ordinary one, for one GPU: a model of PyTorch that it calls, and an optimizer. One step of it is
 recorded on the virtual GPU, as it is and with every repeated block recomputed. From that follows, for each way to
 divide parameters, gradients and optimizer state over the ranks, what the first rank holds at the most and what it
-receives from others. The best ways within the budget are then run: one rank with PyTorch's fully_shard (FSDP2), or
-DDP and ZeroRedundancyOptimizer, the others not being there; bytes are measured, and nothing is computed.
+receives from others. The best ways within the budget are then run: one rank alone, with PyTorch's fully_shard (FSDP2)
+or with DDP and ZeroRedundancyOptimizer; bytes are measured, and nothing is computed.
 
 Each rank has batches as large as the program's. A way is a triple P/G/O: so many ranks share one copy of the parameters
 between forward and backward, of gradients, of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2 1/N/N, zero-3 (FSDP)
@@ -95,21 +95,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> int:
-    """Ranks of a node. Raises BadInputError for numbers that cannot be."""
+    """The number of ranks of a node. Raises BadInputError for impossible numbers."""
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
     per_node = args.per_node or min(8, args.ranks)
     if not 1 <= per_node <= args.ranks or args.ranks % per_node:
         raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
     if args.export and not args.way:
-        raise BadInputError("--export needs --way: which way is it to be?")
+        raise BadInputError("--export needs --way: name the way to export.")
     if args.runs < 0:
         raise BadInputError(f"--runs is {args.runs}: give a number from 0.")
     return int(per_node)
 
 
 class _Search:
-    """The recorded steps of a program, and the runs that measure."""
+    """The search for ways to shard a program: its recorded steps, and the runs that measure."""
 
     def __init__(
         self, args: argparse.Namespace, command: list[str], gpu: VirtualGPU, per_node: int, files: Any

@@ -22,7 +22,7 @@ _WRITES = {"json", "output", "save_plan", "csv", "graph", "force", "help"}
 
 
 def apply_shared(parser: argparse.ArgumentParser, names: tuple[str, ...], verbs: tuple[str, ...]) -> None:
-    """Make what pyproject.toml says the defaults of a verb's parser; `names`: of the tables, the last of them wins."""
+    """Make the values in pyproject.toml the defaults of a verb's parser; of the tables in `names` the last one wins."""
     found = _table()
     if found is None:
         return
@@ -46,7 +46,7 @@ def apply_shared(parser: argparse.ArgumentParser, names: tuple[str, ...], verbs:
 
 
 def refuse_typed(args: argparse.Namespace, why: str, *names: str) -> None:
-    """Raise BadInputError if one of these options was typed, which its verb has for another of its uses."""
+    """Raise BadInputError if one of these options was typed, which belong to another use of the verb."""
     for name in names:
         if getattr(args, name) != args.parser.get_default(name):
             raise BadInputError(f"--{name.replace('_', '-')} {why}.")

@@ -19,8 +19,8 @@ by an exact model of that allocator; where the file ends with an out-of-memory e
 runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where nothing
 is better by a per cent. The line names the variable that the recorded release of PyTorch reads, or that --torch names:
 PYTORCH_ALLOC_CONF from 2.9 on, PYTORCH_CUDA_ALLOC_CONF before and where the release is unknown. expandable_segments is
-there from 2.1 on. A history that allocates less than is held at its peak, where most of that was there before, is too
-short to rank settings: then no order and no line are given.
+there from 2.1 on. If most of what is held at the peak was there before the recording began, the recording is too short
+to rank settings: then no order and no line are given.
 
 Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
 1 - allocated peak / reserved peak.
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay each device of each file; 0 also when something does not fit, which is a finding."""
     if args.advise:
         if len(args.files) > 1:
-            raise BadInputError(f"--advise is of one file: {len(args.files)} were given.")
+            raise BadInputError(f"--advise takes one file: {len(args.files)} were given.")
         refuse_typed(args, "does not go with --advise", "allocator", "conf", "all", "sweep")
         return advise(args)
     refuse_typed(args, "is of --advise: give that too", "torch", "top")
@@ -182,7 +182,7 @@ _COLUMNS = ("allocator", "settings", "reserved", "allocated", "fragmentation", "
 
 
 def _recorded_row(trace: Trace, told: Recorded) -> list[list[str]]:
-    """What the file says itself; no row where it does not say what was reserved."""
+    """The row of what the file itself records; none where it does not say what was reserved."""
     if told.reserved_peak_bytes is None:
         return []
     figures = human_bytes(told.reserved_peak_bytes), human_bytes(told.allocated_peak_bytes)
@@ -203,7 +203,7 @@ def _row(result: Simulated) -> list[str]:
 
 
 def _remarks(trace: Trace, told: Recorded, found: list[Simulated], capacity: int) -> Iterator[str]:
-    """What has to be known about rows, a sentence each."""
+    """Remarks on the rows, a sentence each."""
     if told.out_of_memory_event is not None:
         wanted = f"{human_bytes(told.out_of_memory_bytes or 0)} wanted at event {told.out_of_memory_event:,}"
         how = (
@@ -229,7 +229,7 @@ def _fitting(result: Simulated, told: Recorded, capacity: int) -> str:
 
 
 def _agreement(result: Simulated) -> str:
-    """Whether the model does what the file records, begun from what it says was there when recording began."""
+    """Whether the model, starting from the blocks that were there when recording began, does what the file records."""
     if result.exact:
         return "started from the recorded state, the model reproduces the recording exactly"
     if result.exact is False:

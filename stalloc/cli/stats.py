@@ -9,18 +9,18 @@ Allocated counts every request from alloc to free_completed, with sizes rounded 
 lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a
 profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
 repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
-record and after which memory is back at its level. Of a recording by `stalloc record --ops` operations, modules,
-repeated blocks and the roles of requests are told too, and with --gpu what its last step takes on that GPU, estimated;
-with --order how much less the step (or one repetition, where no optimizer steps) would need if its operations came in
-another order, with the layout of both orders (replayed, not executed).
+record and after which memory is back at its level. For a recording by `stalloc record --ops` the operations, modules,
+repeated blocks and roles of requests are listed too. --gpu estimates what its last step takes on that GPU; --order says
+how much less the step (or one repetition, where no optimizer steps) would need if its operations came in another order
+(replayed, not executed).
 
-Of more than eight files, or with --ranks, the ranks of one job are told side by side in place of one block a file:
-least, median and most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
+More than eight files are taken for the ranks of one job, as with --ranks, and shown side by side: least, median and
+most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
 ('run/*/snapshot.pickle') stands for all files that match.
 
---graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
-one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
-before which next to nothing but persistent requests is live, where the record can be split.
+--graph writes the graph of lifespans of the one FILE, as GraphML (.graphml) or JSON: groups of requests that are born
+in one phase, die in one phase and have one size, and which groups are live together. It also prints where the record
+can be split, because little but persistent memory is live.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace, trace: Trace) -> StepEstimate | None:
-    """What a step takes, where a GPU was named and the record knows operations."""
+    """How long a step takes, if a GPU was named and the record has operations."""
     if not args.gpu:
         return None
     from stalloc.cost.step_seconds import estimate_step
@@ -147,7 +147,7 @@ def _step_line(args: argparse.Namespace, step: StepEstimate | None) -> tuple[str
 
 @dataclass(frozen=True)
 class _Order:
-    """Another order, and what a plan of each takes."""
+    """Another order of a step's operations, and the memory that a plan of each order takes."""
 
     found: Reordered
     planned_bytes: int
@@ -155,7 +155,7 @@ class _Order:
 
 
 def _order(args: argparse.Namespace, trace: Trace) -> _Order | None:
-    """Another order of the last step's operations, where that is asked for and the record knows them."""
+    """Another order of the last step's operations, if that was asked for and the record has operations."""
     operations = read_operations(trace) if args.order else None
     if operations is None:
         return None
@@ -223,7 +223,7 @@ def _print_graphs(args: argparse.Namespace, graphs: list[Relations]) -> None:
 
 
 def _print_next(args: argparse.Namespace, summaries: list[Summary]) -> None:
-    """What is asked next: why it failed, or of one moment why so much is reserved; else how it could be placed."""
+    """Print the next question: why it failed, why so much is reserved at one moment, or else how it could be placed."""
     asks_why = any(summary.out_of_memory_event is not None or not summary.has_history for summary in summaries)
     table_console().print(f"Next: stalloc {'explain' if asks_why else 'plan'} {command_text(args.files[0])}")
 
@@ -274,7 +274,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _state_lines(summary: Summary) -> list[tuple[str, str]]:
-    """Of one moment."""
+    """The lines about a snapshot of one moment, each as label and text."""
     reserved = summary.reserved_peak_bytes or 0
     share = 1 - summary.allocated_peak_bytes / reserved if reserved else 0.0
     return [

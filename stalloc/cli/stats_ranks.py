@@ -33,8 +33,8 @@ from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.trace import load_traces
 
-MOST_APART = 8  #: of so many files each is described by itself: eight ranks are the GPUs of one machine
-_FILES_A_PROCESS = 16  # whose reading is worth the second that a process takes to start
+MOST_APART = 8  #: files up to which each is described by itself: eight ranks are the GPUs of one machine
+_FILES_A_PROCESS = 16  # files whose reading is worth the second that a process takes to start
 _MAX_SHOWN = 12
 _Read = list[RankFigures] | str
 

@@ -21,7 +21,7 @@ def print_table(
 ) -> None:
     """Print rows under the names of their columns; the first `text_columns` are words, the rest figures.
 
-    A column without a single cell that says something is left out.
+    A column with nothing but empty cells is left out.
     """
     shown = [[printable(cell, MAX_SENTENCE) for cell in row] for row in rows]
     kept = [i for i in range(len(columns)) if any(row[i].strip(" -") for row in shown) or (i == 0 and shown)]
@@ -44,7 +44,7 @@ def print_table(
 
 
 def print_pieces(console: Console, pieces: Sequence[str], *, indent: str = "") -> None:
-    """Print pieces with commas between them, on as many lines as it takes, none of them broken."""
+    """Print pieces separated by commas, on as many lines as needed; no piece is broken."""
     line = ""
     for number, piece in enumerate(pieces):
         ended = piece + ("," if number + 1 < len(pieces) else "")

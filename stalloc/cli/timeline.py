@@ -8,9 +8,9 @@ virtual GPU is put on the GPU that it stands for. Times of the virtual GPU itsel
 
 A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
 computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a
-link is the highest rate of one of its copies of 1 MiB or more, and what it is used is a share of that. Copies that ran
-alone could at most run while some phase computed alone; where operations are recorded, it is said how much of that the
-data which they need of one another permits. What the file does not have is said.
+link is the highest rate of one of its copies of 1 MiB or more; its use is shown as a share of that. At best, copies
+that ran alone could run while the device computes alone: an upper bound. Where operations are recorded, the report also
+says how much of that the data dependencies permit. A line names what the file does not have.
 
 JSON: for each of `devices` `phases`, `stretches` (phase, begin, end), `links`, `sizes`, `parts` (subgroups of an
 update), `blocking`, `missed_overlap_seconds` (within phases), `missed_across_seconds`, `as_ready` (what data permits),

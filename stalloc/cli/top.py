@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cut(args: argparse.Namespace) -> Cut:
-    """What is shown of the tree."""
+    """How much of the tree is shown."""
     if args.depth is not None and args.depth < 1:
         raise BadInputError(f"--depth is {args.depth}: give a number from 1.")
     least = _LEAST_BRANCH[args.tree] if args.min is None else args.min
@@ -123,7 +123,7 @@ def _traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
 
 
 def _moment_sentence(made: Holders) -> str:
-    """Which device and moment it is, and what is held then; to stand behind the name of the file."""
+    """The device, the moment and what is held then, in words that follow the name of the file."""
     moment = "when the snapshot was taken" if made.at == "snapshot" else moment_text(made.event)
     reserved = f", reserved {human_bytes(made.reserved_bytes)}" if made.reserved_bytes else ""
     when = f"{_MOMENT[made.at]}, {moment}" if _MOMENT[made.at] else moment

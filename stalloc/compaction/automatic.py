@@ -25,7 +25,7 @@ class Allowance:
     refusals: list[str] = field(default_factory=list)  #: why room could not be made, the last ones
 
     def stop(self) -> None:
-        """Allow it no longer."""
+        """Stop making room by moving memory."""
         from stalloc.runtime import current
 
         runtime = current()

@@ -83,7 +83,7 @@ def point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
 
 
 def _through_host(group: Sequence[Candidate], offset: Column, total: int, unwanted: Callable[[int], bool]) -> Any:
-    """The same with the bytes in host memory meanwhile: all old memory is let go of before the new one is asked for."""
+    """As `move_together`, with the bytes in host memory meanwhile: all old memory is freed before new is asked for."""
     device = group[0].storage.device
     wait_for(device)
     host = read_to_host([member.storage for member in group], offset, total)

@@ -41,7 +41,7 @@ class Schedule:
             yield self.source[low:high], self.target[low:high], self.size[low:high]
 
     def resolve(self, *, base: int = 0, bounce: int = 0) -> "Schedule":
-        """The same plan in absolute addresses: `base` is added to offsets, the bounce buffer begins at `bounce`.
+        """This plan in absolute addresses: `base` is added to offsets, the bounce buffer begins at `bounce`.
 
         Raises BadInputError if a bounce buffer is needed and none is given (its address is 0).
         """

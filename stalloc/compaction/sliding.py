@@ -60,7 +60,7 @@ class Slide:
 
 
 def whole_segments(view: HeapView, groups: Sequence[list[Candidate]], stream: int) -> list[Segment]:
-    """Those of the groups that are all that lives in a segment that serves large requests of a stream."""
+    """The segments for large requests of a stream in which nothing lives but the candidates of one group."""
     memory = view.controller.memory
     if memory.poison is not None or memory.source.paged:
         return []  # freed memory is written to, or has no pages any more

@@ -8,14 +8,14 @@ from stalloc.core.constants import (
     ACTION_SEGMENT_UNMAP,
     GENERAL_KIND,
     GRANULE,
-    MODE_REPLAY,
+    MODE_PLANNED,
 )
 from stalloc.core.counters import count_segment
 from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.iteration_log import begin_counting
 from stalloc.core.leases import revoke_all
 from stalloc.core.records import interval_at
-from stalloc.core.step_log import begin_counting
 
 
 @njit()
@@ -52,24 +52,24 @@ def _serve(state, arena, arena_bytes):
     state.plan.arena = arena
     state.plan.arena_bytes = arena_bytes
     state.plan.arena_pages = 0
-    state.hot.mode = MODE_REPLAY
-    state.steps.iteration_start = 0
+    state.hot.mode = MODE_PLANNED
+    state.iterations.iteration_start = 0
     state.follow.bypassed = 0
-    state.steps.bad_iterations = 0
-    state.follow.excess_misses = 0
+    state.iterations.bad_iterations = 0
+    state.follow.misses_over_matches = 0
 
 
 @inner()
 def _count_anew(state):
     state.follow.hits = 0
-    state.steps.misses = 0
-    state.steps.conflicts = 0
+    state.iterations.misses = 0
+    state.iterations.conflicts = 0
     state.dynamic.num_dynamic = 0
     state.dynamic.num_lent = 0
     state.dynamic.num_revoked = 0
-    state.steps.step_count = 0
-    state.steps.span_allocated_peak = 0
-    state.steps.span_reserved_peak = 0
+    state.iterations.iteration_count = 0
+    state.iterations.span_allocated_peak = 0
+    state.iterations.span_reserved_peak = 0
     begin_counting(state)
 
 
@@ -112,7 +112,7 @@ def forget_arena(device):
     """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it must stay. For Python."""
     state = locked(device)
     arena_bytes = state.plan.arena_bytes
-    if state.plan.arena_live != 0 or state.hot.mode == MODE_REPLAY or not revoke_all(state):
+    if state.plan.arena_live != 0 or state.hot.mode == MODE_PLANNED or not revoke_all(state):
         arena_bytes = 0
     else:
         count_segment(state, GENERAL_KIND, -state.plan.arena_mapped_bytes)

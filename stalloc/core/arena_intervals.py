@@ -66,7 +66,7 @@ def region_end(state, first):
 @inner(forceinline=True)
 def schedule_time(state):
     """Requests that the schedule was followed by since it was put in force: the clock of leases."""
-    return state.steps.iteration_start + state.follow.cursor
+    return state.iterations.iteration_start + state.follow.cursor
 
 
 @inner()
@@ -79,15 +79,15 @@ def needed_at(state, index, now):
     if uses == 0:
         return now + 1
     first, end, time = use_start_at(state, index).value, use_start_at(state, index + 1).value, NEVER
-    use = first_at_least(uses, first, end, now - state.steps.iteration_start)
+    use = first_at_least(uses, first, end, now - state.iterations.iteration_start)
     if use < end and use_at(state, use).value < state.follow.cycle_end:
-        time = state.steps.iteration_start + use_at(state, use).value
+        time = state.iterations.iteration_start + use_at(state, use).value
     elif first < end and use_at(state, end - 1).value >= state.follow.cycle_start:
         # in the next iteration, if it is one of the same schedule: the first use that belongs to the cycle
         use = first_at_least(uses, first, end, state.follow.cycle_start)
         if use_at(state, use).value < state.follow.cycle_end:
             time = (
-                state.steps.iteration_start
+                state.iterations.iteration_start
                 + use_at(state, use).value
                 + state.follow.cycle_end
                 - state.follow.cycle_start

@@ -19,10 +19,10 @@ from stalloc.core.constants import (
 from stalloc.core.counters import count_parted, count_resized
 from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.iteration_log import goes_as_planned
 from stalloc.core.leases import revoke_all
 from stalloc.core.pages import free_pages, has_rows, unmap_part
 from stalloc.core.records import block_at, entry_at, interval_at, segment_at, word_at
-from stalloc.core.step_log import goes_as_planned
 
 _MOST_LOOKS = 4096  # at pages, for those that lack memory: the lock is held meanwhile
 
@@ -164,7 +164,7 @@ def _leave_idle_intervals(state, wanted, until, low, high, addresses, sizes, cou
 
 @inner()
 def _leave_leases(state, wanted, addresses, sizes, count):
-    """The same of leases, any of them."""
+    """Let free pages of any leases go, at most `wanted` bytes; the ranges written by then, and bytes still wanted."""
     for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
         row = segment.first if segment.address != 0 and segment.interval_high != 0 else 0

@@ -13,7 +13,7 @@ from stalloc.core.constants import (
     GENERAL_KIND,
     GRANULE,
     MAX_STREAMS,
-    MODE_REPLAY,
+    MODE_PLANNED,
     NO_STREAM,
     STREAM_BITS,
     UNMAPPED,
@@ -45,7 +45,7 @@ def dissolve_arena(device, addresses):
     """
     state = locked(device)
     regions = 0
-    if state.hot.mode != MODE_REPLAY and state.plan.arena_bytes > 0:
+    if state.hot.mode != MODE_PLANNED and state.plan.arena_bytes > 0:
         revoke_all(state)
         regions = part_at_pages(state, _num_regions(state, len(addresses)))
     arena, first = state.plan.arena, 0

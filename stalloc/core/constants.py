@@ -23,12 +23,9 @@ NO_STREAM = -1  # of an interval: several streams use it
 CLOCK, COARSE_CLOCK = 1, 6
 
 # State.hot.mode: heap only; follow the schedule without serving it; serve it
-MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
+MODE_HEAP, MODE_FOLLOW, MODE_PLANNED = 0, 1, 2
 AT_ANY_REQUEST = 2  # State.triggers.ask_at_boundary: at any request that may be planned
-BYPASS, BYPASS_NEXT_ITERATION = (
-    1,
-    2,
-)  # State.follow.bypassed: from somewhere in an iteration on; from the start of another
+BYPASS, BYPASS_NEXT_ITERATION = 1, 2  # Follow.bypassed: from within an iteration on; from the start of another
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
 MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(9)
@@ -80,4 +77,4 @@ LIFESPAN_ROWS = LIFESPAN_PLACES * LIFESPAN_SIZES  # and from here on for each dy
 LIFESPAN_BITS = 20  # of a row in their table
 MOST_DYNAMIC = (1 << LIFESPAN_BITS) - LIFESPAN_ROWS
 
-STEP_LOG_ROWS = 4096
+ITERATION_LOG_ROWS = 4096

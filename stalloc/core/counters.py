@@ -22,8 +22,8 @@ def count_alloc(state, size, requested):
     add_now(part, size, requested, 1, 1)
     raise_peaks(part)
     add_ever(part, size, requested)
-    if total.allocated_bytes > state.hot.step_allocated_peak:
-        state.hot.step_allocated_peak = total.allocated_bytes
+    if total.allocated_bytes > state.hot.iteration_allocated_peak:
+        state.hot.iteration_allocated_peak = total.allocated_bytes
     if state.hot.num_deferred > 0:
         _raise_active(state)
 
@@ -96,7 +96,9 @@ def _count_reserved(state, kind, size, number):
         state.statistics.small_reserved_ever += small * size
         state.statistics.small_segments_ever += small * number
     _raise(state.statistics.reserved_peak, state.statistics.reserved_bytes, state.statistics.small_reserved_bytes)
-    state.steps.step_reserved_peak = max(state.steps.step_reserved_peak, state.statistics.reserved_bytes)
+    state.iterations.iteration_reserved_peak = max(
+        state.iterations.iteration_reserved_peak, state.statistics.reserved_bytes
+    )
     _raise(state.statistics.segments_peak, state.statistics.num_segments, state.statistics.small_segments)
 
 
@@ -159,5 +161,5 @@ def count_arena(device, size):
 def exceeds_peak(state, size):
     """Whether reserved would exceed the allocated peak by more than a thirty-second with a segment of `size` bytes."""
     expected = state.policy.expected_peak
-    peak = max(expected, state.steps.span_allocated_peak, state.hot.step_allocated_peak)
+    peak = max(expected, state.iterations.span_allocated_peak, state.hot.iteration_allocated_peak)
     return expected > 0 and state.statistics.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)

@@ -10,7 +10,7 @@ from stalloc.core.constants import (
     MAX_STREAMS,
     MODE_FOLLOW,
     MODE_HEAP,
-    MODE_REPLAY,
+    MODE_PLANNED,
     NO_PREVIOUS_USER,
     NO_STREAM,
     STREAM_BITS,
@@ -85,15 +85,15 @@ class DeviceArena:
                 "history_count": 0,
                 "miss_run": 0,
                 "last_miss": 0,
-                "excess_misses": 0,
+                "misses_over_matches": 0,
                 "ask_at_boundary": 0,
-                "ask_at_step": 0,
+                "ask_after_iterations": 0,
                 "mode": MODE_FOLLOW,
             }
         )
 
     def _tables_of(self, schedule: ArenaSchedule) -> ScheduleTables:
-        """Those of a schedule, made once: while it is followed its arena moves, and it is installed again."""
+        """The tables of a schedule, made once: a schedule is installed again whenever its arena moves."""
         made_of, made = self._made
         if made is None or made_of is not schedule:
             made = make_tables(schedule)
@@ -153,7 +153,7 @@ class DeviceArena:
         """Where an entry of the schedule has its place: bytes [begin, end) from the arena's first; 0, 0: nowhere."""
         if (
             self.schedule is None
-            or self._tables.record.hot.mode != MODE_REPLAY
+            or self._tables.record.hot.mode != MODE_PLANNED
             or position >= len(self.schedule.entries)
         ):
             return 0, 0
@@ -180,7 +180,7 @@ class DeviceArena:
 
     def drop_schedule(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""
-        self._tables.write({"mode": MODE_HEAP, "ask_at_boundary": 0, "ask_at_step": 0, "ask_after_misses": 0})
+        self._tables.write({"mode": MODE_HEAP, "ask_at_boundary": 0, "ask_after_iterations": 0, "ask_after_misses": 0})
 
     def count(self, arena_bytes: int) -> None:
         """Count an arena that came from the device (negative: went back)."""

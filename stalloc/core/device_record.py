@@ -86,14 +86,14 @@ class KnownSteps(Record):
 class Hot(Record):
     """What every request reads."""
 
-    mode: int  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
+    mode: int  # MODE_HEAP, MODE_FOLLOW or MODE_PLANNED
     private_kind: int  # Python: the kind of pool that serves everything while a CUDA graph is captured, else 0
     recording: int  # 1: requests are written to the table of events
     has_handovers: int  # 1: the arena has intervals that several streams use, one after the other
     num_deferred: int  # blocks that were freed while other streams use them
     last_stream: int  # handle of the stream that asked last
     last_stream_index: int
-    step_allocated_peak: int  # bytes, since the step began
+    iteration_allocated_peak: int  # bytes, since the iteration began
     begins_line = True
 
 
@@ -109,7 +109,7 @@ class Follow(Record):
     cursor: int  # entry that is expected next
     hits: int  # requests served from the plan
     miss_run: int  # requests in a row that are not on the schedule
-    excess_misses: int  # misses - matches, never below 0
+    misses_over_matches: int  # misses - matches, never below 0
     history_count: int
     history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
     num_schedules: int
@@ -123,8 +123,8 @@ class Triggers(Record):
 
     ask_at_boundary: int  # when the cycle begins again (1), or AT_ANY_REQUEST that may be planned
     ask_above: int  # before allocated_bytes become more than this
-    ask_at_step: int  # when the cycle begins again, after so many of them
-    ask_after_misses: int  # when excess_misses are this many
+    ask_after_iterations: int  # when the cycle begins again, after so many of them
+    ask_after_misses: int  # when misses_over_matches are this many
     doubt_at: int  # at a miss, when so many requests were served
     check_at: int  # when num_sizable are this many, to search the record
 
@@ -182,22 +182,22 @@ class Dynamic(Record):
     failed_search: FailedSearch
 
 
-class Steps(Record):
+class Iterations(Record):
     """The iteration that runs, and those before."""
 
     iteration_start: int  # schedule time at which this iteration began
     last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row
     misses: int  # requests above TINY that are not on the schedule
     conflicts: int  # requests that the schedule has, without a place or with one that is taken
-    steps_ever: int  # iterations that ended, whatever plan was in force
-    step_log: int  # table of StepRow
-    step_count: int  # steps since the plan was put in force
-    step_misses: int
-    step_unplanned: int  # entries without a place, of the misses
-    hits_before: int  # hits when the step began
+    iterations_ever: int  # iterations that ended, whatever plan was in force
+    iteration_log: int  # table of IterationRow
+    iteration_count: int  # iterations since the plan was put in force
+    iteration_misses: int
+    iteration_unplanned: int  # entries without a place, of the misses
+    hits_before: int  # hits when the iteration began
     conflicts_before: int
-    step_reserved_peak: int
-    span_allocated_peak: int  # over the steps that ended since the plan was put in force (or ever)
+    iteration_reserved_peak: int
+    span_allocated_peak: int  # over the iterations that ended since the plan was put in force (or ever)
     span_reserved_peak: int
     bad_iterations: int  # iterations in a row that missed much
 
@@ -337,7 +337,7 @@ class State(Record):
     plan: PlanInForce
     tables: ScheduleIndex
     dynamic: Dynamic
-    steps: Steps
+    iterations: Iterations
     known_steps: KnownSteps
     driver: Driver
     capture: Capture

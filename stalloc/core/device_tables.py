@@ -8,17 +8,17 @@ Whatever must change together is written by one call into the core.
 import numpy as np
 
 from stalloc.compiled import BORROWING, njit
-from stalloc.core.constants import CLOCK, MAX_STREAMS, STEP_LOG_ROWS
+from stalloc.core.constants import CLOCK, ITERATION_LOG_ROWS, MAX_STREAMS
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.records import (
     Bins,
     Block,
     Event,
+    IterationRow,
     LiveBlock,
     Pool,
     Segment,
     State,
-    StepRow,
     StreamUse,
     Word,
     offset_of,
@@ -64,9 +64,9 @@ class DeviceTables:
         self.streams = table(Word, MAX_STREAMS)
         self.events = table(Event, _EVENTS)
         self.stream_uses = table(StreamUse, _STREAM_USES)
-        self.step_log = table(StepRow, STEP_LOG_ROWS)
+        self.iteration_log = table(IterationRow, ITERATION_LOG_ROWS)
         record = self.record
-        tables = ("blocks", "segments", "pools", "bins", "live", "streams", "events", "step_log", "stream_uses")
+        tables = ("blocks", "segments", "pools", "bins", "live", "streams", "events", "iteration_log", "stream_uses")
         self.write({name: getattr(self, name).ctypes.data for name in tables})
         # row 0 of blocks, segments and uses means none; stream 0, the default stream, has index 0
         record.heap.blocks_used = record.heap.segments_used = record.shared.stream_uses_used = (

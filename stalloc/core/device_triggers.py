@@ -5,7 +5,7 @@ from stalloc.core.device_tables import DeviceTables
 
 
 class Triggers:
-    """Of one device. The core clears a trigger before it asks; setting one that is set lowers nothing."""
+    """When the core of one device enters Python; it clears a trigger before it asks, and may be told the same twice."""
 
     def __init__(self, tables: DeviceTables) -> None:
         self._record, self._write = tables.record, tables.write
@@ -25,8 +25,8 @@ class Triggers:
 
     def after_iterations(self, count: int) -> None:
         """Ask where the cycle has begun again so many times; 0: not for their number."""
-        steps = self._record.steps.steps_ever
-        self._write({"ask_at_boundary": int(count == 1), "ask_at_step": steps + count if count > 1 else 0})
+        steps = self._record.iterations.iterations_ever
+        self._write({"ask_at_boundary": int(count == 1), "ask_after_iterations": steps + count if count > 1 else 0})
 
     def after_misses(self, count: int) -> None:
         """Ask once misses outnumber hits by so many; 0: never."""

@@ -14,7 +14,7 @@ from stalloc.core.constants import (
     BLOCK_LIVE,
     BLOCK_SHARED,
     MAX_STREAMS,
-    MODE_REPLAY,
+    MODE_PLANNED,
     STATE_BITS,
     STATE_MASK,
     STREAM_BITS,
@@ -81,7 +81,7 @@ def status_at(state, slot, block):
 
 @inner(forceinline=True)
 def set_status(state, slot, block, status):
-    """Write it."""
+    """Write the status of a slot or, without one, of a block."""
     if slot >= 0:
         slot_at(state, slot).state = status
     else:
@@ -115,7 +115,7 @@ def _release_block(state, address, block):
     """Free a block of the heap."""
     size, requested = rounded_bytes(state, block), block_at(state, block).requested_bytes
     stream = pool_at(state, pool_of(state, block)).stream
-    if block_at(state, block).born >= 0 and state.hot.mode == MODE_REPLAY:
+    if block_at(state, block).born >= 0 and state.hot.mode == MODE_PLANNED:
         note_death(state, block)
     heap_free(state, block)
     count_free(state, size, requested)

@@ -16,7 +16,7 @@ from stalloc.core.captured import is_captured
 from stalloc.core.constants import (
     DRIVER_STATUS,
     MAX_STREAMS,
-    MODE_REPLAY,
+    MODE_PLANNED,
     NO_PREVIOUS_USER,
     NO_STREAM,
     UNMAPPED,
@@ -122,7 +122,7 @@ def end_sharing(device, stream):
     regions.
     """
     state = locked(device)
-    if state.hot.mode != MODE_REPLAY and state.hot.has_handovers == 1:
+    if state.hot.mode != MODE_PLANNED and state.hot.has_handovers == 1:
         _part_streams(state, stream)
     unlock(state)
 

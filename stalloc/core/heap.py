@@ -176,7 +176,7 @@ def _begin_life(state, row, requested):
     add_live(state, block.address, row)
     segment = segment_at(state, block.segment)
     segment.num_live += 1
-    segment.last_used = state.steps.steps_ever
+    segment.last_used = state.iterations.iterations_ever
     return block.address
 
 

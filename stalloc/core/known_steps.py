@@ -5,7 +5,7 @@ has to do; the step after it is followed from its begin. Each function takes the
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.constants import MODE_REPLAY
+from stalloc.core.constants import MODE_PLANNED
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.records import expected_step_at
 from stalloc.core.step_begins import follow
@@ -16,7 +16,11 @@ _FEW_SHIFT = 5  # 1 / 2 ** shift of a step may be served elsewhere than in its p
 @inner()
 def _note_mark(state):
     known = state.known_steps
-    known.hits, known.conflicts, known.followed = state.follow.hits, state.steps.conflicts, state.follow.history_count
+    known.hits, known.conflicts, known.followed = (
+        state.follow.hits,
+        state.iterations.conflicts,
+        state.follow.history_count,
+    )
     known.num_allocs, known.allocated_bytes = state.total.num_allocs, state.total.allocated_bytes
     known.requested_ever = state.small.requested_ever + state.large.requested_ever
     known.place = state.follow.cursor - state.follow.cycle_start
@@ -27,11 +31,11 @@ def _comes(state, step):
     """Whether the step that is over is the one that was expected, and nobody in Python has to know."""
     known = state.known_steps
     goes_as_planned = (
-        state.hot.mode == MODE_REPLAY
+        state.hot.mode == MODE_PLANNED
         and state.follow.cursor == step.end
         and state.follow.history_count - known.followed == step.num_entries
-        and state.steps.misses == known.misses
-        and state.steps.conflicts - known.conflicts <= step.num_entries >> _FEW_SHIFT
+        and state.iterations.misses == known.misses
+        and state.iterations.conflicts - known.conflicts <= step.num_entries >> _FEW_SHIFT
     )
     is_asked_for = (
         state.hot.private_kind
@@ -51,7 +55,7 @@ def expect_steps(device, expected, num_expected, overdue):
     state = locked(device)
     known = state.known_steps
     known.num_expected, known.count, known.expected = num_expected, 0, expected
-    known.misses, known.overdue = state.steps.misses, overdue
+    known.misses, known.overdue = state.iterations.misses, overdue
     _note_mark(state)
     unlock(state)
 

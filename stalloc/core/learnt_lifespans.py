@@ -44,7 +44,7 @@ def note_death(state, block):
 
 @inner()
 def note_staying(state, block):
-    """The same where the arena moves away from it: it lives for several iterations, as far as anyone knows."""
+    """Learn from a request that the arena moves away from: as far as anyone knows, it lives for several iterations."""
     _learn(state, block, _STAYS * (state.follow.cycle_end - state.follow.cycle_start))
 
 

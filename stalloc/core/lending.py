@@ -177,7 +177,7 @@ def lend(state, stream, size, requested, row, anything):
     if (
         state.follow.num_schedules > 1
         and not is_lost
-        and now + lasts > state.steps.iteration_start + state.follow.cycle_end
+        and now + lasts > state.iterations.iteration_start + state.follow.cycle_end
     ):
         return 0  # a step of another kind may come next: what this one leaves idle is that one's
     pool = find_pool(state, stream, LEASED_KIND, True)

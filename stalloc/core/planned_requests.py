@@ -9,7 +9,7 @@ from stalloc.core.arena_intervals import flip_intervals, intervals_empty
 from stalloc.core.arena_pages import lacks_only_pages
 from stalloc.core.constants import (
     BLOCK_LIVE,
-    MODE_REPLAY,
+    MODE_PLANNED,
     NEED_PAGES,
     POLL_FOR_PLACE,
     POLLED,
@@ -17,10 +17,10 @@ from stalloc.core.constants import (
     STREAM_BITS,
 )
 from stalloc.core.heap import Outcome
+from stalloc.core.iteration_log import bypassed, end_iteration, is_off_plan
 from stalloc.core.leases import revoke
 from stalloc.core.records import entry_at, slot_at
 from stalloc.core.schedule_cursor import dynamic_row, follow
-from stalloc.core.step_log import bypassed, end_step, is_off_plan
 
 
 @inner(forceinline=True)
@@ -30,15 +30,14 @@ def serve_planned(state, key, requested, waiting):
     `waiting`: some that were freed wait for other streams, which may be done with them.
     """
     position, begins = follow(state, key)
-    if position < 0 or state.hot.mode != MODE_REPLAY:
+    if position < 0 or state.hot.mode != MODE_PLANNED:
         return Outcome(0, 0, dynamic_row(position))
     if begins:
-        end_step(state)
+        end_iteration(state)
     entry, bits = entry_at(state, position), state.plan.interval_bits
     low, high = entry.interval_low, entry.interval_high
-    lasts = (
-        state.policy.allocating_persistent == 1 and position >= state.follow.cycle_start
-    )  # what comes once has a place that lasts
+    # what comes once has a place that lasts
+    lasts = state.policy.allocating_persistent == 1 and position >= state.follow.cycle_start
     if state.policy.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_off_plan(state):
         lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
     lasts = lasts or bypassed(state, position)
@@ -55,9 +54,9 @@ def serve_planned(state, key, requested, waiting):
 
 @inner()
 def _count_conflict(state, unplanned):
-    state.steps.conflicts += 1
-    state.steps.step_misses += 1
-    state.steps.step_unplanned += unplanned
+    state.iterations.conflicts += 1
+    state.iterations.iteration_misses += 1
+    state.iterations.iteration_unplanned += unplanned
 
 
 @inner()
@@ -66,7 +65,7 @@ def take_place(state, position, key, requested, stage):
 
     The outcome may ask for pages after the latter; nothing: it is not to be had.
     """
-    if state.hot.mode != MODE_REPLAY or position >= state.tables.num_entries:
+    if state.hot.mode != MODE_PLANNED or position >= state.tables.num_entries:
         return Outcome(0, 0, 0)
     entry, bits = entry_at(state, position), state.plan.interval_bits
     low, high = entry.interval_low, entry.interval_high

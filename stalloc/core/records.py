@@ -69,7 +69,7 @@ class Segment(Record):
     interval_low: int  # a lease has the intervals [interval_low, interval_high)
     interval_high: int  # 0: it is no lease
     until: int  # of a lease: schedule time at which its intervals are needed
-    last_used: int  # State.steps.steps_ever when the last block was taken from it
+    last_used: int  # State.iterations.iterations_ever when the last block was taken from it
     size_bytes: int
     group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
     mapped_bytes: int  # those of size_bytes that have memory
@@ -187,8 +187,8 @@ class Cycle(Record):
     end: int
 
 
-class StepRow(Record):
-    """A step that ended."""
+class IterationRow(Record):
+    """An iteration that ended."""
 
     time_ns: int  # monotonic
     hits: int
@@ -251,7 +251,7 @@ gap_at = row_of("tables.gaps", Gap)
 ratio_at = row_of("tables.ratios", Ratio)
 key_at = row_of("tables.keys", Key)
 cycle_at = row_of("tables.schedules", Cycle)
-step_at = row_of("steps.step_log", StepRow)
+iteration_at = row_of("iterations.iteration_log", IterationRow)
 expected_step_at = row_of("expected", ExpectedStep)  # (known steps, which one)
 stream_at = row_of("lookup.streams", Word)
 place_at = row_of("tables.places", Word)

@@ -17,7 +17,7 @@ _FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more 
 
 
 def on_pages(schedule: ArenaSchedule, *, apart: bool = True) -> ArenaSchedule:
-    """The same schedule, each stream on pages of its own; as it is if streams share memory.
+    """The schedule with each stream on pages of its own; with the offsets as they are if streams share memory.
 
     Requests that are much smaller than a page lie `apart` behind the others: one that lives on alone would keep a page
     from whoever needs memory.

@@ -33,7 +33,7 @@ from stalloc.core.constants import (
     LITTLE,
     MAX_REQUEST,
     MODE_HEAP,
-    MODE_REPLAY,
+    MODE_PLANNED,
     NEED_PAGES,
     OUT_OF_MEMORY,
     OVER_CAP,
@@ -119,13 +119,13 @@ def _try(state, stream, size, requested, stage, position):
                 outcome = serve_planned(state, key, requested, waiting)
             if outcome.address != 0 or outcome.reason != 0:
                 return outcome
-            if state.follow.excess_misses >= state.triggers.ask_after_misses > 0:
+            if state.follow.misses_over_matches >= state.triggers.ask_after_misses > 0:
                 state.triggers.ask_after_misses = 0
                 return Outcome(0, STALE, 0)
             if state.total.num_allocs >= state.triggers.doubt_at > 0:
                 state.triggers.doubt_at = 0
                 return Outcome(0, STALE, 0)
-            if state.hot.mode == MODE_REPLAY and state.policy.allocating_persistent == 0:
+            if state.hot.mode == MODE_PLANNED and state.policy.allocating_persistent == 0:
                 return _serve_unplanned(state, stream, size, requested, outcome.subject)
         elif stage == FIRST_TRY and state.log.num_sizable >= state.triggers.check_at > 0:
             state.triggers.check_at = 0
@@ -221,7 +221,7 @@ def _is_captured(state, handle, outcome):
 def _give_up(state, address):
     """Take back what was just served, since its stream may not use it."""
     lock(state)
-    state.steps.conflicts += in_arena(state, address)
+    state.iterations.conflicts += in_arena(state, address)
     slot, block = find_block(state, address)
     release(state, address, slot, block)
     unlock(state)
@@ -243,7 +243,7 @@ def _last_resort(state, stream, size, requested):
     """Serve a request from whatever is free, if anything is; its address, 0: it is out of memory."""
     lock(state)
     address = 0
-    if stream >= 0 and state.hot.mode == MODE_REPLAY and state.hot.private_kind == 0:
+    if stream >= 0 and state.hot.mode == MODE_PLANNED and state.hot.private_kind == 0:
         address = lend(state, stream, size, requested, lifespan_row(state, size), True)
     if stream >= 0 and address == 0:
         address = any_pool_fit(state, stream, size, requested)
@@ -267,5 +267,5 @@ def malloc_entry(device, requested, handle):
 
 @cfunc("void(int64, int64)")
 def free_entry(device, address):
-    """The same for a free."""
+    """What C code calls to free a block: `address` has it."""
     free(device, address)

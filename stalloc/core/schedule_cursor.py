@@ -149,7 +149,7 @@ def _pair_ahead(state, first, end):
 @inner(forceinline=True)
 def _matches_in_a_row(state):
     """How many requests have matched since the last one that did not."""
-    return state.follow.history_count - state.steps.last_miss
+    return state.follow.history_count - state.iterations.last_miss
 
 
 @inner()
@@ -175,7 +175,7 @@ def _branch(state, key):
 @inner()
 def go_to(state, begin, end, position):
     """Follow the schedule [begin, end) from a position; the clock goes on, and uses of intervals are looked up anew."""
-    state.steps.iteration_start = schedule_time(state) - position
+    state.iterations.iteration_start = schedule_time(state) - position
     state.follow.cycle_start = begin
     state.follow.cycle_end = end
     state.follow.cursor = position
@@ -215,11 +215,11 @@ def _passes_start(state, position):
 @inner()
 def count_miss(state):
     """A request is on no schedule."""
-    state.steps.misses += 1
-    state.steps.step_misses += 1
-    state.follow.excess_misses += 1
+    state.iterations.misses += 1
+    state.iterations.iteration_misses += 1
+    state.follow.misses_over_matches += 1
     state.follow.miss_run += 1
-    state.steps.last_miss = state.follow.history_count
+    state.iterations.last_miss = state.follow.history_count
 
 
 @inner()
@@ -282,7 +282,7 @@ def _skip_gap(state, key, row):
         return -1
     state.dynamic.num_dynamic += 1
     if is_known:
-        state.steps.last_miss = state.follow.history_count
+        state.iterations.last_miss = state.follow.history_count
     else:
         state.follow.history_count -= 1  # so that requests in a row are those that a schedule may have, as in `follow`
     return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
@@ -319,11 +319,11 @@ def follow(state, key):
                 count_miss(state)
                 return -1, False
     state.follow.miss_run = 0
-    if state.follow.excess_misses > 0:
-        state.follow.excess_misses -= 1
+    if state.follow.misses_over_matches > 0:
+        state.follow.misses_over_matches -= 1
     following = position + 1
     if following == state.follow.cycle_end:
         following = state.follow.cycle_start
-        state.steps.iteration_start += position + 1 - following
+        state.iterations.iteration_start += position + 1 - following
     state.follow.cursor = following
     return position, begins

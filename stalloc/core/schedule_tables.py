@@ -35,7 +35,7 @@ class ScheduleTables:
     bits: Words  #: of taken intervals
     slots: np.ndarray  #: of Slot, by hash
     intervals: np.ndarray
-    """Of Interval, two more than the plan has: for the arena's bytes beyond it, and where those end."""
+    """Interval records, two more than the plan has: for the arena's bytes beyond it, and where those end."""
     use_starts: Words
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray
@@ -47,7 +47,7 @@ class ScheduleTables:
     places: Words
 
     def copy(self) -> "ScheduleTables":
-        """The same once more: what the core writes is the copy's own."""
+        """A copy whose tables the core may write."""
         return replace(
             self,
             entries=_copied(ScheduleEntry, self.entries),

@@ -76,7 +76,7 @@ def allocate_segment_row(state, pool, address, size, first):
     segment.is_paged = 0
     segment.tail = 0
     segment.head = 0
-    segment.last_used = state.steps.steps_ever
+    segment.last_used = state.iterations.iterations_ever
     return row
 
 
@@ -160,7 +160,7 @@ def remove_free_segments(device, addresses, sizes, idle_iterations):
     piece all or none.
     """
     state = locked(device)
-    used_before, count = state.steps.steps_ever + 1 - idle_iterations, 0
+    used_before, count = state.iterations.iterations_ever + 1 - idle_iterations, 0
     for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         if count == len(addresses) or not _is_removable(state, segment, used_before):

@@ -59,7 +59,7 @@ def free_those_over(state):
 
 @njit()
 def poll(device, before):
-    """The same for Python, where it has nothing to do with them: BUSY, UNKNOWN or KNOWN; `before` as of `ask_uses`."""
+    """Free blocks whose uses are over, unseen by Python: BUSY, UNKNOWN or KNOWN; `before` as in `ask_uses`."""
     return _ask_and_release(state_at(device), before)
 
 

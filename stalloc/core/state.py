@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from stalloc.core import counters, event_log, leaving, step_log, stream_table, stream_uses
+from stalloc.core import counters, event_log, iteration_log, leaving, stream_table, stream_uses
 from stalloc.core.constants import (
     ACTION_ALLOC,
     CLOCK,
     COARSE_CLOCK,
+    ITERATION_LOG_ROWS,
     MAX_STREAMS,
     MODE_HEAP,
-    STEP_LOG_ROWS,
     TINY,
     USE_RECORDED,
     USE_UNRECORDED,
@@ -157,30 +157,32 @@ class DeviceState:
     def num_displaced(self) -> int:
         """Requests of this iteration over the plan that have a place and were served elsewhere."""
         record = self.record
-        return int(record.steps.conflicts - record.steps.conflicts_before - record.steps.step_unplanned)
+        return int(
+            record.iterations.conflicts - record.iterations.conflicts_before - record.iterations.iteration_unplanned
+        )
 
     def take_peak_bytes(self) -> int:
         """The most that was allocated since this was asked last; under a plan, in this iteration and the last."""
-        return int(step_log.take_peak(self.address))
+        return int(iteration_log.take_peak(self.address))
 
     @property
     def allocated_peak_bytes(self) -> int:
-        """The allocated peak since the plan was put in force, or ever if none is."""
-        return max(self.record.steps.span_allocated_peak, self.record.hot.step_allocated_peak)
+        """The allocated peak in bytes since the plan was put in force, or ever if none is."""
+        return max(self.record.iterations.span_allocated_peak, self.record.hot.iteration_allocated_peak)
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The same of what was reserved."""
-        return max(self.record.steps.span_reserved_peak, self.record.steps.step_reserved_peak)
+        """The reserved peak in bytes since the plan was put in force, or ever if none is."""
+        return max(self.record.iterations.span_reserved_peak, self.record.iterations.iteration_reserved_peak)
 
     def steps(self) -> list[Step]:
         """The planned steps that ended, oldest first, as far as the log reaches back.
 
         The log's first row only marks the start of the first planned step.
         """
-        count, rows = self.record.steps.step_count, self.tables.step_log.copy()
-        order = range(max(1, count - STEP_LOG_ROWS), count)
-        return [Step(*rows[i % STEP_LOG_ROWS].tolist()[:5]) for i in order]
+        count, rows = self.record.iterations.iteration_count, self.tables.iteration_log.copy()
+        order = range(max(1, count - ITERATION_LOG_ROWS), count)
+        return [Step(*rows[i % ITERATION_LOG_ROWS].tolist()[:5]) for i in order]
 
     def recorded(self, begin: int = 0) -> np.ndarray:
         """A copy of the recorded events from `begin` on, those that a ring still has."""

@@ -12,7 +12,7 @@ def follow(state, begin, end, position):
     if state.follow.cursor != position or state.follow.cycle_start != begin:
         go_to(state, begin, end, position)
     state.follow.miss_run = 0
-    state.steps.last_miss = min(state.steps.last_miss, state.follow.history_count - SURE)
+    state.iterations.last_miss = min(state.iterations.last_miss, state.follow.history_count - SURE)
 
 
 @njit()

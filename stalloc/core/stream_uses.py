@@ -128,7 +128,7 @@ def begin_asking(state):
 
 @inner()
 def end_asking(state):
-    """Let others ask."""
+    """Let other threads ask the driver about uses."""
     lock(state)
     state.shared.is_asking = 0
     unlock(state)

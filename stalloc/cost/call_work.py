@@ -23,7 +23,7 @@ _OVERWRITE = ("copy_", "fill_", "zero_", "_foreach_copy_")  #: what is changed i
 
 
 def work_of_call(call: list[Any]) -> Work:
-    """Of a recorded call; it is made on tensors without memory, so that its results are known."""
+    """The work of a recorded call, which is made on tensors without memory, so that its results are known."""
     name, overload, arguments = call
     for operator in overloads_of(name, overload, len(arguments)):
         try:
@@ -45,7 +45,7 @@ def _made_of(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def work_or_nothing(call: list[Any]) -> Work:
-    """Of a recorded call, as far as it is understood: what cannot be made again counts with what it was given."""
+    """The work of a recorded call; one that cannot be made again counts as reading the tensors that it was given."""
     try:
         return work_of_call(call)
     except CallError:
@@ -58,7 +58,7 @@ def work_or_nothing(call: list[Any]) -> Work:
 
 
 def work_of(operator: Any, args: Any, kwargs: Any, results: Any) -> Work:
-    """Of a call that was made."""
+    """The work of a call, given its arguments and results: FLOPs, bytes read and bytes written."""
     schema = getattr(operator, "_schema", None)
     given = _by_argument(schema, args, kwargs)
     written = [one for value, is_written in given if is_written for one in _tensors(value)]

@@ -102,7 +102,7 @@ def estimate_call(
 
 
 def work_seconds(flops: float, num_bytes: float, rates: GpuRates, *, half: bool, blocks: Blocks) -> WorkSeconds:
-    """Of a call that reached all that the data sheet promises."""
+    """What a call would take at the full rates of the data sheet, in seconds, and how often it fills the GPU."""
     peak = rates.half_flops if half else rates.single_flops
     return WorkSeconds(blocks.padding * flops / peak, num_bytes / rates.bytes_per_second, blocks.waves)
 

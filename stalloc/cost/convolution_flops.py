@@ -25,7 +25,7 @@ def is_convolution(operator: Any) -> bool:
 
 
 def convolution_flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
-    """Of a call of a convolution that was made."""
+    """The floating point operations of a convolution, given its arguments and results."""
     given = _named(operator, args, kwargs)
     weight, gradient = given["weight"], given.get("grad_output")
     if "tbc" in operator._schema.name:  # weights are (width, channels of the input, channels of the output)

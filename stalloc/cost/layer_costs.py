@@ -30,5 +30,5 @@ class LinkCost:
         return LINK_SHARE * self.bytes_per_second
 
     def seconds(self, num_bytes: int) -> float:
-        """Of one copy; of none, nothing."""
+        """Seconds of one copy of `num_bytes`; 0 for no bytes."""
         return LINK_START + num_bytes / self.rate if num_bytes else 0.0

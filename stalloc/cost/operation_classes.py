@@ -45,7 +45,7 @@ _WARP, _APART = 32, 16  # threads that read at once; elements of half precision,
 
 
 class Shape(NamedTuple):
-    """Of a tensor."""
+    """The shape of a tensor: sizes and strides, both in elements."""
 
     sizes: Sequence[int]
     strides: Sequence[int]
@@ -91,7 +91,7 @@ def class_of(name: str, shapes: Sequence[Shape]) -> str:
 
 
 def base_name(name: str) -> str:
-    """Of an operation or of one of its overloads, without its namespace: mm of aten::mm and of aten.mm."""
+    """The name of an operation without its namespace: mm for aten::mm and for aten.mm."""
     return name.rpartition("::")[2].rpartition(".")[2] if "::" in name else name.split(".")[-1]
 
 

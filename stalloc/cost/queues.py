@@ -22,7 +22,7 @@ class Queue(enum.Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """Something that takes a while."""
+    """A piece of work that occupies a queue for some seconds."""
 
     name: str
     queue: Queue

@@ -42,7 +42,7 @@ def _stall(turns: Sequence[Turn], window: int, link: LinkCost) -> float:
 
 
 def schedule_of(turns: Sequence[Turn], window: int, link: LinkCost) -> Schedule:
-    """One pass on queues."""
+    """The schedule of one pass over streamed layers, on queues for computing and copies."""
     tasks: list[Task] = []
     computed: list[int] = []
     for place, (num_bytes, seconds) in enumerate(turns):

@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(name: str, kind: str, shapes: Sequence[Shape], rates: GpuRates) -> Blocks:
-    """Of a call of a class, given its tensors in the order in which it was given them."""
+    """How a call of class `kind` fills a GPU; `shapes` are of its tensors, in the order of its arguments."""
     if kind in (MATRIX_PRODUCT, ODD_PRODUCT):
         return Blocks(padding=_padding(name, shapes[-2:], rates.multiprocessors))
     at_once = rates.multiprocessors * rates.threads // _BLOCK_THREADS
@@ -53,7 +53,7 @@ def blocks_of(name: str, kind: str, shapes: Sequence[Shape], rates: GpuRates) ->
 
 
 def _padding(name: str, factors: Sequence[Shape], multiprocessors: int) -> float:
-    """Of a product of matrices."""
+    """`Blocks.padding` of a product of matrices; 1 where its shapes do not tell."""
     if base_name(name) not in _PRODUCTS or len(factors) < 2 or min(len(shape.sizes) for shape in factors) < 2:
         return 1.0
     left, right = factors

@@ -55,7 +55,7 @@ class Device(Protocol):
         """A fresh `cupy.cuda.MemoryPool`; use it under `with cupy.cuda.Device(index)`."""
 
     def new_pages(self, entries: PageEntries) -> Pages | str:
-        """A fresh pool of pages, `entries` as of `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
+        """A fresh pool of pages, `entries` as in `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device, as the driver reports them."""
@@ -78,7 +78,7 @@ class CupyDevice:
         return cupy.cuda.MemoryPool()
 
     def new_pages(self, entries: PageEntries) -> Pages | str:
-        """A fresh pool of pages, `entries` as of `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
+        """A fresh pool of pages, `entries` as in `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
         try:
             return Pages(self.index, entries)
         except MemoryError as error:

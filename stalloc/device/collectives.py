@@ -107,7 +107,8 @@ _FOLLOWED: dict[str, Callable[[dict[str, Any], int], Iterator[tuple[Any, Any]]]]
     "broadcast": _same,
     "reduce": _same,
 }
-"""Of its arguments: each tensor that it writes, and the tensor, or the multiple of its own, that is there then."""
+"""By collective, a function of its arguments that gives each tensor that is written, and what it then holds: another
+tensor, or a multiple of itself."""
 
 
 def _following(

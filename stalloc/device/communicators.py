@@ -35,15 +35,15 @@ class SeenCommunicator:
 
 
 class Communicators:
-    """All that this process makes."""
+    """The communicators that this process makes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._groups: list[str] = []
         self.ranks: dict[str, list[int]] = {}
-        """Of each process group that was noted, in their order there."""
+        """The ranks of each process group that was noted, in their order there."""
         self.backends: dict[str, str] = {}
-        """What the program has the GPUs of each do it with: "nccl", "gloo"."""
+        """The backend that each process group uses for GPUs: "nccl", "gloo"."""
 
     def note_group(self, group: str, ranks: Sequence[int], backend: str) -> None:
         """Remember a process group, which may be gone when the program ends."""

@@ -38,7 +38,7 @@ class Assumption:
     """What a line of a program is to read where no kernel computed it."""
 
     file: str
-    """The end of its path."""
+    """The end of the file's path."""
     line: int
     value: float
 
@@ -67,7 +67,7 @@ def last_place() -> str | None:
 
 
 def short_place(place: str) -> str:
-    """A place as --assume takes it."""
+    """A place as --assume takes it: the last two parts of its path."""
     return "/".join(place.split("/")[-2:])
 
 
@@ -103,7 +103,7 @@ class Decisions:
         return None
 
     def take_number(self) -> float | None:
-        """The same for a floating-point number, which is no decision as far as one sees."""
+        """Count a floating-point number that is taken, which may decide nothing; what it is assumed to be, or None."""
         self._numbers += 1
         place = self._place()
         if place is None:

@@ -66,7 +66,7 @@ _METHODS = (
 )
 _OVERWRITING = ("fill_", "zero_")
 _CHANGING_EACH = ("_foreach_add_", "_foreach_mul_")
-"""Of `torch`, by which optimizers count their steps on the GPU, where a file that was loaded there has put them."""
+"""Functions of `torch` with which optimizers count steps on the GPU, if their state was loaded there from a file."""
 _MAKERS = (
     *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
     *("tril_indices", "triu_indices", "linspace"),

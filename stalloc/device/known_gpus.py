@@ -141,7 +141,7 @@ def shown_name(kind: str, name: str) -> str:
 
 
 def shown_with_memory(kind: str, name: str, total_bytes: int) -> str:
-    """The same with how much memory it has, said once."""
+    """What people read of a device and how much memory it has, which is left out if the name says it."""
     shown, memory = shown_name(kind, name), human_bytes(total_bytes)
     return shown if memory in shown else f"{shown}, {memory}"
 

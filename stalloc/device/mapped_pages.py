@@ -230,7 +230,7 @@ class Pages:
 
     @property
     def unmapped_bytes(self) -> int:
-        """Of pages that were unmapped and not given back yet: those move to the next addresses."""
+        """Bytes of pages that were unmapped and not given back yet; they are used for the addresses mapped next."""
         return len(self._unmapped) * PAGE_BYTES
 
     def free_unmapped(self) -> None:
@@ -287,7 +287,7 @@ class PageRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """How much of it has memory."""
+        """Bytes of the range that have memory."""
         return len(self._held) * PAGE_BYTES
 
     def map(self, address: int, size_bytes: int) -> bool:
@@ -309,7 +309,7 @@ class PageRange:
         return page_runs([page for page in pages if page not in self._held])
 
     def page_identity(self, address: int) -> int:
-        """The same number for each address at which the memory of a page is."""
+        """A number for the memory of the page at `address`, which is equal wherever that memory is mapped."""
         return int(self._held[address].ptr)
 
     def mapped(self) -> list[int]:

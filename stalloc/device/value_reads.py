@@ -78,7 +78,7 @@ def copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def storage_copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of storages, by which `torch.load` fills the GPU's: of single numbers, such as how often an optimizer stepped."""
+    """A storage's `copy_`, with which `torch.load` fills the GPU's, that learns single numbers, such as step counts."""
 
     @functools.wraps(function)
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:

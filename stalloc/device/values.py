@@ -52,7 +52,7 @@ class Values:
         self.knows_numbers = False
         """Whether a floating-point tensor was ever known for certain."""
         self.keeps_numbers = False
-        """Whether one was ever kept."""
+        """Whether the value of a floating-point tensor was ever kept."""
         self._new, self._clone, self._copy = torch.zeros, torch.Tensor.clone, torch.Tensor.copy_  # not yet followed
         self._is_finite = torch.isfinite
         self._known: dict[int, _Known] = {}

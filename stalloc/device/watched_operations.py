@@ -100,7 +100,7 @@ def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tup
 
 
 def _split(torch: Any, tensors: Iterable[tuple[Any, int]]) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
-    """Those of a device, and those of the host."""
+    """The tensors that have memory of their own, on a device and on the host, each with how it is used."""
     on_device, on_host, has_storage = [], [], torch._C._has_storage
     own = torch._C._disabled_torch_dispatch_impl  # a tensor's own memory; what a mode made (FakeTensor) may have none
     for tensor, how in tensors:

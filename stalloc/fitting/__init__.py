@@ -1,8 +1,8 @@
 """A memory budget: what it costs a program to keep it, and keeping it.
 
-Contract: bytes are those of real executions of the program on the virtual GPU, seconds are estimates and called so.
-Nothing of the program is changed but what its blocks save for backward; what is promised, reserved bytes, is a limit
-that the runtime holds. Importing this package imports no torch.
+Contract: bytes are measured in executions of the program on the virtual GPU, seconds are estimates and called so.
+Nothing of the program is changed but what its blocks save for backward; the promise is about reserved bytes, a limit
+that the runtime enforces. Importing this package imports no torch.
 """
 
 from stalloc.lazy import loaded_on_use

@@ -1,7 +1,7 @@
 """Ways to run a program with a share of what it saves for backward in host memory, added to those of a fit.
 
-Contract: a way is run only if it is expected to cost less than every other that fits, or if none fits so far; the share
-is the least with which the budget is expected to be kept, the window the one with which copies are waited for least.
+Contract: a way is run only if it is expected to cost less than every other that fits, or if none fits so far. The share
+is the least that is expected to keep the budget, the window the one with the shortest waits for copies.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ from stalloc.techniques.tier_settings import TierSettings
 RATIOS = tuple(step / 20 for step in range(1, 21))
 ACTIVATION_WINDOWS = (512 << 20, 128 << 20, 32 << 20, 0)  #: bytes on their way at once
 ROUNDS = 3
-_ENOUGH = 1.01  # of the least peak that a share can reach, for which copies need not be waited for as long
+_ENOUGH = 1.01  # times the least peak that a share can reach: waiting less for copies is worth that much
 _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """What is foreseen of one way."""
+    """What is foreseen of one share and window."""
 
     settings: TechniqueSettings
     offload: Offloaded
-    seconds_beside: float  #: that what else is done adds to a step
+    seconds_beside: float  #: that other techniques add to a step
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Seen:
 
 
 def with_activations(known: Known, policy: str | None = None) -> Proposals:
-    """Run the program so, beside blocks that are recomputed, state that is paged and layers that are streamed.
+    """Run the program with activations in host memory, beside recomputed blocks, paged state and streamed layers.
 
     `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none.
     """
@@ -98,7 +98,7 @@ def _tiers(known: Known, seen: _Seen) -> Iterator[TierSettings]:
 
 
 def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | None]:
-    """Record a run in which all that is saved leaves at once, and estimate when it is saved and needed."""
+    """Record a run in which every saved tensor leaves at once, and estimate when each is saved and needed."""
     leaving = Base(TechniqueSettings(activations=ActivationSettings(ratio=1.0, host_bytes=_PLENTY)))
     recorded: Measured = yield known.recorded(leaving.with_blocks(known.step, proposed))
     timed: Measured = yield TrialWork("timed", Base().with_blocks(known.step, proposed))
@@ -113,7 +113,7 @@ def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | No
 
 
 def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> Generator[Wanted, Any, bool]:
-    """Run what is expected to fit, then what leaves more by what was too much; whether there is nothing more to try."""
+    """Run what is expected to fit, then aim lower by as much as it missed; whether there is nothing more to try."""
     for _ in range(ROUNDS):
         found = _cheapest(known, seen, tiers, target_bytes)
         if found is None or not _is_worth_it(known, found):
@@ -145,7 +145,7 @@ def ratio_of(policy: str) -> float | None:
 
 
 def _cheapest(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> _Expected | None:
-    """Of each window the least share that is expected to fit; of those the one that adds least to a step."""
+    """What adds least to a step, given for each window the least share that is expected to fit; None if none fits."""
     found = []
     for window in ACTIVATION_WINDOWS:
         low, high = 0, len(RATIOS)  # the first that fits lies in [low, high]
@@ -188,7 +188,7 @@ def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, wind
 
 
 def _is_worth_it(known: Known, found: _Expected) -> bool:
-    """Whether it costs less than all that fits so far."""
+    """Whether it costs less than every candidate that fits so far."""
     seconds = [one.added_seconds for one in known.candidates if known.fits(one)]
     return found.offload.seconds + found.seconds_beside < min(seconds, default=float("inf"))
 

@@ -13,7 +13,7 @@ from stalloc.fitting.observer import Timing
 
 
 class ActivationWatch:
-    """To be told what becomes of activations."""
+    """A `Watcher` that records what becomes of activations, and when by its clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -25,10 +25,10 @@ class ActivationWatch:
         self._number: dict[int, int] = {}  # of each activation, in the order of the record
         self._sizes: list[int] = []
         self._saved_at: list[tuple[int, int]] = []  # address, moment
-        self._back_at: list[tuple[int, int]] = []  # the same when it was first needed; 0: never
+        self._back_at: list[tuple[int, int]] = []  # address and moment when it was first needed; 0: never
 
     def saved(self, number: int, storage: Any) -> None:
-        """As of `Watcher`."""
+        """See `Watcher`."""
         self._number[number] = len(self._sizes)
         self._sizes.append(storage.nbytes())
         self._saved_at.append((storage.data_ptr(), int(self._clock())))
@@ -36,7 +36,7 @@ class ActivationWatch:
         self._note(Kind.SAVED, number)
 
     def needed(self, number: int, storage: Any) -> None:
-        """As of `Watcher`."""
+        """See `Watcher`."""
         if number in self._number:
             row = self._number[number]
             if not self._back_at[row][0]:
@@ -44,7 +44,7 @@ class ActivationWatch:
             self._note(Kind.NEEDED, number)
 
     def gone(self, number: int) -> None:
-        """As of `Watcher`."""
+        """See `Watcher`."""
         if number in self._number:
             self._note(Kind.GONE, number)
 
@@ -69,7 +69,7 @@ class TimedStep:
         self._seen: dict[str, Any] = {}
 
     def step_ended(self) -> None:
-        """The optimizer has made a step."""
+        """Note that the optimizer has made a step."""
         self._num_steps += 1
         if self._num_steps == 1:
             self.watch.begin()

@@ -1,8 +1,8 @@
 """Two sequences that are nearly the same, side by side.
 
-Contract: pairs ascend in both, and their values are equal. Where the sequences part, the nearest place from which a few
-of each agree again is taken, and of what lies between as many as can be have a pair; where there is no such place near,
-as many as can be of a longer piece of both have one.
+Contract: pairs ascend in both sequences, and their values are equal. Where the sequences part, they are joined at the
+nearest place from which a few values agree again, and as many values as possible between are paired; if there is no
+such place near, as many as possible of a longer piece of both are paired.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ _PIECE = 2048  # values of each that are compared where none agree again
 
 
 def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Places of equal values, pair by pair."""
+    """The places of equal values in two sequences, pair by pair."""
     i = j = 0
     while i < len(one) and j < len(other):
         if one[i] == other[j]:
@@ -31,7 +31,7 @@ def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int
 
 
 def _gap(one: Sequence[int], other: Sequence[int], i: int, j: int) -> tuple[int, int] | None:
-    """How many values to leave out of each, as few as possible, so that they agree again."""
+    """How many values to leave out of each sequence, as few as possible, so that the sequences agree again."""
     for total in range(1, _MOST_APART):
         for left_out in range(total, -1, -1):
             a, b = i + left_out, j + total - left_out

@@ -23,10 +23,9 @@ _BETWEEN: _Node = ("between", -1)
 def optimal_blocks(
     step: ProgramSeen, foresight: Foresight, whole: Mapping[int, Choice], target_bytes: int
 ) -> tuple[dict[int, Choice] | None, bool]:
-    """Of the blocks that can be recomputed as a whole, those that cost least within what may be allocated.
+    """The blocks to recompute as a whole that cost least within what may be allocated, and whether that is proven.
 
-    None: all of them together are not enough, or no choice was found in time. Beside it whether it is proven that none
-    costs less.
+    None for the blocks: all of them together are not enough, or no choice was found in time.
     """
     graph = block_graph(step, foresight, whole)
     schedule = optimal_schedule(graph, target_bytes)
@@ -77,7 +76,7 @@ def _peaks(load: Column, calls: list[CallRecorded]) -> dict[_Node, int]:
 
 
 def _begins(calls: list[CallRecorded]) -> Iterator[tuple[int, _Node]]:
-    """Where nodes begin; what comes after the last forward pass of a block lies between."""
+    """The events at which nodes begin; what follows the last forward pass of a block belongs to "between"."""
     forward = [(call.forward[0][0], ("forward", call.block), call.forward[-1][1]) for call in calls]
     marks = sorted([*forward, *((call.again[0][0], ("backward", call.block), 0) for call in calls)])
     for number, (begin, node, end) in enumerate(marks):

@@ -1,7 +1,7 @@
 """Finding the cheapest way to run a program within a budget: propose by what a run shows, verify by execution.
 
-Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. What
-is proposed, each technique says in a file of its own; here it is run.
+Contract: a candidate is said to fit only if it was run within the budget, on its plan, from its first allocation on.
+Each technique makes its proposals in a file of its own; they are run here.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class Fitting:
     known: Known
     trial: Trial
     tell: Tell
-    num_steps: int = 0  #: of a trial; 0: as many as are worth it
-    num_within: int = 0  #: the same within the budget, at the least
+    num_steps: int = 0  #: steps of a trial; 0: as many as are worth it
+    num_within: int = 0  #: steps of a run within the budget, at least
     num_trials: int = 0
     settings: list[TechniqueSettings] = field(default_factory=list)  #: of each candidate
     plans: list[bytes] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Fitting:
         return cheapest(self.known.candidates, self.known.budget_bytes)
 
     def pursue(self, proposals: Proposals) -> None:
-        """Run what a technique proposes, and send it what came of each."""
+        """Run what a technique proposes, and send it the outcome of each proposal."""
         answer: object = None
         while True:
             try:
@@ -111,7 +111,7 @@ class Fitting:
         self.note([ahead.note])
 
     def _foresee(self, settings: TechniqueSettings) -> Foresight | str:
-        """Run the program so, as it is and with all blocks recomputed, from which other choices are foreseen.
+        """Run the program as it is and with all blocks recomputed, so that other choices can be foreseen.
 
         A text says why that cannot be done.
         """
@@ -207,7 +207,7 @@ class Fitting:
         ), recorded.plan
 
     def _within(self, work: TrialWork) -> Measured:
-        """Run a plan with no more memory than it will have: what decides whether it fits.
+        """Run a plan with no more memory than it will have, which decides whether it fits.
 
         What the program does at its end may fail in a trial for reasons of its own: that is left out then.
         """
@@ -240,7 +240,7 @@ class Fitting:
 
 
 def _is_of_base(failed: Measured, base: Base) -> bool:
-    """Whether a failure names no block, where more is done than to compute blocks again."""
+    """Whether a failure names no block although techniques other than recomputation are in use."""
     return not failed.refused_block and base.settings != TechniqueSettings()
 
 

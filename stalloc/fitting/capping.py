@@ -26,7 +26,7 @@ AUTO = "auto"  #: a cap of all that there is: eviction is the last resort before
 
 
 class Cap:
-    """A cap that is in force, from when torch is imported; a context, at whose end it is in force no more."""
+    """A cap that is in force from the import of torch on; a context, whose end lifts it."""
 
     def __init__(
         self, runtime: "Runtime", cap_bytes: int, host_bytes: int | None, policy: str, *, caches: bool
@@ -115,7 +115,7 @@ def cap(
     host memory, of which `host` may be used (all there is by default; 0: nothing is moved). `policy` says what goes
     first: "dtr", "lru", "size", "msps", "random". With a size of "auto" nothing is evicted before the device has no
     more. `caches`: what a model makes without gradients and keeps, such as key and value caches, is moved too, which is
-    right only where nothing but operations of torch in the same thread reads it. `device` and `gpu` as of `install`.
+    right only where nothing but operations of torch in the same thread reads it. `device` and `gpu` as in `install`.
     As a context it ends with the block, and holds nothing back any more; `told()` says what it cost. None in a trial of
     stalloc's own.
 

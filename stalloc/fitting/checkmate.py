@@ -83,7 +83,7 @@ class _Program:
             self._memory(stage)
 
     def _presence(self, stage: int) -> None:
-        """What is needed is there, and what is held was there."""
+        """Constrain what a node needs to be there, and what is held to have been there."""
         computed, held = self.computed[stage], self.held[stage]
         for node in range(stage + 1):
             for needed in self._needs[node]:
@@ -101,7 +101,7 @@ class _Program:
                 self.program.limit([(held[node], 1), *before], -np.inf, 0)
 
     def _memory(self, stage: int) -> None:
-        """What is there after each node of a stage: a node goes when none that is computed later in it needs it."""
+        """The memory held after each node of a stage: a result goes once no later node of the stage needs it."""
         computed, held = self.computed[stage], self.held[stage]
         later = self.held[stage + 1] if stage + 1 < len(self.held) else np.full(len(held), -1)
         there: Terms = [(held[node], self._size[node]) for node in range(stage)]

@@ -17,14 +17,14 @@ _FORWARD = 1 / 3  # of a step that recomputes nothing
 
 
 def compiled(known: Known, base: Base) -> Proposals:
-    """The largest share within the budget, between none and all.
+    """Search for the largest share of saved memory that keeps the budget, between none and all.
 
     Begun in the middle, since none may need more than some: a whole model in one graph is recomputed all at once.
     """
     too_much, enough = 1.0, 0.0
     for _ in range(_ROUNDS):
         share = (too_much + enough) / 2
-        # what is foreseen of the base is of the program as it is
+        # what the base foresees is for the program as it is
         some = Base(dataclasses.replace(base.settings, activation_share=share))
         again = Proposal({}, (1 - share) * _FORWARD * known.step.step_seconds)
         found: Candidate = yield Way(some, again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")

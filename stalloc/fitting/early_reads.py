@@ -1,8 +1,8 @@
-"""Whether the step of an optimizer could not be made in the backward pass: for what it is, or for what is read before.
+"""Whether an optimizer's step cannot be made in the backward pass: because of the optimizer, or of earlier reads.
 
-Contract: who reads parameters or gradients between the backward pass and the step that changes them would see others.
-Operations are looked at, those of the backward passes and of the steps themselves left out; which parameters an
-optimizer holds is known from its first step, which gradients from the step that follows.
+Contract: a program that reads parameters or gradients between the backward pass and the step that changes them would
+see other values. All operations are watched but those of backward passes and of the steps themselves; which parameters
+an optimizer holds is known from its first step on, which gradients from the step after it.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from stalloc.techniques.tensor_memory import storages_of
 
 
 class EarlyReads:
-    """To be made before the program begins."""
+    """Sees whether the program reads gradients or parameters too early; made before the program begins."""
 
     def __init__(self) -> None:
         self._read = ""  # why, for what is read
@@ -35,7 +35,7 @@ class EarlyReads:
         return self._read if could else next(iter(self._why_not.values()))
 
     def look(self, args: Any, kwargs: Any) -> None:
-        """An operation was made of these."""
+        """Look at an operation that was made with these arguments."""
         if torch._C._current_graph_task_id() != -1:
             self._is_between = True
         elif self._is_between and not self._is_stepping and not self._read:

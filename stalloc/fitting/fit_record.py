@@ -32,13 +32,13 @@ class Candidate:
     what: str  #: for people, such as "recompute 12 of 22 blocks"
     technique: str  #: the name that `stalloc policies` lists
     expected_bytes: int = 0  #: allocated at the peak, as predicted
-    allocated_bytes: int = 0  #: the same as measured
+    allocated_bytes: int = 0  #: allocated at the peak, as measured
     needed_bytes: int = 0  #: reserved at the peak by stalloc on its plan, from the first allocation
     native_bytes: int = 0  #: reserved at the peak by PyTorch's allocator
     host_bytes: int = 0  #: of pinned host memory at the most
     disk_bytes: int = 0  #: in files at the most
     added_seconds: float = 0.0  #: to each step, estimated
-    factor: float = 1.0  #: of the step's time, estimated
+    factor: float = 1.0  #: by which the step's time grows, estimated
     checked: str = ""  #: how the bytes are known
     refused: str = ""  #: why it was not taken; empty if it could be run
 
@@ -53,7 +53,7 @@ class Candidate:
 
 
 def cheapest(candidates: Sequence[Candidate], budget_bytes: int) -> int:
-    """The row of the one that costs the least time of those that fit, -1 if none does."""
+    """The row of the candidate that costs the least time among those that fit; -1 if none fits."""
     fitting = [row for row, one in enumerate(candidates) if one.fits(budget_bytes)]
     return min(fitting, key=lambda row: (candidates[row].added_seconds, candidates[row].needed_bytes), default=-1)
 
@@ -77,7 +77,7 @@ def undominated(candidates: Sequence[Candidate]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a fit is of; it is of nothing else."""
+    """What identifies the program that a fit was made for; it holds for no other."""
 
     name: str  #: of the script or module
     content: str  #: SHA-256 of the script
@@ -87,19 +87,19 @@ class Program:
     gpu: str  #: as the driver calls it; empty: any, since none was named
 
     def difference(self, other: "Program") -> str:
-        """Why a fit of the other program may be none of this; empty if it is one."""
+        """Why a fit of the other program may not hold for this one; empty if it does."""
         if other.content != self.content:
-            return f"it is of another program ({other.name}) or an older state of it"
+            return f"it was made for another program ({other.name}) or an older state of it"
         if other.arguments != self.arguments:
-            return f"it is of the arguments {' '.join(other.arguments) or '(none)'}"
+            return f"it was made for the arguments {' '.join(other.arguments) or '(none)'}"
         for what in ("torch", "stalloc", "gpu"):
             its = getattr(other, what)
             if getattr(self, what) != its and (its or what != "gpu"):
-                return f"it is of {what} {its}, and this is {getattr(self, what)}"
+                return f"it was made for {what} {its}, and this is {getattr(self, what)}"
         return ""
 
     def may_ask_for_the_same(self, other: "Program") -> bool:
-        """Whether what differs may be of no account to the memory that the program asks for."""
+        """Whether the program may ask for the same memory although something differs."""
         return (self.name, self.torch, self.stalloc) == (other.name, other.torch, other.stalloc)
 
 
@@ -114,8 +114,8 @@ class Fit:
     estimate: str  #: how seconds are estimated
     candidates: tuple[Candidate, ...]  #: the program as it is first
     best: int  #: the row that is used, -1: none fits
-    settings: TechniqueSettings = field(default_factory=TechniqueSettings)  #: of the best
-    plan: bytes = b""  #: of the best: a plan file; empty if its steps do not repeat
+    settings: TechniqueSettings = field(default_factory=TechniqueSettings)  #: of the best candidate
+    plan: bytes = b""  #: plan file of the best candidate; empty if its steps do not repeat
     notes: tuple[str, ...] = ()
     asked: str = ""  #: SHA-256 of what the first steps of the program as it is ask for; empty: not known
 

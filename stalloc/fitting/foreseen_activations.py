@@ -1,8 +1,8 @@
 """A run whose saved activations go to the host in part, foreseen from one in which all of them do, each at once.
 
-Contract: nothing is modelled that was not seen. In the recorded run memory goes as soon as it is saved, unless somebody
-else holds it, and comes back when it is needed; so it shows how long others hold what is saved, and how long backward
-does. What else a ratio and a window change, the executed run decides by the same code (`OffloadOrder`).
+Contract: nothing is modelled that was not seen. In the recorded run memory leaves as soon as it is saved, unless
+somebody else holds it, and comes back when it is needed; so the run shows how long others hold what is saved, and how
+long backward does. All else that a ratio and a window change is decided by the code that runs use (`OffloadOrder`).
 """
 
 from collections import Counter
@@ -29,16 +29,16 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class ActivationsRecorded:
-    """What was saved in a run: of events (moment, kind, number), and of each activation, by its number."""
+    """What a run saved: events (moment, kind, number), and the facts of each activation, by its number."""
 
     events: list[tuple[float, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  #: bytes
-    requests: list[int] = field(default_factory=list)  #: that held it; -1: nothing that was requested
-    returns: list[int] = field(default_factory=list)  #: requests that held it once it was back; -1: it never went
+    requests: list[int] = field(default_factory=list)  #: that held each; -1: no request did
+    returns: list[int] = field(default_factory=list)  #: requests that held each once it was back; -1: it never left
 
 
 class Does(IntEnum):
-    """What is done with one."""
+    """What is done with an activation."""
 
     COPY_OUT = 0
     LET_GO = 1
@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
 
 def actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iterator[Action]:
-    """What a run with these settings does."""
+    """What a run with these settings does with its activations, in order."""
     order = OffloadOrder(settings.ratio, settings.window_bytes)
     away: set[int] = set()
     for moment, kind, number in recorded.events:
@@ -79,14 +79,14 @@ def actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iter
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The same run with these settings: the lifespans of its requests, and what lies in the host at the most."""
+    """A run that offloads activations: the lifespans of its requests, and the most bytes in the host at once."""
 
     lifespans: Lifespans
     host_bytes: int
 
 
 def offloaded(run: Lifespans, recorded: ActivationsRecorded, settings: ActivationSettings) -> Offloaded:
-    """What would have become of the requests of the recorded run; of those that would not be made the size is 0."""
+    """The requests of the recorded run as they would have been; requests that would not be made have size 0."""
     let_go: dict[int, int] = {}
     brought: dict[int, int] = {}
     copied: set[int] = set()
@@ -142,7 +142,7 @@ def added_seconds(
     bytes_per_second: float,
     start_seconds: float,
 ) -> float:
-    """How much longer a step takes, of which `recorded` has the moments in seconds: what copies are waited for."""
+    """The seconds by which waiting for copies lengthens a step, whose moments in `recorded` are in seconds."""
     tasks = [Task("compute", Queue.COMPUTE, 0.0)]
     computed, now = 0, 0.0
     waits: set[int] = set()
@@ -175,11 +175,11 @@ def added_seconds(
 
 
 def as_rows(recorded: ActivationsRecorded) -> list[list[Any]]:
-    """For another process."""
+    """Plain rows, to be sent to another process."""
     return [list(column) for column in vars(recorded).values()]
 
 
 def from_rows(rows: list[list[Any]]) -> ActivationsRecorded:
-    """What `as_rows` gave."""
+    """The activations of which `as_rows` gave the rows."""
     events, sizes, requests, returns = rows
     return ActivationsRecorded([(moment, kind, number) for moment, kind, number in events], sizes, requests, returns)

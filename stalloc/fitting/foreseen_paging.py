@@ -1,4 +1,4 @@
-"""A run whose optimizers keep their state elsewhere, foreseen from one whose do not.
+"""A run whose optimizers keep their state elsewhere, foreseen from a run whose optimizers do not.
 
 Contract: what is not state is left as it is, but for what the optimizer makes and frees within its step, which it makes
 for a part of its parameters at a time. The order in which parts come and go is that of the executed step.
@@ -41,7 +41,7 @@ class UpdateRecorded:
     def parts(
         self, tiers: TierSettings, layer_of: Mapping[int, int], on_disk: Set[int], *, reads_for_processor: bool
     ) -> tuple[list[Part], int]:
-        """Of `arranged_with_copies` the parts that are updated; `layer_of` gives the layer of a request."""
+        """The updated parts of `arranged_with_copies`, and its bytes for copies; `layer_of`: the layer of a request."""
         layers = [layer_of.get(row, -1) for row in self.parameters]
         options = tiers.paged_window_bytes, tiers.shares
         parts, copied_bytes = arranged_with_copies(
@@ -53,17 +53,16 @@ class UpdateRecorded:
 
 @dataclass(frozen=True)
 class Paged:
-    """A run with a part of it elsewhere: the lifespans of its requests, and what lies in the host, and in files, at the
-    most."""
+    """A run with a part of its memory elsewhere: its lifespans, and the most bytes in the host and in files."""
 
     lifespans: Lifespans
     host_bytes: int
     disk_bytes: int
-    disk_streamed_bytes: int = 0  #: of layers that lie there
+    disk_streamed_bytes: int = 0  #: of layers on disk
 
 
 class _Room:
-    """Host memory and files. `away` has the requests of state that lie there."""
+    """The room in host memory and files. `away` has the requests whose state lies there."""
 
     def __init__(self, tiers: TierSettings, size: Column, used_bytes: int) -> None:
         buffers = disk_buffers_bytes(disk_chunk_bytes(tiers.host_bytes)) if tiers.disk_bytes else 0
@@ -73,7 +72,7 @@ class _Room:
         self.away: set[int] = set()
 
     def stage(self, staging: int) -> bool:
-        """Have so many bytes of the host for what the processor copies; whether there is room."""
+        """Reserve so many bytes of host memory for the processor's copies; whether there is room."""
         more = max(0, staging - self._staged_bytes)
         if self.host_bytes + more > self._tiers.host_bytes:
             return False
@@ -103,7 +102,7 @@ def paged(
     layers: Sequence[LayerRecorded] = (),
     passes: Sequence[Pass] = (),
 ) -> Paged:
-    """The same run with the state of its optimizers elsewhere, and its layers streamed, as far as there is room."""
+    """The run with the state of its optimizers elsewhere and its layers streamed, as far as there is room."""
     start, end, size = run
     fine = 4 * max((len(one.parameter_bytes) for one in updates), default=0) + 8  # moments between two events
     gone = np.zeros(len(start), bool)
@@ -175,7 +174,7 @@ def peak_bytes(run: Lifespans) -> int:
 
 
 def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int]], state: set[int]) -> list[list[int]]:
-    """What the optimizer makes and frees within its step, by the part of its parameters that it is for.
+    """The tensors that the optimizer makes and frees within its step, by the part of its parameters that they serve.
 
     It goes through its parameters in their order, once or several times, and makes tensors of their sizes.
     """
@@ -191,7 +190,7 @@ def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int
 
 
 def _places(sizes: list[int], updated: list[int], parameters: list[int]) -> Iterator[int]:
-    """The place of the parameter that each of some tensors is for, by its size; -1: for none."""
+    """The place of the parameter that each tensor serves, found by size; -1 for none."""
     at, count = 0, len(updated)
     known = {parameters[place] for place in updated}
     for size in sizes:
@@ -211,7 +210,7 @@ def _flight(
     window_bytes: int,
     fine: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """What is on the device for a while in one step: begin, end, bytes."""
+    """What is on the device for a part of one step: begin, end and bytes of each."""
     start, end, size = run
     tick = (update.begin - 1) * fine
     is_new = [[row for row in rows if start[row] >= update.begin and row in away] for rows in held]

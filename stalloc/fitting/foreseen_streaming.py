@@ -1,4 +1,4 @@
-"""A run whose repeated blocks have their parameters on the device only while they compute, foreseen from one as usual.
+"""A run whose repeated blocks have parameters on the device only while they compute, foreseen from an ordinary run.
 
 Contract: when a block comes and goes is what the executed passes do at the same events: forward passes, the moments at
 which backward reaches a block, and those at which its gradients are there.
@@ -43,7 +43,7 @@ class Stay:
 
 @dataclass(frozen=True)
 class Homes:
-    """Which layers find room elsewhere, by place, those of them on disk, and what they take there."""
+    """The layers that find room elsewhere, by place, which of them are on disk, and the bytes that they take."""
 
     chosen: list[int]
     on_disk: set[int]
@@ -52,7 +52,7 @@ class Homes:
 
 
 def homes(layers: Sequence[LayerRecorded], size: Column, host_bytes: int, disk_bytes: int) -> Homes:
-    """Where layers lie within so much room in the host, and on disk where that is full."""
+    """Where layers lie, given the bytes of room in the host, and on disk once that is full."""
     chosen: list[int] = []
     on_disk: set[int] = set()
     in_host = in_files = 0

@@ -18,7 +18,7 @@ class Choice:
     """One way to compute a block again."""
 
     keep: tuple[int, ...]  #: positions of operations whose results are kept
-    seconds: float  #: that a call takes longer, estimated
+    seconds: float  #: by which a call becomes longer, estimated
     kept_bytes: int
 
 
@@ -26,8 +26,8 @@ class Choice:
 class Proposal:
     """Settings that are worth trying."""
 
-    choices: Mapping[int, Choice]  #: by row of the blocks; the others stay as they are
-    seconds: float  #: that a step takes longer, estimated
+    choices: Mapping[int, Choice]  #: by row of the block; other blocks stay as they are
+    seconds: float  #: by which a step becomes longer, estimated
 
     @property
     def kept(self) -> dict[int, tuple[int, ...]]:
@@ -79,7 +79,7 @@ def proposal(step: ProgramSeen, choices: Mapping[int, Choice]) -> Proposal:
 
 
 def whole_blocks(step: ProgramSeen, num_blocks: int | None = None) -> dict[int, Choice]:
-    """The first so many blocks, or all that can be, with nothing kept."""
+    """The first `num_blocks` blocks, or all that can be recomputed, with nothing kept."""
     rows = [row for row in _calls_of(step) if step.blocks[row].operations]
     return {row: _choice(step.blocks[row], ()) for row in rows[:num_blocks]}
 
@@ -132,7 +132,7 @@ def _cores(block: BlockSeen) -> set[int]:
 
 
 def settings_of(step: ProgramSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
-    """The same as settings that can be applied."""
+    """These choices, by the row of their block, as settings that can be applied."""
     blocks = [(step.blocks[row], choice) for row, choice in sorted(choices.items())]
     return RecomputeSettings(
         tuple(
@@ -169,7 +169,7 @@ def _calls_of(step: ProgramSeen) -> dict[int, int]:
 
 
 def _choices(block: BlockSeen) -> list[Choice]:
-    """Nothing kept, then more and more, the most seconds for a byte first."""
+    """Choices from nothing kept to everything kept; what saves most seconds for a byte is kept first."""
     worth = [
         (one.seconds / one.kept_bytes, place)
         for place, one in enumerate(block.operations[: block.num_needed])
@@ -191,7 +191,7 @@ def _choice(block: BlockSeen, keep: tuple[int, ...]) -> Choice:
 
 
 def _hull(choices: list[Choice], saved_bytes: int) -> list[Choice]:
-    """Of the choices that save anything, those that no mixture of others beats, from cheap to thorough."""
+    """The choices that save anything and that no mixture of others beats, from cheap to thorough."""
     points: list[tuple[float, int, Choice | None]] = [(0.0, 0, None)]
     for choice in sorted(choices, key=lambda one: (one.seconds, one.kept_bytes)):
         gained = saved_bytes - choice.kept_bytes

@@ -54,7 +54,7 @@ class ImportWatch:
         builtins.__import__ = self._imported
 
     def end(self) -> None:
-        """No more is noted."""
+        """Stop noting imports."""
         self._is_over = True
         if builtins.__import__ == self._imported:
             builtins.__import__ = self._import
@@ -102,7 +102,7 @@ class ImportWatch:
                 self.groups.append({"modules": modules, "environment": changed, "num_devices": max(counts, default=0)})
 
     def _is_as_left(self) -> bool:
-        """Whether all modules there are were imported, and none put in place by hand."""
+        """Whether all modules present were imported, and none was put in place by hand."""
         added = {name: _spec(one) for name, one in list(sys.modules.items()) if name not in self._known}
         self._known.update(sys.modules)
         return all(spec is not None and spec.name == name for name, spec in added.items())
@@ -143,7 +143,7 @@ def _is_imported(name: str, file: str) -> bool:
 
 @contextlib.contextmanager
 def _counting(count: Callable[[Callable[[], int]], int]) -> Iterator[None]:
-    """torch counts GPUs by `count`, which is given its own way: after that no child of this process can use a GPU."""
+    """Let torch count GPUs by `count`, which is given torch's own way: after that one no child can use a GPU."""
     module = getattr(sys.modules.get("torch"), "_C", None)
     ask = getattr(module, "_cuda_getDeviceCount", None)
     if module is None or ask is None:
@@ -173,12 +173,12 @@ def _file_of(package: str) -> str:
 
 
 def _origin(module: Any) -> str:
-    """The file that a module was imported from; empty for a namespace, or what is no import's."""
+    """The file that a module was imported from; empty for a namespace, or a module that no import made."""
     return str(getattr(_spec(module), "origin", None) or "")
 
 
 def _spec(module: Any) -> Any:
-    """How a module was found; one that is loaded when it is used first is not used by that."""
+    """How a module was found; a lazily loaded module stays unloaded."""
     try:
         return object.__getattribute__(module, "__dict__").get("__spec__")
     except AttributeError:

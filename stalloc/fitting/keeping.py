@@ -35,7 +35,7 @@ def fit_file(source: program_source.ProgramSource) -> Path:
 
 
 def check_single_rank() -> None:
-    """Raise BadInputError for one of several ranks."""
+    """Raise BadInputError if this process is one of several ranks."""
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise BadInputError(
             "a budget is kept for programs of one rank so far, and WORLD_SIZE is "
@@ -130,7 +130,7 @@ def make(
     keep_files: bool = False,
     known: Path | None = None,
 ) -> Fit:
-    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for what it is of.
+    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for the same memory.
 
     Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
@@ -167,7 +167,7 @@ def gpu_text(gpu: VirtualGPU) -> str:
 
 
 def gpu_from_text(text: str) -> VirtualGPU:
-    """What `gpu_text` gave. Raises BadInputError for anything else."""
+    """The GPU of a text that `gpu_text` gave. Raises BadInputError for any other text."""
     try:
         name, total_bytes, capability, num = json.loads(text)
         return VirtualGPU(
@@ -225,7 +225,7 @@ def budget(
     Its fit is looked for in the file `fit`, by default SCRIPT.fit.npz in the current folder, or made, which takes some
     seconds, and kept there; with `same` it is used though source, arguments or GPU are others.
     `host`: pinned host memory that may be used. `disk`: "FOLDER:SIZE", for what has no room there. `device` and `gpu`
-    as of `install`. What is used comes back; None in a trial of stalloc's own.
+    as in `install`. What is used comes back; None in a trial of stalloc's own.
 
     Raises BadInputError for a budget that cannot be kept, with the least that can; SetupError where CUDA was used.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def program_of(source: ProgramSource, gpu: str) -> Program:
-    """What a fit of this program on a GPU of this name is of."""
+    """What identifies this program, on a GPU of this name, to a fit."""
     return Program(
         name=source.path.name if source.path.stem != "__main__" else source.name,
         content=sha256(source.content).hexdigest(),
@@ -44,7 +44,7 @@ def _version(package: str) -> str:
 
 
 def known_fit(file: Path, trial: Callable[[TrialWork], Measured], program: Program) -> Fit | None:
-    """The fit in a file, of this program from here on, if the program's first steps ask for what it is of; says so."""
+    """The fit in a file, made this program's own, if the program's first steps ask for the same memory; says so."""
     fit = load_fit(file)
     asked = trial(TrialWork("recorded", num_steps=COMPARED_STEPS)).asked
     difference = program.difference(fit.program)

@@ -1,11 +1,11 @@
 """Looking at more steps of the program than a trial has, so that those which need other memory are tried too.
 
-Contract: one run under PyTorch's allocator, as the program is, for so many steps or requests: what is seen does not
-depend on what else the machine does. Steps are of one kind if they make as many requests and have
-the same peak of what was asked for (what PyTorch's allocator hands out depends on which blocks are free); what comes
-after the last step is a step too, if it makes any. Trials have as many steps as it takes to see every kind once, and
-after every other that it comes after, as long as that stays short: the memory that a step finds is what the one before
-left. A run within the budget, which is what decides, has all that were seen to be unlike. What is left out is said.
+Contract: the program runs once, unchanged, under PyTorch's allocator, up to a number of steps or requests, so what is
+seen does not depend on other work of the machine. Steps are of one kind if they make as many requests and have the same
+peak of requested bytes (what PyTorch's allocator hands out depends on which blocks are free); requests after the last
+step count as a step too. Trials have as many steps as it takes to see every kind once after every kind that it follows,
+as long as these are few: a step finds the memory that the one before left. The run within the budget, which decides,
+has all steps that were seen to differ. What is left out is said.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from stalloc.figures import human_bytes
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 
-LOOK_STEPS, LOOK_REQUESTS = 256, 100_000  #: that are looked ahead at the most: 2 to 10 s of processor time
+LOOK_STEPS, LOOK_REQUESTS = 256, 100_000  #: limits of looking ahead: 2 to 10 s of processor time
 LATER = "a later one that is larger, or unlike them, can run out of memory within the budget"
-LOOK_PROCESSOR_SECONDS = 20.0  #: the same, for programs that compute or read much on the processor
-MOST_STEPS, MOST_REQUESTS = 64, 50_000  #: of a trial, of which a fit makes about eight
+LOOK_PROCESSOR_SECONDS = 20.0  #: limit of looking ahead for programs that compute or read much on the processor
+MOST_STEPS, MOST_REQUESTS = 64, 50_000  #: of one trial; a fit makes about eight trials
 
 _Kind = tuple[int, int]
 """Requests of a step, and bytes that were asked for at its peak."""
@@ -27,7 +27,7 @@ _Kind = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many steps a trial needs, how many one within the budget, and what is to be said of later ones."""
+    """How many steps a trial needs, how many a run within the budget needs, and a note about later steps."""
 
     num_steps: int
     num_within: int
@@ -52,12 +52,12 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
 
 
 def steps_within(num_steps: int) -> int:
-    """Of a run within the budget: what is short of memory may fail later than a plan repeats."""
+    """How many steps a run within the budget has: what is short of memory may fail later than a plan repeats."""
     return 2 * num_steps + 3
 
 
 def steps_to_try(kinds: Sequence[_Kind], least: int, *, is_whole: bool, has_rest: bool = False) -> Ahead:
-    """How many of the steps that were seen a trial is to have; `least` at the least.
+    """How many steps a trial and a run within the budget are to have, given those that were seen; `least` or more.
 
     `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step.
     """

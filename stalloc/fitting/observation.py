@@ -1,8 +1,8 @@
 """What the program as it is shows: what each block saves, and what its operations are.
 
-Contract: what is recorded in one process is plain data (JSON) for another. Three steps are looked at: the first makes
-the optimizer's state, the second is looked at operation by operation, which may change its memory, and the third only
-at the begin and the end of blocks, which does not.
+Contract: what is recorded in one process is plain data (JSON) for another. Three steps are observed: the first makes
+the optimizer's state; the second is observed operation by operation, which may change its memory; the third only at
+the begin and the end of blocks, which does not.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ OPERATIONS_STEP, MEMORY_STEP = 1, 2
 _CAST = "aten._to_copy.default"
 _NO_BLOCKS = (
     "no module with parts of its own is repeated in the program, neither in a model nor by being called several times, "
-    "there is no long nn.Sequential, and no forward pass that calls four layers or more with weights, each in a "
-    "statement of its own (put layers that belong together into a module of their own)"
+    "and there is no long nn.Sequential (put layers that belong together into a module of their own; with "
+    "STALLOC_CUT_FORWARD=1 a forward pass is cut that calls four layers with weights, each in a statement of its own)"
 )
 
 
@@ -83,7 +83,7 @@ class ProgramSeen:
         return [f"{len(left)} of {plural(len(self.blocks), 'block')} stay as they are: {left[0]}"] if left else []
 
     def without(self, kind: str | None, reason: str) -> "ProgramSeen":
-        """The same, where blocks of a kind, or all, cannot be computed twice for a reason."""
+        """What was seen, but that blocks of a kind (None: all blocks) cannot be computed twice, for `reason`."""
         blocks = [
             replace(block, why_not=block.why_not or reason) if kind in (None, block.kind) else block
             for block in self.blocks
@@ -91,8 +91,10 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def with_casts_once(self, num_operations: Mapping[int, set[int]]) -> "ProgramSeen":
-        """The same, where nothing is kept of blocks of which a call in the step, by the number of its operations, finds
-        weights cast that another call casts: positions of its operations are others."""
+        """What was seen, with nothing kept of blocks some of whose calls find weights cast that other calls cast.
+
+        The number of operations of each call tells; operations of such calls have other positions.
+        """
         blocks = list(self.blocks)
         for row, counts in num_operations.items():
             casts = sum(one.name == _CAST for one in blocks[row].operations)
@@ -102,7 +104,7 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
-        """For another process."""
+        """Plain values (JSON) for another process."""
         return {
             "blocks": [{**vars(one), "operations": [list(vars(op).values()) for op in one.operations]}
                        for one in self.blocks],
@@ -115,7 +117,7 @@ class ProgramSeen:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "ProgramSeen":
-        """What `as_json` gave."""
+        """What was seen, from the values that `as_json` gave."""
         blocks = [
             BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
             for one in told["blocks"]

@@ -1,7 +1,6 @@
-"""Looking at a program while it runs as it is, in a trial.
+"""Observing a program in a trial, while it runs unchanged.
 
-Contract: the program computes what it would; in its third step nothing is allocated, kept or freed on account of being
-looked at.
+Contract: the program computes the same as without; in its third step observing allocates, keeps and frees nothing.
 """
 
 import sys
@@ -36,7 +35,7 @@ _OF_OTHERS = (
 
 
 class Observer:
-    """To be made before the program begins, and told of every step that has ended."""
+    """Observes the program's blocks; to be made before the program begins, and told of every step that has ended."""
 
     def __init__(self, rates: GpuRates) -> None:
         self._step = 0
@@ -156,7 +155,7 @@ class Observer:
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Whether the operation that is made is in a checkpoint without gradients, torch's older kind."""
+    """Whether the current operation is in a checkpoint without gradients, torch's older (reentrant) kind."""
     frame = None if torch.is_grad_enabled() else sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
@@ -173,7 +172,7 @@ def _why_nothing(results: Any, saved: set[int], *, checkpointed: bool) -> str:
 
 
 class Timing(TorchDispatchMode):
-    """Estimates every operation of a step, those that backward makes included; `took` is told of each."""
+    """Estimates the time of every operation of a step, backward included, and hands each to `took`."""
 
     def __init__(self, rates: GpuRates, took: Callable[[float, Any, Any], None]) -> None:
         super().__init__()

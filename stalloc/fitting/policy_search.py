@@ -1,7 +1,7 @@
-"""The techniques of a fit: which `--policy` names, and which are tried in which order where none is named.
+"""The techniques of a fit: what `--policy` may name, and what is tried, in which order, if nothing is named.
 
-Contract: a name is known, or refused, before anything is run. Who adds a technique names it here, and nowhere else in
-this folder.
+Contract: an unknown name is refused before anything is run. A new technique is named here, and nowhere else in this
+folder.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _OTHERS = ("step-in-backward", "compile-budget")
 
 
 def check_policy(policy: str | None) -> None:
-    """Raise BadInputError for a name that nothing is called by, or whose number is none."""
+    """Raise BadInputError for a policy that does not exist, or whose number cannot be read."""
     name = (policy or "").partition(":")[0]
     if policy == "checkmate":
         find_solver()
@@ -44,7 +44,7 @@ def check_policy(policy: str | None) -> None:
 
 
 def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
-    """What is tried, one after the other; the program as it is was run. `policy`: the only technique to try."""
+    """The ways to try, one after another, after the program as it is; `policy`: the only technique to try."""
     base, is_short = as_it_is, not known.fits(known.candidates[0])
     is_tried = policy is None and is_short
     if policy == "step-in-backward" or is_tried:
@@ -71,7 +71,7 @@ def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
 
 
 def _recomputed(policy: str) -> Technique:
-    """Ways to recompute by this name; none by that of another technique."""
+    """The ways to recompute that have this name; none for the name of another technique."""
     if policy.partition(":")[0] == BLOCKS:
         return partial(whole, num_blocks=num_blocks_of(policy))
     return _RECOMPUTED.get(policy, _nothing)

@@ -1,6 +1,6 @@
 """Ways to recompute that are known by name: each is one proposal, tried whether it is expected to fit or not.
 
-Contract: what a program has nothing of is not tried.
+Contract: a way that finds nothing to recompute in the program is not tried.
 """
 
 from stalloc.figures import plural
@@ -33,7 +33,7 @@ def core_of_attention(known: Known, base: Base, *, is_named: bool = False) -> Pr
 
 
 def whole(known: Known, base: Base, num_blocks: int | None = None) -> Proposals:
-    """The first so many blocks, or all, as a whole."""
+    """The first blocks, as many as the policy says, or all, each recomputed as a whole."""
     choices = whole_blocks(known.step, num_blocks)
     if choices:
         name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"

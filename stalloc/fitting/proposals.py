@@ -20,17 +20,17 @@ from stalloc.techniques.technique_settings import TechniqueSettings
 
 @dataclass
 class Known:
-    """What a fit has to keep, and what it knows of the program so far; `Fitting` alone adds to it."""
+    """The limits that a fit has to keep, and what is known of the program so far; only `Fitting` adds to it."""
 
     budget_bytes: int
     host_bytes: int = 0  #: of host memory that tiers may use
-    disk_bytes: int = 0  #: the same on disk
+    disk_bytes: int = 0  #: on disk that tiers may use
     link_bytes_per_second: float = 32e9  #: between host and device
     step: ProgramSeen = field(default_factory=lambda: ProgramSeen([], [], 0.0, 0))
-    candidates: list[Candidate] = field(default_factory=list)  #: what was run, a row each
+    candidates: list[Candidate] = field(default_factory=list)  #: one for each way that was run
 
     def recorded(self, settings: TechniqueSettings) -> TrialWork:
-        """A run under stalloc in which it is noted which request is made for what."""
+        """A run under stalloc that notes what each request is made for."""
         rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
         return TrialWork("recorded", settings, watched=rows)
 
@@ -58,7 +58,7 @@ class Base:
     offload: Offloaded | None = None
 
     def with_blocks(self, step: ProgramSeen, proposed: Proposal) -> TechniqueSettings:
-        """The settings of the base with what is proposed beside it."""
+        """The base's settings together with the proposed recomputation."""
         return dataclasses.replace(self.settings, recompute=settings_of(step, proposed.choices))
 
     def expected_bytes(self, step: ProgramSeen, proposed: Proposal) -> int:

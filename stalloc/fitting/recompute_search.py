@@ -1,6 +1,6 @@
 """The cheapest choice of what is recomputed that keeps a budget: by the frontier, or by Checkmate's integer program.
 
-Contract: at most ROUNDS proposals are run, each asking for less or more by what the one before was over or left.
+Contract: at most ROUNDS proposals are run, each for a target corrected by how far the last one missed the budget.
 """
 
 from bisect import bisect_left
@@ -49,7 +49,7 @@ def by_checkmate(known: Known, base: Base) -> Proposals:
 
 
 def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal, str]], technique: str) -> Proposals:
-    """What is proposed for the budget, then for less by what was too much, or for more by what was left."""
+    """Run the proposal for the budget, then for a budget lower by the excess, or higher by what was left."""
     target, alone = known.budget_bytes, base.alone
     if alone is not None:
         target -= max(0, alone.needed_bytes - alone.expected_bytes)

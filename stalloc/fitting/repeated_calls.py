@@ -19,7 +19,7 @@ Model = tuple[int, list[Block], "weakref.ref[Any]"]
 
 
 class RepeatedCalls:
-    """To be made before the program begins."""
+    """Finds blocks that only the calls of a program show; to be made before the program begins."""
 
     def __init__(self) -> None:
         self._open: list[int] = []  # modules that are being called, by id
@@ -31,7 +31,7 @@ class RepeatedCalls:
         ]
 
     def blocks(self, models: Sequence[Model]) -> list[tuple[int, Block]]:
-        """The blocks of all models, each with the number of its model; from here on nothing is looked at."""
+        """The blocks of all models, each with the number of its model; watching ends here."""
         for hook in self._hooks:
             hook.remove()
         alive = [(number, blocks, model) for number, blocks, one in models if (model := one()) is not None]

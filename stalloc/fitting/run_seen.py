@@ -28,9 +28,9 @@ class CallRecorded:
     """One call of a block that was recomputed."""
 
     block: int  #: row of the blocks
-    inputs: list[int]  #: requests that hold what it was given; -1: of nothing that was requested
+    inputs: list[int]  #: requests that hold its inputs; -1: no request holds one
     forward: list[Span]  #: of each operation
-    again: list[Span]  #: the same of the second time, which may end early
+    again: list[Span]  #: of each operation that is made again, which may end early
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RunSeen:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For another process."""
+        """Plain values (JSON) for another process."""
         columns = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
         rows = {
             name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
@@ -64,7 +64,7 @@ class RunSeen:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
-        """What `as_json` gave."""
+        """The run of which `as_json` gave the values."""
         start, end, size = (np.array(told[name], np.int64) for name in ("start", "end", "size"))
         updates = [UpdateRecorded(*update) for update in told["updates"]]
         layers = [LayerRecorded(*layer) for layer in told["layers"]]
@@ -77,10 +77,10 @@ class _Call:
     """Requests of one call, rows of the run."""
 
     made: Column  #: in the forward pass
-    first: Column  #: those of them that are made again
-    second: Column  #: the same when they are
-    position: Column  #: of their operation
-    is_result: Column  #: whether they outlive it
+    first: Column  #: requests of the forward pass that are made again
+    second: Column  #: the requests that make them again
+    position: Column  #: of the operation that makes them
+    is_result: Column  #: whether they outlive that operation
     again: Column  #: all requests of the second time
     again_position: Column
 
@@ -121,7 +121,7 @@ class Foresight:
         return _load(self._run.start[live], end[live], self._run.size[live])
 
     def peak_bytes_with(self, kept: Mapping[int, Collection[int]], tiers: TierSettings) -> int:
-        """The same with a part of it in host memory."""
+        """The most that would be allocated, as `peak_bytes`, with state and layers in the tiers."""
         run, end, size = self._as_is, self._as_is.end, self._as_is.size
         if kept or tiers.streamed_window:  # passes are known of the run in which blocks are recomputed
             run = self._run
@@ -198,13 +198,13 @@ def _call_of(
 
 
 def _is_freed(run: RunSeen) -> Column:
-    """What is never freed may be a library's own (a workspace of cuBLAS for each thread), whoever came first."""
+    """Whether a request is freed: one that never is may be a library's (a cuBLAS workspace for each thread)."""
     return run.end < run.end.max(initial=0)
 
 
 def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column, int]:
-    """For each request of the run, where it would end in the program as it is, and whether it is not made there at all;
-    how many are.
+    """For each request of the run, where it would end in the program as it is and whether that makes no such request;
+    and how many requests both make.
 
     Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
     it makes because operations are looked at. What the program as it is frees before a request is freed before it here.

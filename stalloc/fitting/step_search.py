@@ -1,7 +1,7 @@
-"""Trying the optimizer's step in the backward pass, which costs no time of the device: what follows does so too.
+"""Trying the optimizer's step in the backward pass, which costs no device time; if it helps, later ways keep it.
 
-Contract: it is left again if the program needs its gradients, or if nothing is gained, which a note says; what is known
-from a look at the program or from what is foreseen is not run.
+Contract: it is given up, with a note, if the program needs its gradients or if nothing is gained; if that is known from
+observing the program or from what is foreseen, it is not run.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ _WHAT = "optimizer's step in the backward pass"
 
 
 def step_in_backward(known: Known, base: Base, *, is_named: bool) -> Proposals:
-    """Run the program so, and go on from there if that needs less. `is_named`: somebody wants to see what it needs."""
+    """Try the optimizer's step in backward, and build on it if that needs less; `is_named`: the user asked for it."""
     settings = dataclasses.replace(base.settings, step_in_backward=True)
     now: Foresight | str = known.step.reads_early or (yield Foresee(settings))
     if isinstance(now, str):

@@ -1,8 +1,8 @@
 """Ways to run a program with a part of it in host memory, or on disk, added to those of a fit.
 
-Contract: nothing is tried that recomputation needs less time for; the optimizer's state goes first, with as much of it
-on the device as the budget leaves room for. Updates on the processor, which round otherwise, are tried where they are
-asked for by name.
+Contract: nothing is tried where recomputation costs less time. The optimizer's state goes first, with as much of it on
+the device as the budget leaves room for. Updates on the processor, which round differently, are tried only if asked
+for by name.
 """
 
 import dataclasses
@@ -64,12 +64,12 @@ def _with_tiers(as_it_is: Base, tiers: TierSettings) -> Base:
 
 
 def is_of_tiers(policy: str | None) -> bool:
-    """Whether a policy is one of these."""
+    """Whether a policy, with or without a number, is one of POLICIES."""
     return policy is not None and policy.partition(":")[0] in POLICIES
 
 
 def processor_share(policy: str) -> float:
-    """Of the parameters, how many the processor updates: `twin-flow:SHARE`. Raises BadInputError for what is none."""
+    """The share of parameters that the processor updates: `twin-flow:SHARE`. Raises BadInputError for a bad share."""
     name, _, text = policy.partition(":")
     if name != "twin-flow":
         if text:
@@ -85,7 +85,7 @@ def processor_share(policy: str) -> float:
 
 
 def _keep_some(known: Known, base: Base, name: str, most: float) -> Proposals:
-    """The same with as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
+    """Keep as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
     nothing, kept = proposal(known.step, {}), base
     for number in range(1, _FRACTIONS + (most < 1)):  # all of it is the program as it is
         tiers = dataclasses.replace(base.settings.tiers, device_share=most * number / _FRACTIONS)
@@ -99,7 +99,7 @@ def _keep_some(known: Known, base: Base, name: str, most: float) -> Proposals:
 
 
 def _widest(known: Known, as_it_is: Base, streamed_windows: tuple[int, ...], policy: str) -> TierSettings:
-    """The first ways in which something is expected to fit, else the one with the least.
+    """The first tiers with which some recomputation is expected to fit, else those that need least.
 
     Gradients that leave are expected to stay, so it may need less.
     """
@@ -126,7 +126,7 @@ def _widest(known: Known, as_it_is: Base, streamed_windows: tuple[int, ...], pol
 
 
 def _windows(known: Known, as_it_is: Base) -> list[int]:
-    """Numbers of layers on the device at once: as STRONGHOLD has it, the least that are never waited for; 2, and 1.
+    """Numbers of layers to hold on the device at once: the fewest that are never waited for (STRONGHOLD), 2, and 1.
 
     Of a block its forward pass is estimated; its backward pass is taken to be twice that at the least.
     """
@@ -138,7 +138,7 @@ def _windows(known: Known, as_it_is: Base) -> list[int]:
 
 
 def what_of(tiers: TierSettings) -> str:
-    """For people."""
+    """What the tiers do, in words."""
     done = []
     if tiers.processor_share:
         beside = " beside backward" * tiers.updates_beside_backward
@@ -154,7 +154,7 @@ def _percent(share: float) -> str:
 
 
 def with_host(known: Known, base: Base, candidate: Candidate, recorded: Measured) -> Candidate:
-    """A candidate with what a recorded run took of host memory and disk, and what its copies take, estimated."""
+    """A candidate with the host memory and disk that a recorded run took, and the estimated seconds of its copies."""
     tiers, step, offload = base.settings.tiers, known.step, base.offload
     candidate = dataclasses.replace(
         candidate, native_bytes=recorded.native_bytes, host_bytes=recorded.host_bytes, disk_bytes=recorded.disk_bytes

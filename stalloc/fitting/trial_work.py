@@ -1,7 +1,7 @@
 """What the child of a trial does: runs the program with settings applied, measures its first steps, and stops there.
 
-Contract: a step ends where the optimizer ends its own that made the first one; peaks are those of torch's statistics,
-begun anew at every step. What was measured is written whole before the process ends.
+Contract: a step ends where the optimizer that made the first step ends its own; peaks are those of torch's statistics,
+reset at every step. The measurement is written whole before the process ends.
 """
 
 import json
@@ -24,18 +24,18 @@ COMPARED_STEPS = 3  #: whose requests say whether a program asks for what anothe
 
 @dataclass(frozen=True)
 class TrialWork:
-    """What is to be measured."""
+    """What a trial is to run and measure."""
 
     under: Literal["native", "observed", "timed", "recorded", "planned"]
-    """Under torch's allocator; the same, looked at block by block, or at when activations are saved and needed; under
+    """Under torch's allocator, plainly, observing blocks, or noting when activations are saved and needed; under
     stalloc, to make a plan; on that plan."""
     settings: TechniqueSettings = field(default_factory=TechniqueSettings)
     num_steps: int = 3
-    most_requests: int = 0  #: it ends with the first step after so many, of all; 0: after num_steps
-    most_processor_seconds: float = 0.0  #: the same of the process's own time, whatever else the machine does
+    most_requests: int = 0  #: the trial ends with the first step after so many requests; 0: after num_steps
+    most_processor_seconds: float = 0.0  #: or after so many seconds of the process's own processor time
     gpu_name: str = ""
     plan: bytes = b""  #: of a planned trial
-    limit_bytes: int = 0  #: no more is taken from the device; 0: no limit
+    limit_bytes: int = 0  #: the most that is taken from the device; 0: no limit
     watched: dict[tuple[int, str], int] | None = None  #: rows of blocks whose operations are noted in a recorded trial
 
 
@@ -54,7 +54,7 @@ class _Trial:
     def __init__(self, folder: Path, work: TrialWork) -> None:
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
-        self._asked_events = 0  # of a recorded trial, until the last of the first steps
+        self._asked_events = 0  # of a recorded trial, up to the end of the first steps
         self._requests: list[tuple[int, int]] = []  # until the end of each step, and bytes asked for at its peak
         self._begun = time.process_time()
         self._notes: list[str] = []
@@ -68,7 +68,7 @@ class _Trial:
         self._imports: Any = None  # that the program makes first
 
     def begin(self) -> None:
-        """Before the program: torch is imported, and nothing has used the device."""
+        """Prepare before the program begins: torch is imported, and nothing has used the device."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         work = self._work
@@ -208,7 +208,7 @@ class _Trial:
 
 
 def _install(work: TrialWork) -> Any:
-    """stalloc in this process: only recording, or on a plan within a limit."""
+    """Install stalloc in this process, only to record, or on a plan within a limit."""
     from stalloc import integrations
     from stalloc.planner import plans_from_bytes
 

@@ -28,31 +28,31 @@ TRIAL_VARIABLE = "STALLOC_TRIAL"
 class Measured:
     """What one trial gave."""
 
-    failure: str = ""  #: why there is nothing else; empty if there is
+    failure: str = ""  #: why the trial gave nothing else; empty if it did
     refused_block: str = ""  #: a block that cannot be computed twice, where that is the failure
     out_of_memory: bool = False
-    allocated_bytes: int = 0  #: the peak of all steps
-    reserved_bytes: int = 0  #: the same, of the allocator that the trial ran under
+    allocated_bytes: int = 0  #: the allocated peak of all steps
+    reserved_bytes: int = 0  #: the reserved peak of the allocator that the trial ran under
     native_bytes: int = 0  #: what PyTorch's allocator would have reserved, replayed, of a recorded trial
     num_shortages: int = 0  #: errors that the program caught, and plans given up, of a trial on a plan
-    steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
+    steps: list[tuple[int, int]] = field(default_factory=list)  #: allocated and reserved peak of each step
     requests: list[tuple[int, int]] = field(default_factory=list)
-    """Of the device, how many until the end of each step, and what they asked for at its peak."""
+    """For each step, how many requests the device had had at its end, and the bytes that were requested at its peak."""
     is_whole: bool = False  #: the program ended by itself
     has_rest: bool = False  #: the last of `steps` is what came after the last step
     host_bytes: int = 0  #: of host memory that tiers took, at the most
-    disk_bytes: int = 0  #: the same in files
-    num_paged: int = 0  #: optimizers whose state is there
+    disk_bytes: int = 0  #: of files that tiers took, at the most
+    num_paged: int = 0  #: optimizers whose state is paged
     paged_bytes: int = 0  #: of state that comes and goes in each step
-    disk_state_bytes: int = 0  #: of that what is in files
+    disk_state_bytes: int = 0  #: of that state, in files
     processor_bytes: int = 0  #: of parameters that the processor updates
-    processor_streamed_bytes: int = 0  #: of them what is streamed
-    streamed_bytes: int = 0  #: of parameters of layers that are there
-    disk_streamed_bytes: int = 0  #: of them what lies in files
-    offloaded_bytes: int = 0  #: of saved activations that went there in all
+    processor_streamed_bytes: int = 0  #: of those parameters, in streamed layers
+    streamed_bytes: int = 0  #: of parameters of streamed layers
+    disk_streamed_bytes: int = 0  #: of parameters of streamed layers, in files
+    offloaded_bytes: int = 0  #: of all saved activations that went to the host
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen
-    imports: list[Any] = field(default_factory=list)  #: what it has imported first, for `import_ahead`
+    imports: list[Any] = field(default_factory=list)  #: what the program imports first, for `import_ahead`
     asked: str = ""  #: a digest of what the first steps asked for, of a recorded trial
     plan: bytes = b""  #: a plan file, of a trial that makes one
     seconds: float = 0.0  #: that the trial took
@@ -80,7 +80,7 @@ def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float,
 
 
 def _ends_in_time(child: ForkedChild, limit_seconds: float) -> bool:
-    """Whether it ends within the limit, or ten times as long if other processes keep the processors from it."""
+    """Whether a trial ends within the limit, or within ten times that if other processes keep the processors busy."""
     begun = time.monotonic()
     while (left := limit_seconds + min(child.starved_seconds(), 9 * limit_seconds) - (time.monotonic() - begun)) > 0:
         if first_ended([child], left):

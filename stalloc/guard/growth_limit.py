@@ -14,14 +14,14 @@ class GrowthLimit:
     share: float
     num_bytes: int
     text: str
-    """As it was given."""
+    """The limit as it was given."""
 
     def allowed_bytes(self, before_bytes: int) -> int:
         """Bytes that a peak may grow by."""
         return int(self.share * before_bytes) + self.num_bytes
 
     def is_exceeded(self, before_bytes: int, now_bytes: int) -> bool:
-        """Whether a peak has grown by more."""
+        """Whether a peak has grown by more than the limit."""
         return now_bytes - before_bytes > self.allowed_bytes(before_bytes)
 
 

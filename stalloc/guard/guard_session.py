@@ -84,7 +84,7 @@ class Guard:
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: Any) -> None:
-        """It holds nothing any more."""
+        """A fixture is torn down, so it holds nothing any more."""
         self._fixtures.pop(_key(fixturedef), None)
 
     @pytest.hookimpl(wrapper=True)

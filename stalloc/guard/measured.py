@@ -29,7 +29,7 @@ _HELD_BEFORE = "allocated before the test"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The device that took most."""
+    """The measurement of one test or program, on the device that took most."""
 
     name: str
     use: PeakUse
@@ -122,7 +122,7 @@ def _held_before(device: int, sizes: Collection[int]) -> PeakUse:
 
 
 def shortened(use: PeakUse) -> PeakUse:
-    """The same with a short list of call sites."""
+    """A peak use with a short list of call sites: the smaller ones are one line, "all others"."""
     rest = use.by_site[_MAX_SITES:]
     if not rest:
         return use

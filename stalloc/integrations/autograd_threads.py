@@ -32,7 +32,7 @@ def _wait() -> None:
 
 
 def _states() -> dict[str, str]:
-    """Of each thread: whether it sleeps, and how often it has stopped; nothing where the system does not say."""
+    """By autograd thread, whether it sleeps and how often it has stopped; empty where the system does not say."""
     found = {}
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # that thread has just ended

@@ -170,5 +170,5 @@ def add_files(wheel: Path, files: Mapping[str, bytes], tag: str = "") -> None:
 
 
 def _digest(content: bytes) -> str:
-    """As RECORD has it."""
+    """The SHA-256 of a file's content, as a wheel's RECORD writes it."""
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

@@ -89,7 +89,7 @@ class CupyRequests:
         self._note(device, made)
 
     def note_free(self, device: int, address: int) -> None:
-        """Its memory was let go of."""
+        """Note that CuPy freed the memory at an address."""
         made = self.live.pop((device, address), None)
         if made is not None:
             for action in ("free_requested", "free_completed"):

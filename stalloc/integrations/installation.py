@@ -34,7 +34,11 @@ class Installation:
     cupy_pool: "Any" = None  #: the Pool that answers as CuPy's default pool
     cupy_pool_before: "Callable[[], Any] | None" = None  #: what CuPy's own is asked for by, while ours answers
 
+    # cli.native, sizing.run_work
+    is_compared = False  #: PyTorch's own allocator is tried here for comparison, so `stalloc.sleep` does nothing
+
     # sleep_and_wake, showing, flight_record
+    was_to_sleep = False  #: it was called all the same
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken
     showing: "Any" = None  #: the Showing of `stalloc live`
     flight_recorder: "Any" = None  #: the FlightRecorder

@@ -79,7 +79,7 @@ class History:
     def record_legacy(
         self, enabled: bool, record_context: Any = True, max_entries: int = 1, *options: Any, **more: Any
     ) -> None:
-        """The same for callers that give a bool, as torch's function did once."""
+        """As `record`, for callers that give a bool, as torch's function once took."""
         self.record(enabled, record_context, "all", max_entries)
 
     def set_metadata(self, metadata: str) -> None:

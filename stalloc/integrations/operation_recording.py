@@ -187,7 +187,7 @@ def _with_note(trace: Trace, note: str) -> Trace:
 
 
 def positions() -> dict[int, int]:
-    """Of each device, how often it was asked for memory and to take memory back, until now."""
+    """For each device, how many allocations and frees it has served so far."""
     cuda = _torch().cuda
     if not cuda.is_initialized():
         return {}

@@ -16,7 +16,7 @@ _WARM, _TIMED, _MOST_SECONDS = 2, 5, 2.0
 
 
 def measured_nanoseconds(calls: Sequence[list[Any]], done: Callable[[], None] = lambda: None) -> list[int]:
-    """Of each call the nanoseconds that it takes on the current GPU, 0 where it could not be timed."""
+    """The nanoseconds that each call takes on the current GPU; 0 where a call could not be timed."""
     found = []
     for call in calls:
         found.append(_time(call))

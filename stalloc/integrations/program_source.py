@@ -45,7 +45,7 @@ def of_command(command: list[str]) -> ProgramSource | None:
 
 
 def in_file(command: list[str]) -> ProgramSource:
-    """The same of a program that has to be in a file. Raises BadInputError if it is not."""
+    """The program that a command names, which has to be in a file. Raises BadInputError if it is not."""
     source = of_command(command)
     if source is None:
         raise BadInputError(f"{command[-1][:200]} is no program in a file: give a script, or -m and a module.")

@@ -30,7 +30,7 @@ _ENGINES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
 
 
 class ServerWatch:
-    """Of this process, from `begin` on."""
+    """Notes what CUDA graphs reserve and how many tokens an engine caches, in this process from `begin` on."""
 
     def __init__(self) -> None:
         self._num_graphs = 0

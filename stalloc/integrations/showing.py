@@ -35,7 +35,7 @@ def watch() -> None:
 
 
 def watch_runtime(runtime: "Runtime") -> None:
-    """The same for a process under stalloc, which did not ask for it: without a word if it cannot be."""
+    """Let `stalloc live` show a process under stalloc, which did not ask for it; say nothing if that fails."""
     with contextlib.suppress(StallocError, OSError, RuntimeError):
         _show(runtime)
 

@@ -57,10 +57,15 @@ def sleep(
     on computing with what it has, and later calls may let more go to sleep. Nothing may use what sleeps until it is
     awake, and nobody gets memory until everything is.
 
+    Where PyTorch's own allocator is tried for comparison (`stalloc dryrun`, `run --compare-native`) nothing sleeps.
+
     Raises SetupError, with the job as it was, where memory cannot be given back or there is no room for the bytes, and
     BadInputError for a tag that nothing was given.
     """
     runtime = current()
+    if runtime is None and installation.is_compared:
+        installation.was_to_sleep = True
+        return Slept(0, 0)
     if runtime is None:
         raise SetupError("stalloc does not serve this process, so it cannot sleep: call stalloc.install() first.")
     if to not in _KEEPERS:
@@ -118,7 +123,7 @@ def _wanted(tags: str | Iterable[str] | None) -> frozenset[str] | None:
 
 
 def _named_addresses() -> dict[int, Tags]:
-    """What lies where that has tags."""
+    """The tags of the memory at each address that has any."""
     found: dict[int, Tags] = {}
     for name, objects in _tagged.items():
         objects[:] = [one for one in objects if one() is not None]

@@ -87,7 +87,7 @@ class MemPool:
         self.num_users = 1  #: itself, and every block of the program that uses it now
 
     def use_count(self) -> int:
-        """How many hold it."""
+        """How many hold the pool."""
         return self.num_users
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:

@@ -212,9 +212,10 @@ class AlignedSteps:
 
     @cached_property
     def _times(self) -> tuple[Column, Column, Column]:
-        """Of each request of whole steps: when it comes, for how long it lived, and for how long it lives on; ticks.
+        """When requests of whole steps come, how long they lived, and how long they have lived on: (r,) ticks each.
 
-        A dynamic one comes when the next static one would, 0: none came before it. 0: it lives on, or does not.
+        A dynamic request comes when the next static one would, or at 0 if none came before it. One that was not freed
+        has lived 0 ticks, one that was freed has lived on for 0.
         """
         first, last = int(self._bounds[0]), int(self._bounds[-1])
         sites, born, end = self._sites, self._births[first:last], self._trace.end[self._rows[first:last]]

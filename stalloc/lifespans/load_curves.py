@@ -48,7 +48,7 @@ def peak_load(start: Times, end: Times, size: Sizes, cycle: tuple[int, int] | No
 
 
 def fullest(reserved: Sizes, allocated: Sizes) -> int:
-    """Of the moments when most is reserved, the first with the most allocated: (k,) bytes each."""
+    """The index of the moment with most reserved and, among those, most allocated; the first of equals. (k,) bytes."""
     return int(np.argmax(np.where(reserved == reserved.max(), allocated, -1)))
 
 

@@ -39,7 +39,7 @@ class StepKind:
 
     @property
     def key(self) -> bytes:
-        """The same for steps of one kind."""
+        """Sizes and streams of its requests as bytes: equal for all steps of one kind."""
         return np.stack([self.size, self.stream]).tobytes()
 
     def with_what_was_known(self, before: "StepKind") -> "StepKind":

@@ -135,7 +135,7 @@ def _root(text: str) -> str:
 
 
 def _merged(parting: _Parting, often: int) -> _Parting:
-    """The same with parts made steps that were together so often; what is left of a step at both ends is left out."""
+    """The parting with parts joined that came together at least `often` times, without incomplete steps at its ends."""
     steps, parts = parting.steps, set[str]()
     while True:
         merged = _with_pairs_merged(_with_runs_merged(steps, often, parts), often, parts)

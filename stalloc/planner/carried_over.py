@@ -104,7 +104,7 @@ def carried_over(kinds: list[StepKind], streams: list[int], *, double_buffered: 
 
 
 def _double_buffered(found: list[CarriedOver]) -> list[CarriedOver]:
-    """The same with two places for each rank that can have them, if what is replaced is a page or more."""
+    """`found` with two places for each rank that can have them, if what is replaced is a page or more."""
     hands = [np.arange(len(one.rank_size)) < np.array([[len(own)] for own in one.rows]) for one in found]
     passes = [one.kept >= np.array(one.lengths)[:, None] for one in found]
     wanted, was = [_replaces(one) for one in found], -1

@@ -22,7 +22,7 @@ Ranges = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class Constraints:
-    """For n requests."""
+    """Where each of n requests may be placed: alignments, fixed offsets and bytes that must not be used."""
 
     alignment: Column  #: (n,) bytes
     fixed: Column  #: (n,) bytes from the start of the arena; -1: free to be placed
@@ -45,7 +45,7 @@ class Constraints:
         return f"row {row}" if self.ids is None else f"row {row} (id {self.ids[row]})"
 
     def of(self, rows: Column) -> "Constraints":
-        """Those of some rows."""
+        """The constraints of some rows."""
         return Constraints(self.alignment[rows], self.fixed[rows], self.forbidden)
 
 

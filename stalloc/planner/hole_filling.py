@@ -33,7 +33,7 @@ def fit(
 
 @njit(nogil=True, **BORROWING)
 def _fit(requests, by_offset, order, placed, best_fit):
-    """`fit` with its tables made."""
+    """As `fit`, with the tables that it needs given."""
     start, end, start2, end2, size, align, offset = requests
     num_placed = 0
     peak = np.int64(0)

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 
 def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layout:
-    """Every lifespan is one interval."""
+    """Place lifespans that are one interval each."""
     start, end, num_epochs = epochs(start, end)
     bound = int(load_curve(start, end, size, num_epochs).max())
     if budget.method in (*SINGLE, *GROUPS):

@@ -69,7 +69,7 @@ def parts_of(start: ArrayLike, end: ArrayLike, size: ArrayLike) -> list[Part]:
 
 
 def decomposition(start: ArrayLike, end: ArrayLike, size: ArrayLike) -> "nx.DiGraph":
-    """The same forest as a graph: edges lead from a stack to what stands on it.
+    """The forest that `parts_of` finds, as a graph: edges lead from a stack to what stands on it.
 
     Attributes of nodes: `kind`, "stack" or "piece", `rows` (m,), `base_bytes`, `load_bytes` and, for pieces, `twin`.
     """

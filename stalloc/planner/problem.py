@@ -31,7 +31,7 @@ class Problem:
         return int((self.floor + self.load).max(initial=0))
 
     def reversed(self) -> "Problem":
-        """The same problem with time running backwards; its packings are packings of this one."""
+        """This problem with time running backwards; every packing of it is a packing of this one."""
         num_epochs = len(self.floor)
         return Problem(num_epochs - self.end, num_epochs - self.start, self.size, self.floor[::-1].copy())
 

@@ -38,7 +38,7 @@ def divided(problem: Problem, size: int) -> tuple[Column, Column]:
 
 
 def part_of(problem: Problem, rows: Column, floor: Column) -> Problem:
-    """These rows above that floor."""
+    """The problem of placing these rows above that floor."""
     return Problem(problem.start[rows], problem.end[rows], problem.size[rows], floor)
 
 

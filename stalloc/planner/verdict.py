@@ -55,11 +55,11 @@ class Uses(NamedTuple):
     row: Column
 
     def lasting(self) -> "Uses":
-        """Those of some bytes and some time."""
+        """The uses that are not empty: at least one byte during at least one event."""
         return self._of((self.low < self.high) & (self.start < self.end))
 
     def by_start(self) -> "Uses":
-        """The same, the first to begin first."""
+        """The uses in the order in which they begin."""
         return self._of(np.argsort(self.start, kind="stable"))
 
     def tuples(self) -> Iterator[tuple[int, int, int, int, int]]:

@@ -27,7 +27,7 @@ _PIECE = 32 << 20  # bytes read to the host at a time where no kernel can look
 
 
 class PoisonMemory(Protocol):
-    """Bytes of one device."""
+    """Writes and checks the poison in the memory of one device."""
 
     def fill(self, ranges: Ranges, byte: int, stream: int) -> None:
         """Fill ranges that share no byte, in the order of a stream (raw handle)."""

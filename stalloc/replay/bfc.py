@@ -34,7 +34,7 @@ _NO_LIMIT = 1 << 50
 
 @dataclass(frozen=True, kw_only=True)
 class BfcSettings:
-    """What BFC can be told."""
+    """The settings of BFC."""
 
     limit: int = setting(0, as_bytes)
     """Bytes that it may reserve; 0: what `fraction` says."""

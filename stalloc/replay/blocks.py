@@ -55,7 +55,7 @@ class Segment(Record):
 
 
 class Store(Record):
-    """What every model has. reserved = sum of the sizes of segments; each peak >= what it is the peak of."""
+    """The state that every model has. reserved = sum of the sizes of segments; no peak is below its current value."""
 
     reserved: int  # bytes that came from the device and did not go back
     peak_reserved: int
@@ -108,7 +108,7 @@ def has_room(t):
 
 @inner()
 def new_block(t):
-    """A row of the block table; what is in it is the last owner's, but it is free and holds no request."""
+    """A new row of the block table: free and without a request; its other fields are the last owner's."""
     row = t.blocks_spare
     if row != 0:
         t.blocks_spare = at(t, row).next
@@ -160,7 +160,7 @@ def fits(t, size):
 
 @inner()
 def take_addresses(t, size):
-    """Where the device puts `size` bytes."""
+    """The address at which the device puts `size` bytes."""
     address = t.next_address
     t.next_address = address + (size + 3 * GRANULE - 1) // GRANULE * GRANULE
     return address
@@ -204,7 +204,7 @@ def new_segment(t, size, stream, tag):
 
 @inner()
 def drop_segment(t, block):
-    """Give the segment back to the device of which a free block, in no tree, is all."""
+    """Give back to the device a segment that is one free block in no tree."""
     number = at(t, block).segment
     segment = segment_at(t, number)
     count_call(t, -segment.size)
@@ -253,7 +253,7 @@ def absorb(t, block, following):
 
 @inner()
 def hold(t, row, block, requested):
-    """Note that a request holds a block; 0 for a request without bytes, below 0 for one refused: False then."""
+    """Note that a request holds a block, 0 for a request of no bytes; False if it is below 0, for a refused request."""
     if block <= 0:
         place_at(t, row).value = 0
         address_at(t, row).value = 0
@@ -272,7 +272,7 @@ def hold(t, row, block, requested):
 
 @inner()
 def give_up(t, row, kind):
-    """A free of either kind: the block that is to become free now, 0 for none."""
+    """Handle a free of either kind; the block that is to become free now, 0 for none."""
     block = place_at(t, row).value
     if block == 0:
         return 0

@@ -32,7 +32,7 @@ _NO_LIMIT = 1 << 46  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class CompactingSettings:
-    """What the arena can be told."""
+    """The settings of the arena."""
 
     move: int = setting(1, as_flag)
     """Whether live blocks may be moved."""
@@ -145,7 +145,7 @@ class Compacting:
         return found
 
     def blocks(self) -> BlockMap:
-        """Where everything is: one segment."""
+        """All blocks, in one segment."""
         arena, rows, at = self._arena, [], 0
         for row in sorted(arena.offset, key=arena.offset.__getitem__):
             low, size = arena.offset[row], arena.size[row]

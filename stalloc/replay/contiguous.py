@@ -40,10 +40,10 @@ _BUFFERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ContiguousSettings:
-    """What decides which lifespans are long."""
+    """The settings that decide which lifespans are long."""
 
     scoped_percent: int = setting(5, as_percent)
-    """Percent of the program's events from which a lifespan is."""
+    """Percent of the program's events from which on a lifespan is long."""
 
 
 _OWN = own_type(ContiguousSettings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
@@ -158,7 +158,7 @@ class Contiguous(TableModel):
         self._own.lengthen(classes=len(events.size))
 
     def plan_for(self, events: Events) -> None:
-        """Take lifespans, and with them the sizes of the buffers, from a whole program."""
+        """Learn the lifespans, and so the sizes of the buffers, from a whole program."""
         if self._planned:
             return
         check_rows(events)

@@ -32,7 +32,7 @@ from stalloc.sizes import ALIGNMENT_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class CupyPoolSettings:
-    """What the pool can be told."""
+    """The settings of the pool."""
 
     limit: int = setting(0, as_bytes)
     """Bytes that cupy.cuda.MemoryPool.set_limit was given; 0 for none."""
@@ -44,7 +44,7 @@ _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real poo
 
 @inner()
 def _empty(t, m, kind, request):
-    """Give back every cached chunk that is all of what came from the device."""
+    """Give back every cached chunk that is a whole allocation of the device."""
     for tree in range(t.num_headers):
         release_whole(t, tree)
 
@@ -94,7 +94,7 @@ class CupyPool(TableModel):
         self._own.lengthen(chosen=len(events.size))
 
     def feed_as_chosen(self, events: Events, address: Column) -> Fed:
-        """As `feed`, but of cached chunks of one size take the one that a real pool took: `address` (m,), 0: any."""
+        """As `feed`, but among cached chunks of one size take the one that a real pool took: `address` (m,), 0: any."""
         if len(address) != len(events.kind):
             raise BadInputError(f"{len(address)} chosen addresses for {len(events.kind)} events: give one each.")
         allocs = events.kind == Kind.ALLOC

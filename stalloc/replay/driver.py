@@ -25,12 +25,12 @@ def has_room(t, m, size):
 
 @inner()
 def empty(t, m, kind, request):
-    """Empty the cache; `kind` is EMPTY_CACHE, or what the model alone knows."""
+    """Empty the cache; `kind` is EMPTY_CACHE, or a kind of event that only the model knows."""
 
 
 @inner()
 def give_up(t, m, request, kind):
-    """A free of either kind: the block that is to become free now, 0 for none."""
+    """Handle a free of either kind; the block that is to become free now, 0 for none."""
     return usual_give_up(t, request, kind)
 
 
@@ -42,7 +42,7 @@ def note(t, m, at, columns):
 
 
 def _run(store, own, kind, request, size, stream, keep_going, start, columns):
-    """Go on from event `start`; the position of the first event that the tables have no room for, or that was refused.
+    """Feed events from `start` on; the position of the first that the tables have no room for, or that was refused.
 
     With `keep_going` a request that is refused holds nothing, its frees do nothing, and all others are served.
     """
@@ -66,17 +66,17 @@ def _run(store, own, kind, request, size, stream, keep_going, start, columns):
 
 
 def own_at(pointer):
-    """Every model's own: the record of what it keeps beside its store."""
+    """The record that a model keeps beside its store; each model has its own type."""
     raise NotImplementedError
 
 
 def allocate(t, m, request, size, stream):
-    """Every model's own: a block for a request of `size` bytes, in no tree; -1 where memory runs out."""
+    """A block in no tree for a request of `size` bytes, -1 where memory runs out; each model has its own."""
     raise NotImplementedError
 
 
 def free(t, m, block):
-    """Every model's own: a block becomes free."""
+    """Free a block; each model has its own."""
     raise NotImplementedError
 
 

@@ -74,14 +74,14 @@ _MAX_CHUNKS = 1 << 20  # of one request: 2 TiB
 
 @dataclass(frozen=True, kw_only=True)
 class GMLakeSettings:
-    """What GMLake can be told."""
+    """The settings of GMLake."""
 
     fragmentation_limit: int = setting(512 << 20, as_bytes)
     """Requests below this are never stitched for."""
     smallest_part: int = setting(CHUNK_BYTES, as_bytes)
     """Blocks below this are never stitched."""
     stitch_limit: int = setting(1000 << 30, as_bytes)
-    """Stitched bytes from which what nobody holds is forgotten."""
+    """Total of stitched bytes from which on stitched blocks that nobody holds are forgotten."""
     reuse_limit: int = setting(10, as_count)
     """How many times as large as the request a stitched block may be."""
     allocate_and_stitch: int = setting(1, as_flag)
@@ -163,7 +163,7 @@ def _collect_garbage(t, m):
 
 @inner()
 def _stitch(t, m, size, stream, row):
-    """Stitch free blocks, the largest first, with new memory for what they lack if that is allowed; 0 if impossible."""
+    """Stitch free blocks, the largest first, and if allowed new memory for the rest; 0 if impossible."""
     tree = stream * TREES + LARGE
     taken, total, block = 0, 0, last(t, tree)
     while block != 0 and total < size and at(t, block).size >= m.smallest_part:
@@ -206,7 +206,7 @@ def _stitch(t, m, size, stream, row):
 
 @inner()
 def _find(t, m, size, stream, row):
-    """Go through the states with what there is, as far as stitching with new memory; 0 if they do not serve."""
+    """Go through GMLake's states up to stitching with new memory; 0 if none serves the request."""
     tree = stream * TREES + LARGE
     block = best_fit(t, tree, size)
     if block != 0 and at(t, block).size == size:
@@ -236,7 +236,7 @@ def _find(t, m, size, stream, row):
 
 @inner()
 def _new(t, m, size, stream, row):
-    """Plain new memory; -1 if the device has no room."""
+    """A block of new memory without stitching; -1 if the device has no room."""
     whole = torch_segment_size(size, LARGE_SEGMENT)
     block = _new_chunks(t, m, whole, stream)
     if block > 0:

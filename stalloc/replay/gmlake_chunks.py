@@ -67,7 +67,7 @@ def num_chunks(t, block):
 
 @inner()
 def own_chunks(t, m, block):
-    """Note that a primitive block's chunks are its own."""
+    """Note a primitive block as the owner of its chunks."""
     first = first_chunk(t, block)
     for chunk in range(first, first + num_chunks(t, block)):
         chunk_at(m, chunk).owner = block

@@ -13,7 +13,7 @@ _CLOSE = 1000  # within one part in so many
 
 
 def least_memory(trace: Trace, candidate: Candidate) -> int:
-    """Bytes, a multiple of 2 MiB, between the allocated peak of a trace and what the allocator reserves of plenty."""
+    """About the least bytes, in multiples of 2 MiB, with which the allocator serves a trace."""
     high = whole_pages(run_one(trace, candidate).peak_reserved_bytes)
     low = whole_pages(lower_bound(trace))  # no less can do
     if low >= high or run_one(trace, candidate, low).fits:

@@ -21,7 +21,7 @@ from stalloc.replay.treap import new_tree
 
 
 def own_type(settings: type[Any], *more: str) -> type[Record]:
-    """What a model keeps for itself: its settings and more fields."""
+    """The type of the record that a model keeps for itself: its settings and more fields."""
     return record_type(*(setting.name for setting in fields(settings)), *more)
 
 
@@ -58,7 +58,7 @@ class TableModel:
         self._store.lengthen(blocks=2 * self._store["num_blocks"], segments=2 * self._store["num_segments"])
 
     def _make_room(self, events: Events) -> None:
-        """Rows for all requests, and trees for all streams."""
+        """Make rows for all requests, and trees for all streams."""
         store, known = self._store, self._store["num_headers"]
         store.lengthen(places=len(events.size), addresses=len(events.size))
         trees = self.common_trees + self.trees_per_stream * (int(events.stream.max(initial=0)) + 1)
@@ -77,7 +77,7 @@ class TableModel:
         return Fed(columns[0], columns[1], failed)
 
     def _drive(self, events: Events, *, keep_going: bool = False) -> tuple[Column, int]:
-        """Columns of figures, and the position of the event that was refused, or -1."""
+        """The columns of figures, and the position of the event that was refused, or -1."""
         check_rows(events)
         self._make_room(events)
         num_events, at = len(events.kind), 0
@@ -129,7 +129,7 @@ class TableModel:
         return chosen[np.argsort(rows["address"][chosen])]
 
     def blocks(self) -> BlockMap:
-        """Where everything is."""
+        """All blocks with their places."""
         chosen = self.memory_rows()
         found = self.used_rows()[chosen]
         begins = np.ones(len(found), bool)  # a segment, or a mapped range

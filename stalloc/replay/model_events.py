@@ -34,7 +34,7 @@ def recorded_conf(trace: Trace) -> str:
 def of_torchs_allocator(trace: Trace) -> bool:
     """Whether the addresses and segments of a trace are those that torch's caching allocator chose.
 
-    Not those of a recording of stalloc's own, in whatever format, nor what a conversion made up.
+    They are not in a recording of stalloc's own, in whatever format, or where a conversion made them up.
     """
     source = trace.info.get("converted_from") or trace.info.get("source")
     return source in _OF_TORCH and bool(len(trace.segment_address))

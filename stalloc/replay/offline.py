@@ -42,7 +42,7 @@ class _Memory:
 
 
 class NumbersDevice:
-    """A device without memory, and where its memory comes from: it counts."""
+    """A device without memory, and the source of its memory: both only count bytes."""
 
     kind: Literal["virtual"] = "virtual"
     name = "a device of numbers"
@@ -88,7 +88,7 @@ class NumbersDevice:
     refusal = ""
 
     def doubt_pages(self, size_bytes: int) -> None:
-        """There is no driver."""
+        """Nothing to doubt: there is no driver."""
 
     def reserve(self, size_bytes: int) -> PageRange:
         self.ranges.append(PageRange(self, self._addresses(size_bytes), size_bytes))
@@ -116,24 +116,24 @@ class NumbersDevice:
         self.num_frees += num_own
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
-        """There are more."""
+        """Nothing to do: there are always more addresses."""
 
     def wait(self) -> None:
-        """Nothing is queued."""
+        """Return at once: nothing is queued."""
 
     @property
     def is_used(self) -> bool:
-        """There is nothing to touch."""
+        """Always true: there is no device to be touched first."""
         return True
 
     def before_use(self, function: Callable[[], None]) -> None:
-        """Nobody served it before."""
+        """Nothing to do: nobody served it before."""
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def collect(self) -> None:
-        """Nothing is kept."""
+        """Nothing to collect: nothing is kept."""
 
     def forked(self) -> None:
         """The numbers are the child's own."""
@@ -153,7 +153,7 @@ def _entry() -> int:
 
 
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
-    """A controller over a device of numbers of `capacity_bytes`; 0, or more than any GPU has: a tebibyte."""
+    """A controller over a made-up device of `capacity_bytes`; 0, or more than any GPU has, stands for a tebibyte."""
     with _lock:
         index = len(_controllers)
         while index in _controllers:

@@ -50,7 +50,7 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
         if kind[i] == _ALLOC:
             place = call3(allocate, device, size[row], stream[row])
             if place == 0 and size[row] > 0:
-                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], state.reserved_bytes)
+                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], state.statistics.reserved_bytes)
                 return i
             address[row] = place
             if place != 0:
@@ -64,7 +64,7 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
             if kind[i] == _FREE_COMPLETED:
                 held[row] = 0
                 call3(release, device, address[row], 0)
-        reserved[i] = state.reserved_bytes
+        reserved[i] = state.statistics.reserved_bytes
         words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], reserved[i])
         allocated[i] = words[_ALLOCATED]
     return len(kind)
@@ -72,10 +72,10 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How the runtime gets its plan."""
+    """The settings of the model: how the runtime gets its plan."""
 
     mode: str = setting("observe", as_one_of("plan", "observe"))
-    """Whether the program is watched from the first event on, or everything is planned beforehand."""
+    """Whether the runtime watches the program from the first event on, instead of planning all of it beforehand."""
 
 
 class Planned:
@@ -102,7 +102,7 @@ class Planned:
             let_go(controller)
 
     def plan_for(self, events: Events) -> None:
-        """Plan a whole program and take its arena; what is fed next follows it. Nothing to do when observing."""
+        """Plan a whole program and take its arena, for the events fed next; does nothing when observing."""
         if self._planned:
             return
         from stalloc.planner import plan
@@ -182,18 +182,20 @@ class Planned:
             retries=state.record.statistics.num_retries,
             more={
                 "planned_hits": state.record.follow.hits,
-                "unplanned": state.record.steps.misses,
-                "conflicts": state.record.steps.conflicts,
+                "unplanned": state.record.iterations.misses,
+                "conflicts": state.record.iterations.conflicts,
                 "arena_bytes": state.record.plan.arena_bytes,
                 "plan_bytes": self._plan_bytes,
                 "plans": self._controller.status.num_plans,
-                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.steps.step_count else 0,
+                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes
+                if state.record.iterations.iteration_count
+                else 0,
             },
         )
 
     @property
     def note(self) -> str:
-        """What the runtime has to say about itself: its phase, and why it rests, if it does."""
+        """The phase of the runtime, and why it rests, if it does."""
         controller = self._controller
         return f"{controller.status.phase.value}{f': {controller.status.note}' if controller.status.note else ''}"
 
@@ -202,7 +204,7 @@ class Planned:
         return self._address.copy()
 
     def blocks(self) -> BlockMap:
-        """Where everything is. The space of the arena that nobody uses is free, whatever the plan says of it."""
+        """All blocks with their places. Unused space of the arena counts as free, whatever the plan has there."""
         held = sorted(segments(self._controller.state), key=lambda segment: segment.address)
         bases = np.array([segment.address for segment in held], np.int64)
         lengths = np.array([segment.size_bytes for segment in held], np.int64)

@@ -35,7 +35,7 @@ class Events(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fed:
-    """What a model said to the events it was fed; columns are int64."""
+    """A model's answers to the events that it was fed; columns are int64."""
 
     reserved_bytes: Column  #: (m,) after each event
     allocated_bytes: Column  #: (m,) requested bytes in blocks that are not yet given up, after each event
@@ -77,7 +77,7 @@ class Allocator(Protocol):
     name: str
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; `size` and `stream` hold every request that was ever fed, by the same rows."""
+        """Feed further events; `size` and `stream` hold every request that was ever fed, by the same rows."""
         ...
 
     def counters(self) -> Counters:
@@ -85,5 +85,5 @@ class Allocator(Protocol):
         ...
 
     def blocks(self) -> BlockMap:
-        """Where everything is."""
+        """All blocks with their places."""
         ...

@@ -36,14 +36,14 @@ class Owner:
 
     @property
     def pointer(self) -> int:
-        """Where the record is."""
+        """The address of the record."""
         return int(self.record.ctypes.data)
 
     def __getitem__(self, name: str) -> int:
         return int(self.record[name][0])
 
     def write(self, **values: int) -> None:
-        """Set fields."""
+        """Set fields of the record."""
         for name, value in values.items():
             self.record[name] = value
 

@@ -89,7 +89,7 @@ def _pools(trace: Trace, address: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _segments(trace: Trace, event: int) -> list[tuple[int, int, int]]:
-    """(address, bytes, stream) of each mapped range after the event, in order: the final list, undone backwards."""
+    """(address, bytes, stream) of each mapped range after the event, in order, found by undoing all later events."""
     ranges = _Ranges(
         zip(
             trace.segment_address.astype(np.int64).tolist(),
@@ -133,7 +133,7 @@ class _Ranges:
         self._ranges.insert(at, (begin, size, stream))
 
     def remove(self, begin: int, size: int) -> None:
-        """Take a range out of the one that holds it; what is not there is left alone."""
+        """Take a range out of the one that holds it; a part that no range holds is ignored."""
         at = bisect_right(self._ranges, (begin, 1 << 62, 0)) - 1
         if at < 0:
             return

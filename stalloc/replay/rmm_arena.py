@@ -48,7 +48,7 @@ _GLOBAL = 0  # tree of the global arena; that of a stream is its number + 1
 
 @dataclass(frozen=True, kw_only=True)
 class RmmArenaSettings:
-    """What the resource can be told."""
+    """The settings of the resource."""
 
     size: int | None = setting(None, as_bytes)
     """Bytes of the global arena; None: half of the capacity; 0: as many as the program needs."""
@@ -101,7 +101,7 @@ def _take_memory(t, m, size):
 
 @inner()
 def _take_global(t, m, size):
-    """A block that fits, out of its tree, in a superblock that is no larger than it has to be; 0 for none."""
+    """A block that fits, taken out of its tree, 0 for none; an empty superblock is cut to the size that is needed."""
     block = first_fit(t, _GLOBAL, size)
     if block == 0:
         return 0

@@ -31,7 +31,7 @@ _NO_TREE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class RmmBinningSettings(rmm_pool.RmmPoolSettings):
-    """What the resource can be told, and the pool below it."""
+    """The settings of the resource and of the pool below it."""
 
     smallest_exponent: int = setting(18, as_count)
     """The smallest bin has blocks of 2^smallest_exponent bytes."""
@@ -44,7 +44,7 @@ _head_at = row_of("heads", Word)  # (k,) first free block of each bin, 0 for non
 
 @inner()
 def _fill(t, m, number, stream):
-    """Take blocks for a bin from the pool; whether it had them."""
+    """Take blocks for a bin from the pool; whether the pool had them."""
     size = 1 << (m.smallest_exponent + number)
     block = take(t, m, size * _BLOCKS, stream)
     if block < 0:

@@ -33,7 +33,7 @@ UNIT = 256  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RmmPoolSettings:
-    """What the pool can be told."""
+    """The settings of the pool."""
 
     initial: int | None = setting(None, as_bytes)
     """Bytes that it begins with; None: half of the capacity."""

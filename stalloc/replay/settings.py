@@ -52,7 +52,7 @@ def as_percent(text: str) -> int:
 
 
 def as_one_of(*choices: str) -> Callable[[str], str]:
-    """One of some words."""
+    """A reader of one of some words."""
 
     def read(text: str) -> str:
         if text not in choices:

@@ -88,7 +88,7 @@ def simulate(trace: Trace, candidates: Sequence[Candidate], capacity_bytes: int 
 
 
 def ranked(results: Iterable[Simulated]) -> list[Simulated]:
-    """Best first: what fits, what reserves least, what calls the device least."""
+    """The results, best first: what fits, then what reserves least, then what calls the device least."""
     return sorted(
         results,
         key=lambda r: (not r.fits, r.peak_reserved_bytes, r.device_allocs + r.device_frees, r.allocator, r.settings),
@@ -96,7 +96,7 @@ def ranked(results: Iterable[Simulated]) -> list[Simulated]:
 
 
 def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events: Events | None = None) -> Simulated:
-    """One allocator, not compared with what the trace records. `events` if they are not simply those of the trace."""
+    """The result of one allocator, not compared with the record; `events` if they are not those of the trace."""
     events = events_of(trace) if events is None else events
     began = time.perf_counter()
     model = make(candidate.allocator, candidate.settings, capacity_bytes)
@@ -164,7 +164,7 @@ def program_of(trace: Trace, capacity_bytes: int = 0) -> Events:
 
 
 def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> Events:
-    """The program up to an event, and then one request more: the one that ran out of memory."""
+    """The program up to an event, followed by the request that ran out of memory."""
     events = events_of(trace)
     kept = np.flatnonzero(events.event < at_event)
     return Events(
@@ -178,7 +178,7 @@ def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> E
 
 
 def _run_and_compare(trace: Trace, candidate: Candidate, capacity_bytes: int, events: Events) -> Simulated:
-    """One allocator; if it is the one that made the record, also whether the model does what the record says."""
+    """The result of one allocator; if that made the record, also whether the model does what the record says."""
     result = run_one(trace, candidate, capacity_bytes, events)
     recorded = recorded_conf(trace)
     if candidate.allocator != "torch" or candidate.settings != recorded or not of_torchs_allocator(trace):

@@ -31,7 +31,7 @@ _CHUNK = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOrderedSettings:
-    """What the pool can be told."""
+    """The settings of the pool."""
 
     release_threshold: int = setting(1 << 50, as_bytes)
     """Bytes that stay reserved when the program waits for the device."""

@@ -37,7 +37,7 @@ _DIVISIONS = 32  # at most
 
 @dataclass(frozen=True, kw_only=True)
 class TlsfSettings:
-    """What TLSF can be told."""
+    """The settings of TLSF."""
 
     region: int = setting(64 << 20, as_bytes)
     """Bytes that are taken from the device at a time."""

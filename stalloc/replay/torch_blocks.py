@@ -100,7 +100,7 @@ def _is_taken(t, begin, end):
 
 @inner()
 def raise_next_address(t, end):
-    """Segments that come later lie behind `end`."""
+    """Place later segments behind `end`."""
     t.next_address = max(t.next_address, (end + _ALIGN) & ~_ALIGN)
 
 

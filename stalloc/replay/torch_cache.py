@@ -64,7 +64,7 @@ def round_size(parts, size):
 
 @inner()
 def _growing_size(t, block):
-    """What a block can become by mapping more."""
+    """The size that a block can reach by mapping more memory."""
     after = at(t, block).next
     return at(t, block).size + (at(t, after).size if after != 0 and at(t, after).state == UNMAPPED else 0)
 
@@ -250,7 +250,7 @@ def _give_up(t, m, request, kind):
 
 @inner()
 def _has_room(t, m, size):
-    """Unmapping may cut every free block in three."""
+    """Whether the tables have room: unmapping may cut every free block in three."""
     used = t.blocks_used - t.num_spare
     return t.num_blocks - used >= 16 + (2 * used if m.expandable_segments else 0)
 

@@ -34,7 +34,7 @@ _NOT_SET = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TorchFed(Fed):
-    """What the model said to its events; columns are int64."""
+    """The model's answers to its events; columns are int64."""
 
     block_bytes: Column  #: (m,) whole blocks that are not yet given up, which torch.cuda.memory_allocated() counts
     address: Column  #: (m,) where an allocation was put; -1 for other events
@@ -142,7 +142,7 @@ class TorchCaching(TableModel):
         )
 
     def blocks(self) -> TorchBlockMap:
-        """Where everything is, as torch.cuda.memory_snapshot() shows it."""
+        """All blocks with their places, as torch.cuda.memory_snapshot() shows them."""
         blocks, found = super().blocks(), self.used_rows()[self.memory_rows()]
         first = found[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]  # of each segment
         return TorchBlockMap(

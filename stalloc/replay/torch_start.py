@@ -137,7 +137,7 @@ def _real_ends(trace: Trace, request: Column, address: Column, end: Column, limi
 
 
 def is_whole(blocks: BlockMap) -> bool:
-    """Whether segments keep apart, and the blocks of each follow one another from its begin to its end."""
+    """Whether no segments overlap, and the blocks of each cover it without gaps from begin to end."""
     begin, end = blocks.segment_address, blocks.segment_address + blocks.segment_size
     first = np.flatnonzero(np.diff(blocks.segment, prepend=-1))
     last = np.append(first[1:], len(blocks.segment)) - 1
@@ -242,7 +242,7 @@ def load_blocks(store, own, columns, requested, small, base):
 
 @inner()
 def _append(t, before, pool, address, size, base):
-    """A new block behind another one, or without one."""
+    """Add a block behind another one, or as the first of its segment."""
     block = add_segment(t, pool, address, size, base)
     at(t, block).previous = before
     if before != 0:
@@ -252,7 +252,7 @@ def _append(t, before, pool, address, size, base):
 
 @inner()
 def _close(t, m, before):
-    """The rest of an expandable segment's addresses, if the block before is of one; always no block."""
+    """Add the unmapped rest of an expandable segment, if the block before is of one; returns no block."""
     if before == 0 or at(t, before).extra == 0:
         return 0
     start, base = at(t, before).address + at(t, before).size, at(t, before).extra

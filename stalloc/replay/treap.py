@@ -177,7 +177,7 @@ def last(t, tree):
 
 @inner()
 def merge(t, tree, state, block):
-    """A block in no tree, merged with the neighbours that are in a tree and have a state; the merged block."""
+    """Merge a block in no tree with the neighbours that are in a tree and have `state`; the merged block."""
     behind, ahead = at(t, block).next, at(t, block).previous
     if behind != 0 and at(t, behind).state == state and at(t, behind).tree == tree:
         remove(t, behind)
@@ -218,7 +218,7 @@ def insert_fit(t, tree, block):
 
 @inner()
 def remove_fit(t, block):
-    """Take a block out of such a tree."""
+    """Take a block out of a tree that can tell the first fit."""
     remove(t, block)
     _update_towards(t, root(t, at(t, block).tree), at(t, block).address)
 

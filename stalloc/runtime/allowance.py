@@ -11,7 +11,7 @@ said, or than an eighth where it keeps streams apart as PyTorch does, and the de
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stalloc.core.constants import MODE_REPLAY
+from stalloc.core.constants import MODE_PLANNED
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 from stalloc.sizes import PAGE_BYTES
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Allowance:
-    """Of one device's program."""
+    """How many bytes one device's program may hold, so that its pages need not move."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state, self._record = state, state.record
@@ -52,7 +52,7 @@ class Allowance:
 
     @property
     def _is_planned(self) -> bool:
-        return bool(self._record.hot.mode == MODE_REPLAY)
+        return bool(self._record.hot.mode == MODE_PLANNED)
 
     @property
     def is_marked(self) -> bool:

@@ -116,13 +116,13 @@ class Arenas:
         followed = {  # where it is remains as sure
             "history_count": follow.history_count,
             "miss_run": follow.miss_run,
-            "excess_misses": follow.excess_misses,
-            "last_miss": record.steps.last_miss,
-            "bad_iterations": record.steps.bad_iterations,
+            "misses_over_matches": follow.misses_over_matches,
+            "last_miss": record.iterations.last_miss,
+            "bad_iterations": record.iterations.bad_iterations,
         }
         self.drop_schedule()
         if self.arena is not None:  # it could not be dissolved
-            state.write(mode=constants.MODE_REPLAY)
+            state.write(mode=constants.MODE_PLANNED)
             state.triggers.after_misses(ask_after)
             return False
         self._serve_on(memory, schedule, cursor, anew=False)
@@ -136,7 +136,7 @@ class Arenas:
         """Map what the place of a schedule's entry lacks, if there is memory for it."""
         if self.arena is not None and self.memory.source.paged:
             self.memory.paging.back(position)
-        if self.state.record.triggers.ask_at_step:  # iterations are counted in which pages move
+        if self.state.record.triggers.ask_after_iterations:  # iterations are counted in which pages move
             self.state.triggers.at_boundary()
 
     # --- giving up

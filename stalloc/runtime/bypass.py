@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class Bypass:
-    """Of the plans of one device."""
+    """Whether the plan in force on one device is bypassed, and until when."""
 
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
-        self._stood = self._came_late = False  # since the last mark: it was bypassed; another plan came into force
+        # since the last mark: it was bypassed; another plan came into force
+        self._was_bypassed = self._came_late = False
         # at the last mark, or when another plan came into force after it:
         self._place = self._left_out = 0  # entries from where the cycle begins; entries that were left out, ever
         self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
@@ -33,7 +34,7 @@ class Bypass:
     def begins(self) -> bool:
         """A request needs pages: whether the plan is bypassed from now on, so that there may be some."""
         record = self._state.record
-        if self._stood or not decisions.may_bypass(self._in_a_row) or self._status.phase is not Phase.PLANNED:
+        if self._was_bypassed or not decisions.may_bypass(self._in_a_row) or self._status.phase is not Phase.PLANNED:
             return False
         if record.hot.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
@@ -48,7 +49,7 @@ class Bypass:
             if not self._arenas.move():
                 return False
         self._in_a_row += 1
-        self._stood = True
+        self._was_bypassed = True
         self._state.write(bypassed=BYPASS)
         return True
 
@@ -62,7 +63,7 @@ class Bypass:
         goes_on = self._came_late and record.follow.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
         leaves_out = decisions.leaves_out_much(record.follow.left_out - self._left_out, length) and not goes_on
         is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
-        return bool(record.steps.step_count > 0 and is_another)
+        return bool(record.iterations.iteration_count > 0 and is_another)
 
     @property
     def _place_now(self) -> int:
@@ -72,7 +73,10 @@ class Bypass:
     def _lost_and_hit(self) -> tuple[int, int]:
         """Requests of this iteration that are not as planned, and those that are."""
         record = self._state.record
-        return record.steps.step_misses - record.steps.step_unplanned, record.follow.hits - record.steps.hits_before
+        return (
+            record.iterations.iteration_misses - record.iterations.iteration_unplanned,
+            record.follow.hits - record.iterations.hits_before,
+        )
 
     def _matters(self) -> bool:
         """Whether little of what is held is left and most of the iteration not as planned, or the step needs much."""
@@ -107,8 +111,8 @@ class Bypass:
 
     def end(self) -> None:
         """The program marks a step, and where it is on its schedule is known."""
-        if self._stood:
-            self._stood = False
+        if self._was_bypassed:
+            self._was_bypassed = False
             self._state.write(bypassed=0)
         else:
             self._in_a_row = 0
@@ -118,7 +122,7 @@ class Bypass:
     @property
     def is_far(self) -> bool:
         """Whether the last step was served as far as it was planned."""
-        return not (self._stood or self._in_a_row)
+        return not (self._was_bypassed or self._in_a_row)
 
     def skip(self, steps: "SteadySteps") -> None:
         """Steps went by as planned."""

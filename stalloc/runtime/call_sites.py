@@ -174,7 +174,7 @@ class CallSites:
         self._kept, self._kept_at = kept, calls
 
     def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
-        """The same as names of call sites."""
+        """The names of the call sites that asked for what lives at these addresses of a device."""
         names: dict[int, str] = {}
         stacks = self.stacks_at(state, addresses)
         for stack in stacks:

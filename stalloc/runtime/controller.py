@@ -219,7 +219,7 @@ class Controller:
             self.hear_mark(kind, name)
 
     def hear_mark(self, kind: int, name: str) -> None:
-        """The same for one that is not of a steady step: if it is of a step, look for a plan."""
+        """Note a mark that ends no steady step; at the mark of any other step, look for a plan."""
         with self.lock, self.memory.serving():
             self.steady.end()
             if kind != MARK_STEP:
@@ -263,7 +263,7 @@ class Controller:
     def _why_plan_goes(self, *, is_first: bool) -> str | None:
         """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
         record = self.state.record
-        if is_first and decisions.misses_much(record.steps.misses, record.follow.hits):
+        if is_first and decisions.misses_much(record.iterations.misses, record.follow.hits):
             return "the first plan did not follow the steps that are marked now"
         return None
 
@@ -316,7 +316,7 @@ class Controller:
         self._observe(anew=True)
 
     def _observe(self, *, anew: bool) -> None:
-        """The same; if not `anew` with the record that was begun beside a plan."""
+        """Any phase -> OBSERVING, with a fresh record if `anew`, else with the one that was begun beside a plan."""
         self.status.phase = Phase.OBSERVING
         self._next_plan.forget()
         self._search.begin()
@@ -332,13 +332,13 @@ class Controller:
         self._next_plan.make(job, cursor, is_sure=is_sure)
 
     def _follow_recorded(self, trace: "Trace", job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
-        """The same for what was found in a trace of the record, which is kept."""
+        """Follow a cycle that was found in `trace`, which is of the record and is kept."""
         self.status.observed_steps = job.schedule.covered_requests // job.schedule.period_requests
         self.recording.kept = KeptTrace(trace)
         self._follow(job, cursor, is_sure=is_sure)
 
     def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
-        """The same for a cycle that was found in the record."""
+        """Follow a cycle that was found in the record, and the marks of its steps if there are any."""
         self._follow_recorded(found.trace, job, cursor, is_sure=found.is_sure)
         if self.recording.marks:
             self.steps.follow_marks(found.trace, job.schedule, found.sizable, found.first)
@@ -350,7 +350,7 @@ class Controller:
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
         status, record = self.status, self.state.record
-        hits, misses = record.follow.hits, record.steps.misses + record.steps.conflicts
+        hits, misses = record.follow.hits, record.iterations.misses + record.iterations.conflicts
         with status.cpu_budget.counted():
             if not self.arenas.put_in_force(schedule):
                 return False
@@ -367,13 +367,17 @@ class Controller:
         """PLANNED or PLANNING -> OBSERVING, or RESTING after too many plans; `is_part`: what repeats is longer."""
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
-        goes_on = self.status.note_dropped(note, self.state.record.steps.step_count)
+        goes_on = self.status.note_dropped(note, self.state.record.iterations.iteration_count)
         follows_cycle = self.steps.schedules is None
         self._forget_plans()
         self.arenas.drop_schedule()
         record = self.state.record
         was_found = self.status.observed is not None and not self.recording.marks  # in this run
-        if follows_cycle and was_found and (is_part or decisions.was_no_step(record.steps.misses, record.follow.hits)):
+        if (
+            follows_cycle
+            and was_found
+            and (is_part or decisions.was_no_step(record.iterations.misses, record.follow.hits))
+        ):
             self._search.was_misled(is_part=is_part)
         if not goes_on:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
@@ -657,7 +661,7 @@ class Controller:
             records = settings.plan and not settings.keep_recording
             missed, is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
             if is_unknown and decisions.is_wasteful(
-                state.record.hot.step_allocated_peak, state.record.statistics.reserved_bytes
+                state.record.hot.iteration_allocated_peak, state.record.statistics.reserved_bytes
             ):
                 self._release_unused()  # no iteration over the plan ends, after which unused segments go back
             if state.record.tables.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
@@ -698,7 +702,7 @@ class Controller:
             self.note_observed()
         if not self.put_in_force(search.served, search.plan, ask_after_misses=decisions.most_misses(search.longest)):
             self.steps.were_refused()
-            serves = self.state.record.hot.mode == constants.MODE_REPLAY
+            serves = self.state.record.hot.mode == constants.MODE_PLANNED
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
         if self.recording.marks:
             self.steps.follow(search)
@@ -740,7 +744,7 @@ class Controller:
         marked = bool(self.recording.step_times_ns) and not self.recording.marks_are_overdue
         if self.steps.search is None and not (marked and self.steps.misses.are_few):
             return False
-        self.state.triggers.after_misses(2 * record.follow.excess_misses)
+        self.state.triggers.after_misses(2 * record.follow.misses_over_matches)
         return True
 
     def _judge_plan(self) -> bool:
@@ -754,7 +758,7 @@ class Controller:
     def _seems_a_part(self) -> bool:
         """Whether a cycle found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record = self.state.record
-        lost = record.steps.misses + (record.steps.conflicts if self.steps.schedules is not None else 0)
+        lost = record.iterations.misses + (record.iterations.conflicts if self.steps.schedules is not None else 0)
         return (
             self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.follow.hits)
         )
@@ -780,7 +784,7 @@ class Controller:
         if not self._search.is_long:
             validation.go_on()
             return False
-        if seems and decisions.misses_much(record.steps.misses, record.follow.hits):
+        if seems and decisions.misses_much(record.iterations.misses, record.follow.hits):
             return True
         validation.end()
         return False

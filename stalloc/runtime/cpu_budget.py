@@ -1,8 +1,8 @@
 """What it costs a program that plans are looked for, made and put in force: held to a share of its processor time.
 
-Contract: the time of all threads counts, compiling apart. Before the first plan it is a second, and little more in a
-program that has none; after it, over any 1,000 steps, 2 % of what the program took for them, or 0.3 s more where they
-are short. What is under way when that is spent comes to its end.
+Contract: the time of all threads counts, compiling apart. It is a share of the program's, by default 1 %, and in
+advance one second before the first plan, after it the share of 1,000 steps or 0.3 s. What is under way when that is
+spent comes to its end.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CpuBudget:
-    """What is spent on one device's program."""
+    """The processor time that planning for one device's program took, and what it may still take."""
 
     def __init__(self, share: float) -> None:
         """`share`: what comes in, of the program's time; as much is there to begin with, for 1,000 steps."""
@@ -29,7 +29,7 @@ class CpuBudget:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """What this thread does here counts."""
+        """A context in which this thread's processor time counts against the budget."""
         began, compiled = time.thread_time_ns(), compile_time().processor_ns
         try:
             yield

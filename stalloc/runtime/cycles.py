@@ -28,7 +28,7 @@ _MANY = 1 << 30
 
 
 class CycleWatch:
-    """Of the steps of one device."""
+    """Watches the marked steps of one device for an order that repeats."""
 
     def __init__(self, recorded: RecordedSteps) -> None:
         self._recorded = recorded
@@ -64,7 +64,7 @@ class CycleWatch:
 
     @property
     def is_found(self) -> bool:
-        """Whether there is one."""
+        """Whether a cycle was found."""
         return self._found is not None
 
     @property

@@ -275,7 +275,7 @@ def is_restless(steps: int) -> bool:
 
 
 def is_plan_to_blame(steps: int) -> bool:
-    """The same, that a plan which needs less is looked for: what may be held had time to grow."""
+    """Whether pages were restless in so many steps, while more and more was held, that a smaller plan is looked for."""
     return steps > 2 * t.MANY_STEPS
 
 

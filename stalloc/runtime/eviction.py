@@ -18,7 +18,7 @@ Evict = Callable[[int], int]
 
 
 class Eviction:
-    """Of one device; without `evict` nothing can be let go of."""
+    """Evicts what a program can do without from the memory of one device; before `begin`, nothing is evicted."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state

@@ -84,12 +84,12 @@ class FullDevice:
             yield
         finally:
             self._moves = False
-            self._state.write(excess_misses=0)
+            self._state.write(misses_over_matches=0)
 
     def is_left(self, size_bytes: int) -> bool:
         """Whether the program does something else than the plan in force; to be asked when a request needs memory."""
         record = self._state.record
-        if not decisions.is_left(max(record.follow.excess_misses, self._state.num_displaced)) or self._moves:
+        if not decisions.is_left(max(record.follow.misses_over_matches, self._state.num_displaced)) or self._moves:
             return False
         if self._memory.is_capturing:
             return False

@@ -146,6 +146,6 @@ class KindSearch:
             self.cycle = cycle
 
     def _most_frequent(self, kinds: "list[StepKind]") -> "list[StepKind]":
-        """As many as there is time for."""
+        """The most frequent kinds of steps, as many as there is time to plan."""
         kinds = sorted(kinds, key=lambda kind: -kind.times_seen)
         return kinds[: decisions.num_affordable([len(kind.size) for kind in kinds], self.cpu_budget.left_seconds)]

@@ -63,7 +63,7 @@ class DeviceMemory:
         return self._is_captured or self.state.record.hot.private_kind != 0
 
     def is_captured_now(self) -> bool:
-        """The same where no request is being served."""
+        """Whether a graph is being captured, for callers outside a request."""
         with self.lock, self.serving():
             return self.is_capturing
 
@@ -134,7 +134,7 @@ class DeviceMemory:
 
     def save(self) -> None:
         """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
-        if not self.state.record.policy.memory_is_short and self.state.record.hot.mode != constants.MODE_REPLAY:
+        if not self.state.record.policy.memory_is_short and self.state.record.hot.mode != constants.MODE_PLANNED:
             self.state.write(memory_is_short=1)
 
     def release_unused(self, idle_iterations: int = 0) -> None:

@@ -34,7 +34,7 @@ class _Step:
 
     @cached_property
     def distinct(self) -> frozenset[int]:
-        """The same."""
+        """The distinct `keys`."""
         return frozenset(self.keys.tolist())
 
     def without_others(self, other: "_Step") -> Column | None:
@@ -47,7 +47,7 @@ class _Step:
 
 
 class NoiseRequests:
-    """Those of the steps in one device's record."""
+    """Finds noise among the steps of one device's record, and has it left out of them."""
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording

@@ -231,7 +231,7 @@ class Paging:
                     memory.unmap(page, GRANULE)
 
     def range_of(self, address: int) -> Any:
-        """The range that an address is of."""
+        """The address range that an address lies in."""
         return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
     @property

@@ -10,7 +10,7 @@ from stalloc.runtime.recording import Recording
 
 
 class PersistentPhase:
-    """Whether requests of one device are meant to last."""
+    """Whether the program is making what lasts: a model, or the state of an optimizer."""
 
     def __init__(self, memory: DeviceMemory, recording: Recording) -> None:
         self._memory, self._state, self._recording = memory, memory.state, recording

@@ -1,4 +1,4 @@
-"""A cycle that was found without marks is being validated: it may be a layer's, or one step's of several.
+"""The validation of a plan that was found without marks: its cycle may be a layer's, or one step's of several.
 
 Contract: while a plan is being validated what the program does is recorded beside it, so that a longer cycle can be
 looked for at once when it turns out that the plan's is only a part of what repeats.
@@ -11,7 +11,7 @@ from stalloc.runtime.status import Status
 
 
 class PlanValidation:
-    """The validation of one device's plan, if it is on any."""
+    """Whether the plan in force on one device is being validated, and until when."""
 
     def __init__(self, status: Status, state: DeviceState, recording: Recording) -> None:
         self._status, self._state, self._recording = status, state, recording

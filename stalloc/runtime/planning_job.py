@@ -92,7 +92,7 @@ class PlanJob:
 
 
 class NextPlan:
-    """Of one device."""
+    """The plan that is being made for one device, and the cycle that is followed meanwhile."""
 
     def __init__(self, status: Status, state: DeviceState, recording: Recording, planner: "Planner | None") -> None:
         """`planner` stands in for `plan_schedule`."""
@@ -100,9 +100,8 @@ class NextPlan:
         self._planner = planner
         self.job: PlanJob | None = None  #: that makes it; None: no plan is in the making
         self._wait_seconds = 0.0  # that the next boundary waits for it
-        self._shared: tuple[Schedule, PlanJob] | None = (
-            None  # a cycle in force, and its plan in which streams share memory
-        )
+        # a cycle in force, and its plan in which streams share memory
+        self._shared: tuple[Schedule, PlanJob] | None = None
 
     def forget(self) -> None:
         """No plan is in the making any more."""
@@ -137,7 +136,7 @@ class NextPlan:
         return (
             not self._recording.marks
             and record.follow.cursor == record.follow.cycle_start
-            and record.follow.history_count == 0 > record.steps.last_miss
+            and record.follow.history_count == 0 > record.iterations.last_miss
         )
 
     def take_shared(self, schedule: "Schedule") -> PlanJob | None:

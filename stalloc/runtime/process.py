@@ -291,7 +291,7 @@ _runtime_lock = threading.Lock()
 def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> Runtime:
     """The runtime of this process, made at the first call; later calls get the same one whatever they ask for.
 
-    Arguments and errors as of `Runtime`.
+    Arguments and errors as in `Runtime`.
     """
     global _runtime
     with _runtime_lock:
@@ -306,7 +306,7 @@ def current() -> Runtime | None:
 
 
 def needed() -> Runtime | None:
-    """The same, started now if it was to start at the program's first use of CUDA."""
+    """The runtime of this process, started now if it was to start at the program's first use of CUDA; None: none."""
     if _runtime is None:
         first_use.begin()
     return _runtime

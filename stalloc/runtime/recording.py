@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Refusals:
-    """Of one device's record."""
+    """The requests in one device's record that were refused."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -175,17 +175,17 @@ class Recording:
         return (self.step_events[-2], self.step_events[-1]) if len(self.step_events) > 1 else None
 
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
-        """Sizes and streams of what was asked for among the events [begin, end), threads apart that are left out."""
+        """Sizes and streams of the requests among events [begin, end), without those of threads that are left out."""
         return self._regular_requests(begin, end)[:2]
 
     def requests_before_marks(self) -> tuple[Column, Column]:
-        """The same of all events before the first mark of a step."""
+        """Sizes and streams of the requests before the first mark of a step, without threads that are left out."""
         if self._before_marks is None:
             self._before_marks = self.requests(0, self.step_events[0])
         return self._before_marks
 
     def _regular_requests(self, begin: int, end: int) -> tuple[Column, Column, Column]:
-        """The same, with who asked."""
+        """Sizes, streams and threads of the requests among events [begin, end), without threads that are left out."""
         size, stream, thread = self._state.recorded_requests(begin, end)
         kept = ~np.isin(thread, list(self.left_out)) if self.left_out else slice(None)
         return size[kept], stream[kept], thread[kept]
@@ -213,7 +213,7 @@ class Recording:
         return dataclasses.replace(trace, extra=trace.extra | more)
 
     def regular_trace(self, first_step: int = 0) -> "Trace":
-        """The same without the requests of threads that are left out; from a step on, if it is not the first."""
+        """The record, or what follows from step `first_step` on, as a Trace without threads that are left out."""
         begin = self.step_events[first_step] if first_step else 0
         events, marks = self._state.recorded(begin), self._marks_from(begin)
         if not self.left_out:

@@ -31,7 +31,7 @@ def segment_bytes(kind: int, size_bytes: int) -> int:
 
 
 def tight_segment_bytes(size_bytes: int) -> int:
-    """The same for a large request of `size_bytes` where memory is short: as little as possible is lost to rounding."""
+    """The size of a new segment for a large request where memory is short: little is lost to rounding."""
     return _for_several(size_bytes, max(size_bytes, MAX_SHARED_SEGMENT), 1 / (1 << WASTE_SHIFT))
 
 

@@ -69,7 +69,7 @@ class Shortage:
         return False
 
     def _grow(self, pool: int, size_bytes: int) -> bool:
-        """The same by pages."""
+        """Map pages for a request of a pool, after evicting and collecting garbage if need be; False without any."""
         paging = self._memory.paging
         if paging.grow(pool, size_bytes):
             return True

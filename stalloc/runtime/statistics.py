@@ -83,12 +83,12 @@ class Report:
 def _planned_steps(controller: "Controller") -> list[Step]:
     """The whole iterations over the cycle, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
-    hits = state.record.follow.hits - state.record.steps.hits_before
-    seen = hits + state.record.steps.step_misses
+    hits = state.record.follow.hits - state.record.iterations.hits_before
+    seen = hits + state.record.iterations.iteration_misses
     length = state.record.follow.cycle_end - state.record.follow.cycle_start
     if state.record.follow.cursor == state.record.follow.cycle_start and seen >= length > 0:
-        peaks = state.record.hot.step_allocated_peak, state.record.steps.step_reserved_peak
-        steps.append(Step(0, hits, state.record.steps.step_misses, *peaks))
+        peaks = state.record.hot.iteration_allocated_peak, state.record.iterations.iteration_reserved_peak
+        steps.append(Step(0, hits, state.record.iterations.iteration_misses, *peaks))
     return steps
 
 
@@ -131,7 +131,7 @@ def run_counts(controller: "Controller") -> tuple[int, int]:
     record, status = controller.state.record, controller.status
     return (
         status.earlier_hits + record.follow.hits,
-        status.earlier_misses + record.steps.misses + record.steps.conflicts,
+        status.earlier_misses + record.iterations.misses + record.iterations.conflicts,
     )
 
 
@@ -167,8 +167,8 @@ def report(controller: "Controller") -> Report:
         requests_per_step=(len(plan.schedule_size) - plan.num_prologue) // per_cycle if plan is not None else 0,
         hit_rate=served / asked if asked else None,
         hits=state.record.follow.hits,
-        misses=state.record.steps.misses,
-        conflicts=state.record.steps.conflicts,
+        misses=state.record.iterations.misses,
+        conflicts=state.record.iterations.conflicts,
         dynamic_requests=state.record.dynamic.num_dynamic,
         run_hits=run_hits,
         run_misses=run_misses,

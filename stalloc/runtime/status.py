@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Status:
-    """One device."""
+    """The status of one device: its phase, its plan and how that came about."""
 
     settings: Settings
     cpu_budget: CpuBudget  #: what has gone into its plans

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepMisses:
-    """Those of one device."""
+    """How many requests of each marked step on one device the plan did not serve."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -22,7 +22,10 @@ class StepMisses:
 
     def of_step(self, num_plans: int) -> tuple[int, float]:
         """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
-        counts = self._state.record.follow.hits, self._state.record.steps.misses + self._state.record.steps.conflicts
+        counts = (
+            self._state.record.follow.hits,
+            self._state.record.iterations.misses + self._state.record.iterations.conflicts,
+        )
         fresh = self._plans == num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans

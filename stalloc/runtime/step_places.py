@@ -31,7 +31,7 @@ class KindOrder:
         self._last_two = -1, -1
 
     def copy(self) -> "KindOrder":
-        """As it is now, to look ahead."""
+        """A copy of this order as it is now, to look ahead with."""
         one = copy(self)
         one._followers, one._runs = self._followers.copy(), self._runs.copy()
         return one
@@ -116,7 +116,12 @@ class StepPlaces:
             self._find_position(record.follow.cycle_start, record.follow.cycle_end, record.follow.cursor)
         else:
             self._seen = [*self._seen, record.follow.cursor - record.follow.cycle_start][-_REMEMBERED:]
-        self._since = record.follow.cursor, record.follow.history_count, record.steps.misses, record.follow.cycle_start
+        self._since = (
+            record.follow.cursor,
+            record.follow.history_count,
+            record.iterations.misses,
+            record.follow.cycle_start,
+        )
 
     def expected_after(self, cycle_start: int) -> tuple[int, int]:
         """The schedule [begin, end) of the step that is expected after the one whose schedule begins there."""
@@ -193,7 +198,7 @@ class StepPlaces:
         """The name of the step that just ended, if it asked for just what its schedule has; None: not known."""
         record, (cursor, count, misses, cycle_start) = self._state.record, self._since
         num_followed = record.follow.history_count - count
-        if record.steps.misses != misses or cursor < 0:
+        if record.iterations.misses != misses or cursor < 0:
             return None
         if self._begins:
             schedule = bisect.bisect_right(self._begins, record.follow.cycle_start) - 1

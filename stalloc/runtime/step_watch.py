@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StepWatch:
-    """Over the steps of one device."""
+    """Decides when the steps of one device are recorded while a plan is in force."""
 
     def __init__(self, state: DeviceState, recorded: RecordedSteps, cpu_budget: CpuBudget) -> None:
         self._state, self._recorded, self._cpu_budget = state, recorded, cpu_budget
@@ -44,7 +44,7 @@ class StepWatch:
         return decisions.watch_left(self._steps) if self._steps else 0
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by, all of them known."""
+        """Note that steps went by, all of them known."""
         if self._steps:
             self._steps += steps.count
         else:

@@ -239,7 +239,7 @@ class Steps:
         self._refused |= self.planned
 
     def follow_unmarked(self, search: KindSearch) -> None:
-        """The same where no mark says when a step begins."""
+        """The plans of a search are in force, and no mark says when a step begins."""
         self.places.forget()
         self.schedules = search.schedules
         self.watch.end()

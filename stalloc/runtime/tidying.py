@@ -46,9 +46,12 @@ class Tidying:
         return settles or num_segments > kept
 
     def _unmap_unused(self) -> int:
-        """The same by pages: what a deviation needed goes after iterations without any, more if they come again."""
+        """Unmap what deviations needed, after iterations without any: twice as many each time that they come again."""
         paging, record = self._arenas.memory.paging, self._state.record
-        iterations, self._boundary_at = record.steps.steps_ever - self._boundary_at, record.steps.steps_ever
+        iterations, self._boundary_at = (
+            record.iterations.iterations_ever - self._boundary_at,
+            record.iterations.iterations_ever,
+        )
         self._moving_iterations = self._moving_iterations + 1 if paging.num_moves != self._moves_seen else 0
         self._moves_seen = paging.num_moves
         if self._moves_out_of_the_way():
@@ -83,15 +86,17 @@ class Tidying:
         length, has_kinds = record.follow.cycle_end - record.follow.cycle_start, record.follow.num_schedules > 1
         if (
             not decisions.may_move_arena(self._state.num_displaced, length, has_kinds=has_kinds)
-            or record.steps.steps_ever < self._move_after
+            or record.iterations.iterations_ever < self._move_after
             # where steps have other numbers of requests these take one another's places: moving does not help
             or record.tables.gaps
             or self._arenas.memory.is_capturing
             or self._cpu_budget.is_spent
         ):
             return False
-        self._move_wait = decisions.next_move_wait(record.steps.steps_ever - self._move_after, self._move_wait)
-        self._move_after = record.steps.steps_ever + self._move_wait
+        self._move_wait = decisions.next_move_wait(
+            record.iterations.iterations_ever - self._move_after, self._move_wait
+        )
+        self._move_after = record.iterations.iterations_ever + self._move_wait
         with self._cpu_budget.counted():
             return self._arenas.move()
 

@@ -49,7 +49,7 @@ def last_run(action: Column, address: Column, size: Column) -> Requests:
 
 
 class WarmUps:
-    """Of one device."""
+    """Reads what one device was asked for before a capture, and tells the core what to expect of it."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state

@@ -78,7 +78,7 @@ class SandboxedRun:
     """One run of a program by a verb."""
 
     def __init__(self, command: Sequence[str], outputs: Sequence[str] = ()) -> None:
-        """Get ready; arguments and errors as of `Sandbox`."""
+        """Get ready; arguments and errors as in `Sandbox`."""
         self._sandbox = Sandbox(command, outputs)
         self._program = -1
 

@@ -25,7 +25,7 @@ _SEGMENT_PREFIXES = ("sem.", "psm_", "mp-", "pym-", "torch_", "__KMP", "nccl-", 
 
 
 def version() -> int:
-    """Of the kernel's interface; 0 if there is none."""
+    """The version of Landlock that the kernel offers; 0 if it offers none."""
     return max(0, int(LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 

@@ -103,7 +103,7 @@ def _changes(upper: str, lower: str) -> Iterator[Change]:
 
 
 def _removed_within(upper: str, lower: str) -> list[str]:
-    """Of a folder that was made anew: what the one before it held and it has not."""
+    """The names in the folder `lower` that are missing in `upper`, which the program made anew in its place."""
     with contextlib.suppress(OSError):
         return [one for one in os.listdir(lower) if not os.path.lexists(os.path.join(upper, one))]
     return []

@@ -10,7 +10,7 @@ from stalloc.sandbox.written import Files, merged
 
 
 class ProgramFiles:
-    """What becomes of them."""
+    """Where a program's writes go, and what became of its files in each run."""
 
     def __init__(self, command: Sequence[str], *, keep: bool) -> None:
         """`keep`: writes are real. Raises SetupError where nothing keeps them from files otherwise."""
@@ -25,9 +25,9 @@ class ProgramFiles:
         return None if self.is_real else Sandbox(self._command)
 
     def note(self, files: Files) -> None:
-        """Remember what became of those of a run."""
+        """Remember what became of the files of a run."""
         self._seen.append(files)
 
     def all(self) -> Files:
-        """Of all runs together."""
+        """What became of the files of all runs together."""
         return merged(self._seen)

@@ -31,7 +31,7 @@ class Named:
         return f"{', '.join(shown)}{f' and {more} more' if more else ''} ({plural(self.num_files, 'file')}{size})"
 
     def as_json(self) -> dict[str, Any]:
-        """The same with whole numbers."""
+        """The names, the number of files and their bytes, for a report."""
         return {"names": list(self.names), "files": self.num_files, "bytes": self.size_bytes}
 
 
@@ -48,7 +48,7 @@ class Files:
 
     @property
     def written_bytes(self) -> int:
-        """Of all that was written, whatever became of it."""
+        """Bytes of all files that were written, whether they were discarded or kept."""
         return self.discarded.size_bytes + self.kept.size_bytes
 
     def sentences(self) -> list[str]:
@@ -59,13 +59,13 @@ class Files:
         return lines + ([f"kept: {self.kept.text()}"] if self.kept.num_files else [])
 
     def as_json(self) -> dict[str, Any]:
-        """For a report."""
+        """Plain values for the JSON of a report."""
         parts = {"discarded": self.discarded, "kept": self.kept, "removals": self.removals}
         return {"way": self.way, **{name: part.as_json() for name, part in parts.items()}}
 
 
 def files_from_json(told: dict[str, Any]) -> Files:
-    """What `as_json` gave."""
+    """The files of which `as_json` gave the values."""
     parts = {
         name: Named(tuple(told[name]["names"]), told[name]["files"], told[name]["bytes"])
         for name in ("discarded", "kept", "removals")

@@ -1,9 +1,9 @@
 """What the order in which work is done decides: how much blocks of several streams (torch's record_stream) take, and
 whether a program fits.
 
-Contract: on the virtual GPU all is done at once. A program whose streams share blocks is run again with nothing done
-before the host waits for it, which is the most that a GPU may hold, and, where that is more, on the timeline that
-stalloc.cost estimates. If the most is more than is offered, it is run with what is offered too.
+Contract: on the virtual GPU all work is done at once. A program whose streams share blocks is run again with work done
+only when the host waits for it, when a GPU may hold most, and, if that is more, on the timeline that stalloc.cost
+estimates. If the most is more than is offered, the program is also run with what is offered.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Devices = list[dict[str, int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a run with what is offered."""
+    """The outcome of a run with the memory that is offered."""
 
     fits: bool
     num_retries: int
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def shared_blocks(seen: Devices, measure: Callable[[Completion], Devices]) -> dict[str, Any] | None:
-    """Its figures, from the devices of a run and of runs that complete otherwise; None if those are the same."""
+    """What delayed events cost, from the devices of a run and of runs with another order; None if nothing."""
     most = _peaks(measure("at-waits"))
     return None if most == _peaks(seen) else {**most, "timeline": _peaks(measure("timeline"))}
 
@@ -39,7 +39,7 @@ def _peaks(devices: Devices) -> dict[str, int]:
 
 
 def what_order_decides(name: str, outcome: Callable[[Completion], Outcome]) -> dict[str, Any] | None:
-    """What comes of an allocator otherwise, under which the program fits if all is done at once; None: the same."""
+    """What another order does to an allocator under which the program fits if work is done at once; None: nothing."""
     best, worst = outcome("at-once"), outcome("at-waits")
     if not best.fits or (worst.fits and worst.num_retries <= best.num_retries):
         return None
@@ -48,12 +48,12 @@ def what_order_decides(name: str, outcome: Callable[[Completion], Outcome]) -> d
 
 
 def outcome_of(fits: bool, devices: Devices) -> Outcome:
-    """Of a run, on all its devices."""
+    """The outcome of a run: whether it fits, and its allocation retries on all its devices."""
     return Outcome(fits=fits, num_retries=sum(one.get("num_alloc_retries", 0) for one in devices))
 
 
 class Otherwise:
-    """Runs that complete otherwise, and how many those were."""
+    """The outcomes of runs whose work is done in another order, and how many there were."""
 
     def __init__(self, run: Callable[[Sequence[Asked]], list[RunSeen]]) -> None:
         self._run, self.num_runs = run, 0
@@ -66,7 +66,7 @@ class Otherwise:
         return found
 
     def decides(self, name: str, asked: Asked, seen: RunSeen | None) -> dict[str, Any] | None:
-        """What order decides of a run with what is offered; `seen`: what came of it, if it was made."""
+        """What the order of work decides about a run with the memory offered; `seen`: its outcome, if it was made."""
 
         def outcome(how: Completion) -> Outcome:
             one = seen if seen is not None and how == "at-once" else self._seen(asked, how)

@@ -1,8 +1,8 @@
 """Where along a row of runs something stops being enough.
 
-Contract: of the answer it was seen to be enough, and of the one after it that it is not; in between nothing is left
-out. That is the last one that is enough if more never comes after less, which holds for tokens in a cache where the
-program's weights and activations grow with the value, or the cards are in the order of their memory.
+Contract: a run showed that the answer is enough, and a run showed that the next place is not. The answer is the last
+place that is enough if no place after one that is not enough is enough again, which holds for tokens in a cache whose
+program's weights and activations grow with the value, or for cards in the order of their memory.
 """
 
 from collections.abc import Callable, Sequence

@@ -40,7 +40,7 @@ class Rank:
         return min(self.num_ranks, RANKS_A_NODE)
 
     def variables(self) -> dict[str, str]:
-        """What torchrun tells it."""
+        """The environment variables that torchrun would set for it."""
         local, node = self.number % self.num_local, self.number // self.num_local
         return {
             "RANK": str(self.number),
@@ -57,14 +57,14 @@ class Rank:
 
 
 def be_rank() -> None:
-    """Make the process groups of this process those of one rank; which rank it is say the variables."""
+    """Make the process groups of this process those of one rank; environment variables say which."""
     after_import("torch.distributed.distributed_c10d", _replace)
     after_import("torch.distributed.checkpoint.utils", _save_alone)
     after_import("torch.distributed.optim.zero_redundancy_optimizer", _consolidate_alone)
 
 
 def _save_alone() -> None:
-    """Let distributed checkpoints be planned by this rank, for what it has."""
+    """Let this rank alone plan distributed checkpoints, for the tensors that it has."""
     wrapper: Any = sys.modules["torch.distributed.checkpoint.utils"]._DistWrapper
     init = wrapper.__init__
 
@@ -77,7 +77,7 @@ def _save_alone() -> None:
 
 
 def _consolidate_alone() -> None:
-    """Let an optimizer that is divided among ranks take its own part for that of each."""
+    """Let an optimizer that is divided among ranks use its own part as that of every rank."""
     module: Any = sys.modules["torch.distributed.optim.zero_redundancy_optimizer"]
     optimizer, send = module.ZeroRedundancyOptimizer, module._broadcast_object
     consolidate = optimizer.consolidate_state_dict
@@ -174,7 +174,7 @@ def _standing_in(c10d: Any, backend: Any) -> str:
 
 
 def _store_without_others(c10d: Any) -> Any:
-    """A store in which whatever another rank is to write is there: zeros, of the length of NCCL's identifiers."""
+    """A store that answers zeros, as many bytes as NCCL's identifiers have, for whatever another rank would write."""
 
     class Store(c10d.Store):
         def __init__(self) -> None:
@@ -223,14 +223,14 @@ def _note_made(c10d: Any, given: dict[str, Any]) -> None:
 
 
 def _note_group(key: str) -> None:
-    """Say which group the next communicator is of: its identifier is under "GROUP//cuda//NUMBER"."""
+    """Note the group of the next communicator, whose identifier is stored under "GROUP//cuda//NUMBER"."""
     words = key.split("//")
     if len(words) > 2 and words[-2] == "cuda":
         communicators().next_is_of(words[-3])
 
 
 def _register_absent(c10d: Any) -> None:
-    """The backend for tensors of the host: PyTorch's fake one, of which DDP needs what it has reduced too."""
+    """Register the backend for host tensors: PyTorch's fake one, which for DDP has to return what it reduced too."""
     import torch
     from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -248,7 +248,7 @@ def _register_absent(c10d: Any) -> None:
 
 
 def _reduced(tensors: list[Any], *_: Any) -> tuple[list[Any], Any]:
-    """What DDP asks of its buckets on the host, and PyTorch's fake group does not give it."""
+    """The result that DDP asks for its buckets on the host, and that PyTorch's fake group does not give."""
     import torch
 
     future: Any = torch.futures.Future()
@@ -257,11 +257,11 @@ def _reduced(tensors: list[Any], *_: Any) -> tuple[list[Any], Any]:
 
 
 _SENT = {"broadcast_object_list": 0, "scatter_object_list": 0, "recv_object_list": -1}
-"""Functions that hand on the objects of one rank, and which rank that is if the program names none."""
+"""Functions that hand on one rank's objects, and which rank's if the program names none."""
 
 
 def _receiving(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that receives objects: where only another rank makes them, one sentence says that it cannot."""
+    """A function that receives objects; if only another rank makes them, it raises an error of one sentence."""
     function = inspect.unwrap(function)
     name, signature = function.__name__, inspect.signature(function)
 
@@ -292,7 +292,7 @@ def _receiving(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gathers an object of each rank: all are this rank's, of which each is a copy."""
+    """A function that gathers an object of each rank: copies of this rank's own."""
     function = inspect.unwrap(function)
     signature = inspect.signature(function)
 
@@ -307,7 +307,7 @@ def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _answering(c10d: Any, objects: list[Any]) -> Iterator[None]:
-    """A block in which tensors that come in, one after the other, are read as copies of these objects."""
+    """A block in which received tensors are read, one after the other, as copies of these objects."""
     import torch
 
     read, left = c10d._tensor_to_object, iter(objects)

@@ -1,9 +1,9 @@
 """The largest value of a range with which a program fits, for each allocator.
 
 Contract: the answer is that of running every value one by one. With the value itself the program was run and completed
-with what is offered, with the next one it ran out. That no larger one fits either is sure above the largest value of
-which what is live at a time fits, if that grows with the value; each one between the two was run, or two runs that make
-the same requests say that it is too large. Where that cannot be said, `notes` has a sentence.
+in the memory offered; with the next one it ran out. No value above the largest whose live memory fits can fit, if live
+memory grows with the value; each value between was run, or two runs that make the same requests tell that it is too
+large. Where that cannot be said, `notes` has a sentence.
 """
 
 import itertools
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from stalloc.sizing.tries import NEEDED, Tries, Wanted
 
-_MOST_GUESSES = 4  # for an allocator: where a guess tells where to look, before thirds do
-_MOST_BETWEEN = 48  # values that are looked at one by one
-_MOST_BELOW, _MOST_SHOWN = 16, 4  # values below an answer that are looked at, and of those that do not fit told
+_MOST_GUESSES = 4  # for an allocator, before the range is cut into thirds instead
+_MOST_BETWEEN = 48  # values that are checked one by one
+_MOST_BELOW, _MOST_SHOWN = 16, 4  # values below an answer that are checked; those shown that do not fit
 _MOST_DOWN = 8  # values tried from the top, where only a run can say
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """Indices of values; -1: not even the first fits."""
+    """The largest values that fit, as indices; -1: not even the first fits."""
 
     needed: int | None
-    """The largest of which what is live at a time fits: no allocator can do more. None if it is not known."""
+    """The largest value whose live memory fits: no allocator can do more. None if it is not known."""
     by_allocator: dict[str, int]
     notes: list[str]
 
@@ -49,7 +49,7 @@ class _Search:
         self._tries = tries
         self._num_guesses: dict[str, int] = {}
         self._num_down = 0
-        self.top: int | None = None  #: the largest index of which what is needed fits, once that is known
+        self.top: int | None = None  #: the largest index whose live memory fits, once that is known
         self.notes: list[str] = []
 
     def fitting(self, name: str) -> int:
@@ -58,12 +58,12 @@ class _Search:
         return max((index for index in range(len(tries.values)) if tries.fits(name, index)), default=-1)
 
     def narrow(self, names: Sequence[str]) -> None:
-        """Until nothing is left to find out."""
+        """Narrow the range until nothing is left to find out."""
         while wanted := [one for name in names for one in self._next(name)]:
             self._tries.do(wanted)
 
     def _next(self, name: str) -> list[Wanted]:
-        """What is to be found out next of one allocator."""
+        """What to find out next about one allocator."""
         tries = self._tries
         low = self.fitting(name)
         above = range(low + 1, len(tries.values))
@@ -111,7 +111,7 @@ class _Search:
         return low
 
     def _down(self, name: str) -> list[Wanted]:
-        """The largest value that can fit, with the one after it, where only a run says whether it does."""
+        """The largest value that can fit, and the next value, where only a run tells whether it fits."""
         tries, top = self._tries, self.top if self.top is not None else -1
         index = next((index for index in range(top, -1, -1) if tries.fits(name, index) is not False), -1)
         if index < 0 or tries.fits(name, index):
@@ -139,7 +139,7 @@ class _Search:
 
 
 def _not_growing(tries: Tries) -> list[str]:
-    """A sentence if what is needed does not grow with the value, where that decides."""
+    """A sentence if the memory needed does not grow with the value, where the answer depends on that."""
     known = [index for index in sorted(tries.observed) if tries.needed_bytes(index) is not None]
     for low, high in itertools.pairwise(known):
         if tries.fits(NEEDED, high) and not tries.fits(NEEDED, low):

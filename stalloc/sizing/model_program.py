@@ -55,14 +55,14 @@ def add_model_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
-    """The same options again, as words of a command line."""
+    """The options of `add_model_arguments` and their values, as words of a command line."""
     words = ["--batch", args.batch, "--seq", args.seq]
     words += ["--infer"] if args.infer else ["--train", args.train or "adamw"]
     return [*words, *(["--checkpoint"] if args.checkpoint else []), "--dtype", args.dtype]
 
 
 def check_model(name: str, args: argparse.Namespace, *, download: bool = False) -> dict[str, Any]:
-    """The model's configuration, the options being ones it can run with. Raises BadInputError where they are not."""
+    """The model's configuration, once the options suit it. Raises BadInputError if they do not."""
     found = configuration(name, download=download)
     if args.infer and (args.train or args.checkpoint):
         raise BadInputError("--infer is without --train and --checkpoint: nothing is kept for backward.")

@@ -13,90 +13,36 @@ from stalloc.errors import BadInputError, SetupError
 from stalloc.inputs import read_input
 from stalloc.printable import printable
 
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "max_position_embeddings": 8192,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-_QWEN = {"hidden_act": "silu", "max_position_embeddings": 32768}
+
+def _like_llama(
+    kind: str, width: int, inner: int, layers: int, heads: int, kv_heads: int, words: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": words,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
 
 KNOWN: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_positions": 1024},
     "gpt2-xl": {"model_type": "gpt2", "n_positions": 1024, "n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "llama-2-7b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-    },
-    "llama-3-8b": _LLAMA
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "llama-3-70b": _LLAMA
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "llama-3.2-1b": _LLAMA
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
-    "mistral-7b": {
-        "model_type": "mistral",
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32768,
-        "max_position_embeddings": 32768,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-0.5b": _QWEN
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": _QWEN
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-8b": _QWEN
-    | {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
+    "llama-2-7b": _like_llama("llama", 4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama-3-8b": _like_llama("llama", 4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-3-70b": _like_llama("llama", 8192, 28672, 80, 64, 8, 128256, 8192),
+    "llama-3.2-1b": _like_llama("llama", 2048, 8192, 16, 32, 8, 128256, 131072, tie_word_embeddings=True),
+    "mistral-7b": _like_llama("mistral", 4096, 14336, 32, 32, 8, 32768, 32768, sliding_window=None),
+    "qwen2.5-0.5b": _like_llama("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, tie_word_embeddings=True),
+    "qwen2.5-7b": _like_llama("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768),
+    "qwen3-8b": _like_llama("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128),
 }
 """Published configurations, as far as they decide sizes; what is left out is transformers' default."""
 

@@ -38,7 +38,7 @@ _WITHOUT_P2P = ("RTX-40", "RTX-50", "GB10")  # the driver lets these cards not r
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """From the least to the most."""
+    """A range of numbers, from the least to the most."""
 
     least: int
     most: int
@@ -55,14 +55,14 @@ class Links:
     capability: int
     """Ten times the compute capability: 90."""
     num_nvlinks: int = 0
-    """Of each GPU."""
+    """NVLinks of each GPU."""
     pcie_gbps: float = 24.0
     reads_peers: bool | None = True
     """Whether GPUs reach each other's memory; None: it depends on the machine."""
 
     @property
     def nvlink_gbps(self) -> float:
-        """Of all links of a GPU."""
+        """GB/s of all NVLinks of a GPU together."""
         return self.num_nvlinks * next(rate for since, rate in _LINK_RATES.items() if self.capability >= since)
 
 
@@ -87,11 +87,11 @@ class Channels:
 
     collective: Span
     p2p: Span
-    """For send and receive."""
+    """The channels for send and receive."""
     p2p_each_peer: Span
-    """Of them, for one other rank."""
+    """The channels for send and receive with one other rank."""
     nvls: int
-    """For the switch's own reductions (NVLink SHARP), 0: none."""
+    """The channels for the switch's own reductions (NVLink SHARP); 0: none."""
 
 
 def channels_of(
@@ -141,7 +141,7 @@ def _rates(table: Mapping[int, tuple[float, ...]], capability: int) -> tuple[flo
 
 
 def _doubled(num: int, rate: float, capability: int) -> tuple[int, float]:
-    """Rings that the search found, each made two where it is fast enough (ncclTopoDupChannels)."""
+    """The number of rings and their rate, each ring split in two where it is fast enough (ncclTopoDupChannels)."""
     if rate < 25 or (capability > 80 and rate < 50 and num > 4):
         return num, rate
     return 2 * num, rate / 2
@@ -180,7 +180,7 @@ def _within_machine(links: Links, num_local: int) -> Span:
 
 
 def _between_machines(links: Links, num_local: int) -> Span:
-    """With half a network card for each GPU or one, of the rates that are sold with such cards."""
+    """The channels between machines with half a network card or one for each GPU, at the rates sold with such GPUs."""
     fast = links.capability >= 90
     nics = {max(1, num_local // 2), num_local} if links.kind == "nvswitch" else {1, max(1, num_local // 2), num_local}
     gbps = (24.0, 48.0, 96.0)[: 3 if links.capability >= 100 else 2] if fast else (12.0, 24.0)
@@ -200,7 +200,7 @@ def _with_network(links: Links, num_local: int, num_nics: int, nic_gbps: float) 
 
 
 def _limited(found: Span, settings: Mapping[str, str], most: int) -> Span:
-    """As NCCL_MAX_NCHANNELS and NCCL_MIN_NCHANNELS say, in this order; they have an older and a newer name."""
+    """A number limited by NCCL_MAX_NCHANNELS, then by NCCL_MIN_NCHANNELS, each with an older and a newer name."""
     highest = number(settings, "NCCL_MAX_NCHANNELS", "NCCL_MAX_NRINGS", "NCCL_MAX_CTAS", default=most)
     lowest = number(settings, "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MIN_CTAS", default=0)
 

@@ -28,20 +28,20 @@ _NET_PEERS = 2  # of a double binary tree: three for half of the channels, one f
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """What a rank does with a communicator."""
+    """A communicator, and what one of its ranks does with it."""
 
     num_ranks: int
     rank: int = 0
     num_local: int
-    """Ranks of it on this machine."""
+    """The number of its ranks on this machine."""
     local_index: int = 0
-    """Which of those this rank is, in the order of ranks."""
+    """Which of the ranks on this machine this one is, in the order of ranks."""
     num_nodes: int = 1
     collectives: Collection[Collective] = ()
     num_local_peers: tuple[int, int] = (0, 0)
     """Other ranks on this machine that it sends to, and receives from."""
     num_remote_peers: tuple[int, int] = (0, 0)
-    """The same on other machines."""
+    """Ranks on other machines that it sends to, and receives from."""
 
     @property
     def is_used(self) -> bool:
@@ -57,13 +57,13 @@ class NcclMemory:
     parts: dict[str, Span] = field(default_factory=dict)
     """On the device: ring, tree, switch, sends, network."""
     pinned: Span = NONE
-    """Of the proxies that talk to network cards, on the host."""
+    """Pinned host memory of the proxies that talk to network cards."""
     shared_memory: Span = NONE
     """Below /dev/shm, where GPUs do not reach each other; pinned where NCCL makes it with cuMem."""
 
     @property
     def device(self) -> Span:
-        """On the device in all."""
+        """All bytes on the device."""
         return sum(self.parts.values(), NONE)
 
 
@@ -109,7 +109,7 @@ class _Buffers:
     host: int
     """Either end at one that does not; also what processes share where GPUs do not reach each other."""
     host_least: int
-    """Of an end whose large buffers are on the device."""
+    """What an end whose large buffers are on the device has on the host."""
 
     @property
     def both(self) -> int:
@@ -170,7 +170,7 @@ class _Model:
         return Span(least=num.least * least_bytes, most=num.most * most_bytes)
 
     def _within(self, num: Span, size_bytes: int) -> Span:
-        """Of connections within the machine, which are elsewhere if GPUs do not reach each other."""
+        """Bytes of `num` connections within the machine; none are on the device if its GPUs do not reach each other."""
         least = 0 if self._peer_to_peer is not True else size_bytes
         most = 0 if self._peer_to_peer is False else size_bytes
         return self._span(num, least, most)
@@ -236,7 +236,7 @@ class _Model:
         return self._within(self._channels.p2p_each_peer, size)
 
     def _shared_by_peers(self) -> Span:
-        """What all peers behind network cards share; made at once where connections are (init.cc)."""
+        """The buffers that all peers behind network cards share; made at once where connections are (init.cc)."""
         used = self._used
         if used.num_nodes > 1:
             chunk = number(self._settings, "NCCL_P2P_NET_CHUNKSIZE", default=128 << 10)
@@ -294,7 +294,7 @@ def _reaches_peers(links: Links, settings: Mapping[str, str]) -> bool | None:
 
 
 def _is_eager(settings: Mapping[str, str], version: Version) -> bool | None:
-    """Whether everything is made with the communicator (no cuMem), not at its first use; None: the driver decides."""
+    """Whether all buffers are made with the communicator (no cuMem), not at first use; None: the driver decides."""
     if version < _LAZY or number(settings, "NCCL_CUMEM_ENABLE", default=-2) == 0:
         return True
     if number(settings, "NCCL_RUNTIME_CONNECT", default=1) == 0:

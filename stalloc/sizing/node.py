@@ -2,7 +2,7 @@
 
 Contract: what was counted is exact (allocated, reserved, pinned, registered); what was looked at while the program ran
 is of this machine (its own memory, /dev/shm); what is not there in a dry run (the CUDA context, NCCL) is a `Span` from
-what sources say. docs/node.md says how each figure is come by.
+what sources say. docs/node.md says where each figure comes from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,29 +47,29 @@ class RankMemory:
 
     rank: int | None
     allocated_bytes: int
-    """On the GPU that takes most, as the next ones."""
+    """Allocated peak on the GPU that takes most, as are the next figures."""
     reserved_bytes: int
     outside_bytes: int
-    """What the driver gave beyond what is reserved: allocations of libraries, and those of the program past PyTorch."""
+    """What the driver gave beyond the reserved memory: to libraries, and to the program past PyTorch."""
     context: Context
     groups: list[GroupMemory]
     host: dict[str, Any]
-    """As `host_use` tells it."""
+    """Figures of host memory, as `host_use` gives them."""
     outside_nccl: list[str]
 
     @property
     def nccl(self) -> Span:
-        """On the GPU, of all communicators."""
+        """NCCL's memory on the GPU, over all communicators."""
         return sum((group.memory.device for group in self.groups), NONE)
 
     @property
     def nccl_pinned(self) -> Span:
-        """On the host, of their proxies."""
+        """Pinned host memory of NCCL's proxies, over all communicators."""
         return sum((group.memory.pinned for group in self.groups), NONE)
 
     @property
     def shared_memory(self) -> Span:
-        """Below /dev/shm, NCCL's part included."""
+        """Bytes below /dev/shm, NCCL's part included."""
         seen = self.host["shared_memory_bytes"]
         return sum((group.memory.shared_memory for group in self.groups), Span(least=seen, most=seen))
 
@@ -105,14 +105,14 @@ class NodeMemory:
 
     ranks: list[RankMemory]
     num_local: int
-    """Ranks of one machine."""
+    """The number of ranks on one machine."""
     files_bytes: int = 0
-    """Written by the program, which a container counts until they are on the disk."""
+    """Bytes of files written by the program, which a container counts until they are on the disk."""
     tried_here: list[RankMemory] = field(default_factory=list)
-    """Those of the machine with most of them."""
+    """The tried ranks of the machine on which most were tried."""
 
     def _of_machine(self, spans: Sequence[Span]) -> Span:
-        """Of all ranks of the machine, each that was not tried like the one with most."""
+        """The sum over all ranks of the machine; a rank that was not tried counts like the largest one that was."""
         missing = self.num_local - len(spans)
         largest = max(spans, key=lambda span: (span.most, span.least))
         return sum(spans, Span(least=missing * largest.least, most=missing * largest.most))
@@ -123,14 +123,14 @@ class NodeMemory:
 
     @property
     def pinned(self) -> Span:
-        """Of the machine, NCCL's proxies included."""
+        """Bytes of pinned host memory of all ranks of the machine, NCCL's proxies included."""
         return self._of_machine(
             [Span(least=(own := one.host["pinned_bytes"]), most=own) + one.nccl_pinned for one in self.tried_here]
         )
 
     @property
     def shared_memory(self) -> Span:
-        """Of the machine."""
+        """Bytes of shared memory of all ranks of the machine."""
         return self._of_machine([one.shared_memory for one in self.tried_here])
 
     @property
@@ -171,7 +171,7 @@ def node_memory(
     num_local: int = 1,
     files_bytes: int = 0,
 ) -> NodeMemory:
-    """What was seen of each rank (its devices, what its process told), put together."""
+    """The memory of a node, from what was seen of each rank: its devices, and what its process told."""
     card = card_of(gpu)
     links = links_of(card, gpu.compute_capability)
     ranks = [_rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()]
@@ -212,7 +212,7 @@ def _rank_memory(
 
 
 def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:
-    """Where the ranks of a communicator are; those of one whose group is gone are taken to follow each other."""
+    """Where a communicator's ranks are; if its group is gone, its ranks are taken to be consecutive."""
     num, own = told["num_ranks"], told["rank"]
     ranks = told["ranks"]
     if ranks is None or len(ranks) != num:

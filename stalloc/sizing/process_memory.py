@@ -34,7 +34,7 @@ def process_told(use: HostUse) -> dict[str, Any]:
 
 
 def _outside_nccl() -> list[str]:
-    """What carries collectives of GPUs beside NCCL, whose buffers are in no figure of NCCL's."""
+    """The libraries beside NCCL that carry collectives of GPUs, and whose buffers NCCL's figures do not include."""
     found = set(virtual.communicators().backends.values())
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None and hasattr(c10d, "ProcessGroup"):

@@ -19,6 +19,7 @@ from stalloc.device import VirtualGPU
 from stalloc.device.completion import Completion
 from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.files import write_whole
+from stalloc.integrations.installation import installation
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
 from stalloc.sizing.process_memory import process_told
@@ -39,11 +40,11 @@ class RunWork:
     gpu: VirtualGPU
     under: Literal["native", "stalloc"] = "native"
     keep_history: bool = False
-    name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    name_holders: bool = False  #: note lines, so that an out-of-memory error can say who holds memory
     watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
-    is_rank: bool = False  #: one of several, as the variables say
+    is_rank: bool = False  #: whether the run is one of several ranks, as the variables say
     completion: Completion = "at-once"  #: when its work is done
-    num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
+    num_steps: int = 0  #: steps of an optimizer after which the run ends; 0: it goes to the program's end
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -53,15 +54,15 @@ class RanOut:
 
     wanted_bytes: int
     place: str
-    """The line that asked."""
+    """The line that asked for the memory."""
     allocated_bytes: int
     reserved_bytes: int
     holders: list[tuple[str, int]]
-    """Lines and what each holds, most first."""
+    """The lines that hold memory and the bytes of each, most first."""
 
 
 def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
-    """Run the program, a function that gives its exit code, in this process, which is a fork for it."""
+    """Run the program, a function that returns its exit code, in this process, a fork made for it."""
     from stalloc.device import virtual
 
     virtual.become(work.gpu)
@@ -87,6 +88,7 @@ class _Run:
         work = self._work
         if work.is_rank:
             be_rank()
+        installation.is_compared = work.under == "native"
         if work.under == "stalloc":
             from stalloc import integrations
 
@@ -123,18 +125,19 @@ class _Run:
             self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
 
     def _end(self, code: int) -> None:
-        """Write what came of it; the process is over."""
+        """Write the result and end the process."""
         from stalloc.device import virtual
 
         process = process_told(self._host)
         devices, refused = self._peaks()
         taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
-        taking = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
+        more = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
+        more |= {"sleeps": True} if installation.was_to_sleep else {}
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
             "devices": devices,
-            "findings": virtual.findings() | taking,
+            "findings": virtual.findings() | more,
             "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "server": self._server.told() if self._server is not None else None,

@@ -1,7 +1,7 @@
-"""What a program would ask for at a value that it was not run with, from two values that it was.
+"""What a program would ask for at a value that it was not run with, from runs with two other values.
 
-Contract: a guess, which tells where to look, and no more: most requests grow in proportion to a batch or a length, and
-two runs that make the same requests in the same order say by how much each does. Two runs that do not, say nothing.
+Contract: only a guess, which tells where to look: most requests grow in proportion to a batch or a length, and two runs
+that make the same requests in the same order tell by how much each grows. Other pairs of runs tell nothing.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class ScaledTraces:
         self._runs[value] = traces, _structure(traces)
 
     def at(self, value: int) -> list[Trace] | None:
-        """The traces of a value, from the two nearest around it that are alike, else any two; None without any."""
+        """The traces of a value, from the two nearest runs around it that are alike, else any two; None without any."""
         known = sorted(self._runs, key=lambda other: abs(other - value))
         alike = [pair for pair in itertools.combinations(known, 2) if self._runs[pair[0]][1] == self._runs[pair[1]][1]]
         if not alike:
@@ -43,7 +43,7 @@ def _scaled(low: Trace, high: Trace, share: float) -> Trace:
 
 
 def _structure(traces: Sequence[Trace]) -> bytes:
-    """What two runs have in common that ask for the same in the same order, whatever the sizes."""
+    """A key that is equal for two runs which make the same requests in the same order, whatever their sizes."""
     made = hashlib.sha256()
     for trace in traces:
         kept = trace.event_request >= 0

@@ -24,14 +24,14 @@ class Served:
     """One device of a server. Places are call sites, as `model.py:57 forward`."""
 
     weights_bytes: int
-    """Live as the cache is made: weights, and what lasts beside them."""
+    """Bytes live when the cache is made: weights, and what lasts beside them."""
     activation_bytes: int
     """The most that was live above these before the cache was made, as engines measure it with a first batch."""
     activation_at: str
     cache_bytes: int
-    """With what else grows with the card, such as buffers as long as the cache."""
+    """Bytes of the cache, with what else grows with the card, such as buffers as long as the cache."""
     cache_at: list[tuple[str, int]]
-    """Its call sites and what each holds, most first."""
+    """The cache's call sites and the bytes that each holds, most first."""
     serving_bytes: int
     """The most that was live above weights and cache once the cache was made, CUDA graphs included."""
     serving_at: str

@@ -49,16 +49,16 @@ class RunSeen:
 
     completes: bool
     devices: list[dict[str, int]]
-    """Of each: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
+    """One entry for each device: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
     findings: dict[str, Any]
-    """What it could not know, as of `device.virtual.findings`."""
+    """What it could not know, as in `device.virtual.findings`."""
     process: dict[str, Any] = field(default_factory=dict)
-    """What the process took beside its allocators, as `process_memory` tells it."""
+    """The memory that the process took beside its allocators, as `process_memory` tells it."""
     ran_out: RanOut | None = None
     server: dict[str, Any] | None = None
     """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
     traces: list[Trace] = field(default_factory=list)
-    """The whole program, of each device; empty where a replay of it would not be exact."""
+    """The trace of the whole program for each device; empty where its replay would not be exact."""
 
 
 def warm(gpu: VirtualGPU) -> None:
@@ -89,7 +89,7 @@ def run_all(
     told: Callable[[Asked, RunSeen], None],
     files: ProgramFiles,
 ) -> list[RunSeen]:
-    """Run them, `jobs` at a time, each with its own view of the program's files; `told` after each."""
+    """Make the runs, `jobs` at a time, each with its own view of the program's files; `told` is called after each."""
     seen: dict[int, RunSeen] = {}
     running: dict[ForkedChild, int] = {}
     with contextlib.ExitStack() as children:

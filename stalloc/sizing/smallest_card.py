@@ -16,18 +16,18 @@ from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.sizing.tries import Contender, Runner
 
-_CLOSE = 0.9  # of what one card needs another one needs as much at least: workspaces differ from card to card
+_CLOSE = 0.9  # the least share of one card's need that another card needs: workspaces differ from card to card
 
 
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
-    """Indices of cards; the number of cards: none is large enough."""
+    """The smallest cards that are large enough, as indices; the number of cards if none is."""
 
     by_allocator: dict[str, int]
     seen: dict[tuple[str, int], RunSeen]
     """The runs by allocator and card."""
     needed_bytes: int | None
-    """What is live at a time at the most, on the largest card; None if it is not known."""
+    """The most bytes live at a time, on the largest card; None if that is not known."""
     findings: dict[str, object]
     num_runs: int
 
@@ -35,7 +35,7 @@ class Smallest:
 def find_smallest(
     cards: Sequence[VirtualGPU], command: list[str], contenders: Sequence[Contender], run: Runner
 ) -> Smallest:
-    """Try cards, of which `total_bytes` is what the program may have; `cards` has the smallest first."""
+    """Try cards, the smallest first; `total_bytes` of each is what the program may have."""
     largest = dataclasses.replace(cards[-1], total_bytes=PLENTY)
     work = dataclasses.replace(contenders[0].work, gpu=largest, keep_history=True)
     without_limit = Asked(command=command, work=work, name="without a limit")
@@ -70,7 +70,7 @@ def _on(card: VirtualGPU, one: Contender, command: list[str]) -> Asked:
 
 
 def _guess(one: Contender, cards: Sequence[VirtualGPU], plenty: RunSeen, first: int) -> int:
-    """The smallest card with what a replay of the run on the largest one needs; where there is none, the first."""
+    """The smallest card with the memory that a replay of the run on the largest one needs; else the first."""
     if not plenty.traces or one.candidate is None or not one.is_exact:
         return min(first, len(cards) - 1)
     from stalloc.replay.simulation import run_one

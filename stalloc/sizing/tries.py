@@ -33,15 +33,15 @@ class Contender:
     name: str
     shown: str
     candidate: Candidate | None
-    """By which the replay knows it; None: it does not."""
+    """The model and settings with which it is replayed; None if there is no such model."""
     is_exact: bool
-    """Whether the replay of it says what a run would."""
+    """Whether its replay is as exact as a run."""
     work: RunWork
-    """A run under it, with what is offered."""
+    """How a program runs under it with the memory that is offered."""
 
 
 class Wanted(NamedTuple):
-    """Something to be found out of a value, under an allocator."""
+    """Something to find out about a value under an allocator."""
 
     what: Literal["observe", "find out", "confirm", "fail"]
     """Run without a limit; know it the cheapest way; run with what is offered; the same, to see where it runs out."""
@@ -65,9 +65,9 @@ class Tries:
         self.values, self._command, self._label = values, command, label
         self.contenders = {one.name: one for one in contenders}
         self.offered_bytes, self._run = offered_bytes, run
-        self.observed: dict[int, RunSeen] = {}  #: without a limit, under PyTorch's own allocator
-        self.limited: dict[tuple[str, int], RunSeen] = {}  #: with what is offered
-        self.failed: dict[tuple[str, int], RunSeen] = {}  #: those again that ran out, with the names of holders
+        self.observed: dict[int, RunSeen] = {}  #: runs without a limit, under PyTorch's own allocator
+        self.limited: dict[tuple[str, int], RunSeen] = {}  #: runs with the memory that is offered
+        self.failed: dict[tuple[str, int], RunSeen] = {}  #: runs that ran out of memory, repeated with names of holders
         self._replayed: dict[tuple[str, int], bool] = {}
         self._guessed: dict[tuple[str, int, int], bool | None] = {}
         self._needed: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Tries:
         return self._label(self.values[index])
 
     def needed_bytes(self, index: int) -> int | None:
-        """What is live at a time at the most, on the device with most of it; None if it is not known."""
+        """The most bytes live at a time, on the device with most; None if that is not known."""
         seen = self.observed.get(index)
         if seen is None or not seen.completes or any(device.get("cupy_bytes") for device in seen.devices):
             return None
@@ -117,7 +117,7 @@ class Tries:
         return all(run_one(trace, candidate, self.offered_bytes).fits for trace in traces)
 
     def reserved_bytes(self, name: str, index: int) -> int | None:
-        """What an allocator reserves with what is offered, by replay; None if that is not known."""
+        """The bytes that an allocator reserves with the memory offered, by replay; None if that is not known."""
         seen, candidate = self.observed.get(index), self.contenders[name].candidate
         if seen is None or candidate is None or not self._is_replayable(name, seen):
             return None
@@ -141,7 +141,7 @@ class Tries:
         return name == NEEDED or self._fits_replayed(name, traces)
 
     def do(self, wanted: Iterable[Wanted]) -> None:
-        """Make known what is not known yet, side by side."""
+        """Find out what is not known yet, in runs side by side."""
         observe: dict[int, Asked] = {}
         limited: dict[tuple[str, int], Asked] = {}
         failing: dict[tuple[str, int], Asked] = {}

@@ -37,7 +37,7 @@ class Sleep:
     shared: list[tuple[Any, int, Any, int]] = field(default_factory=list)  #: range, page, and whose page it is
 
     def add(self, owner: Any, page: int) -> None:
-        """A page that a range has."""
+        """Note a page that a range had."""
         if not self.mapped or self.mapped[-1][0] is not owner:
             self.mapped.append((owner, []))
         self.mapped[-1][1].append(page)

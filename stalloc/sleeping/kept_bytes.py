@@ -41,10 +41,10 @@ class Nowhere:
     drops = True
 
     def keep(self, runs: Runs) -> None:
-        """As of `Keeper`."""
+        """See `Keeper`."""
 
     def bring_back(self, runs: Runs) -> None:
-        """As of `Keeper`."""
+        """See `Keeper`."""
 
 
 class InHost:
@@ -57,7 +57,7 @@ class InHost:
         self._places: dict[int, int] = {}
 
     def keep(self, runs: Runs) -> None:
-        """As of `Keeper`."""
+        """See `Keeper`."""
         total = sum(size for _, size in runs)
         self._memory = _pinned(total)
         at = 0
@@ -67,7 +67,7 @@ class InHost:
             at += size
 
     def bring_back(self, runs: Runs) -> None:
-        """As of `Keeper`."""
+        """See `Keeper`."""
         for address, size in runs:
             _copy(address, self._memory.ptr + self._places[address], size, to_host=False)
 
@@ -83,7 +83,7 @@ class InFile:
         self._places: dict[int, int] = {}
 
     def keep(self, runs: Runs) -> None:
-        """As of `Keeper`."""
+        """See `Keeper`."""
         total = sum(size for _, size in runs)
         try:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  (as long as the sleep)
@@ -104,7 +104,7 @@ class InFile:
             ) from error
 
     def bring_back(self, runs: Runs) -> None:
-        """As of `Keeper`."""
+        """See `Keeper`."""
         staging = _pinned(min(sum(size for _, size in runs), _CHUNK_BYTES))
         for address, size in runs:
             for begin, count in _chunks(size):

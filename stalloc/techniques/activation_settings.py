@@ -16,19 +16,19 @@ class ActivationSettings:
 
     ratio: float = 0.0  #: of saved bytes, 0 to 1
     window_bytes: int = 0
-    """On their way to the host at once, whose memory is still held, and back ahead of use; 0: each copy is awaited."""
+    """Bytes on their way to the host at once, still held on the device, or back early; 0: each copy is waited for."""
     host_bytes: int = 0  #: of host memory, at the most
 
     def __bool__(self) -> bool:
         return self.ratio > 0
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Plain values (JSON) for a file."""
         return asdict(self)
 
 
 def activations_from_json(told: Any) -> ActivationSettings:
-    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+    """The settings that `as_json` wrote; a field added later has its default. Raises ValueError for anything else."""
     default = ActivationSettings().as_json()
     if not isinstance(told, dict) or "ratio" not in told or not set(told) <= set(default):
         raise ValueError("what it keeps of activations in host memory is damaged")

@@ -20,7 +20,7 @@ of one with lazy layers, which have no parameters before."""
 
 
 _ASKED: list[Callable[[Any], None]] = []
-"""Those who are told of each call of a module before it is made, in the order in which they asked."""
+"""The functions that are told of each call of a module before it is made, in the order in which they asked."""
 
 
 def when_models_appear(appeared: Appeared) -> None:
@@ -88,7 +88,7 @@ def _watch() -> None:
 def recompute_as_models_appear(
     settings: RecomputeSettings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape]
 ) -> None:
-    """Recompute, in the models of this program as they appear, what the settings name; `say` what does not fit.
+    """Recompute the blocks that the settings name in this program's models as they appear; `say` what does not fit.
 
     `make_tape` gives, for the number of a model, what makes the tapes of its blocks.
     """

@@ -1,7 +1,7 @@
 """The optimizers of a program that was not written for them, as they are made.
 
-Contract: an optimizer is told of when all that it was made with is known, before it makes a step, and once more for
-each group of parameters that it is given later. Those that are copied or read from a file are not: nobody made them.
+Contract: an optimizer is reported once it is fully made, before it makes a step, and again for each group of parameters
+that it is given later. Optimizers that are copied or read from a file are not reported: nobody made them.
 """
 
 import functools

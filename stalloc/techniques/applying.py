@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InHost:
-    """What of the program is in host memory."""
+    """The parts of the program that are in host memory."""
 
     store: HostStore
     tiers: "Tiers | None" = None
     activations: "SavedActivations | None" = None
 
     def told(self) -> dict[str, int]:
-        """How much it is, at the most."""
+        """How much of the program is in host memory at the most, by name."""
         told = {} if self.tiers is None else self.tiers.told()
         if self.activations is not None:
             told["offloaded_bytes"] = self.activations.left_bytes

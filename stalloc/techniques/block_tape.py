@@ -25,7 +25,7 @@ from stalloc.techniques.spare_statistics import SpareStatistics
 from stalloc.techniques.tensor_memory import sizes_of, storages_of, versions_of
 
 Wanted = Callable[[int, str], bool]
-"""Whether the result of the operation at a position of the block, of a name, is to be kept."""
+"""Whether the result of an operation is to be kept, given its position in the block and its name."""
 
 
 def keeps_nothing(position: int, name: str) -> bool:
@@ -78,7 +78,7 @@ class BlockTape:
         return {position for position, (results, _) in self._kept.items() if storages_of(results) & storages}
 
     def own(self, storages: set[int]) -> set[int]:
-        """Those of these storages that were made in this call."""
+        """Which of these storages were made in this call."""
         return storages & self._own
 
     @property
@@ -92,11 +92,11 @@ class BlockTape:
         return set(self._random)
 
     def recording(self) -> TorchDispatchMode:
-        """To be entered for the forward pass."""
+        """The mode to enter for the forward pass."""
         return _Mode(self.block, self.record)
 
     def repeating(self) -> TorchDispatchMode:
-        """To be entered for each run after it."""
+        """The mode to enter for each run after the forward pass."""
         return _Mode(self.block, self.repeat)
 
     def watch(self, state: ModuleState) -> None:
@@ -113,7 +113,7 @@ class BlockTape:
         self._position = 0
 
     def finish(self, outputs: Any) -> None:
-        """The forward pass is over: what the caller holds it may change, so it is not kept."""
+        """End the forward pass; results that the caller holds are not kept, since the caller may change them."""
         self._drop(storages_of(tree_leaves(outputs)))
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -121,7 +121,7 @@ class BlockTape:
         return self._record(operator, operator, args, kwargs)
 
     def _record(self, operator: Any, do: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same, where `do` does it."""
+        """Do an operation of the forward pass by calling `do`, and note what it reads, changes and makes."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
         self._reads.append(self._former.reads(versions_of((args, kwargs))))
@@ -202,7 +202,7 @@ class BlockTape:
         return results
 
     def _do_again(self, position: int, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What is read is what was read: each storage was changed only by the forward pass, which left a copy."""
+        """Do an operation again on the values that it read; if the forward pass changed them since, it left copies."""
         reads = self._reads[position]
         if not facts_of(operator).is_view:
             if not self._former.is_as_it_was(reads, versions_of((args, kwargs))):
@@ -214,7 +214,7 @@ class BlockTape:
         return operator(*args, **kwargs)
 
     def _check_given(self, changed: set[int], facts: OperatorFacts) -> None:
-        """What a block is given is saved by autograd, which lets nobody change it."""
+        """Raise an error if an operation changes what the block was given: autograd saves that, and forbids changes."""
         if facts.is_declared and changed & self._given:
             raise RecomputeError(
                 f"{self.block} cannot be computed twice: {facts.name} changes in place what the block was given. "
@@ -241,7 +241,7 @@ class BlockTape:
             self._kept.pop(position, None)
 
     def _draw_again(self, facts: OperatorFacts, results: Any) -> None:
-        """Random numbers are drawn that are not kept, so those before them are not kept either."""
+        """Note that random numbers are drawn and not kept; those drawn before them are then not kept either."""
         if any(isinstance(one, torch.Tensor) and one.device not in self._devices for one in tree_leaves(results)):
             raise RecomputeError(
                 f"{self.block} cannot be computed twice: {facts.name} draws random numbers on a device on which the "

@@ -33,7 +33,7 @@ def drop_blocks_of_models(checkpoint: LateCheckpoint) -> None:
 
 
 def _beside(model: Any, blocks: list[Block]) -> list[Block]:
-    """The outermost modules with layers that neither hold a block nor are in one, nor are the model itself."""
+    """The outermost modules with layers that hold no block, lie in none and are not the model itself."""
     taken = {id(one) for block in blocks for one in held_modules(block.module)}
     found: list[Block] = []
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
 """Weights that autocast casts once for several uses: which cast a block makes depends on what was computed before it.
 
-Contract: a cast of a weight that one run of a block makes and the other finds made is no difference between them, as
-long as nobody has changed the weight since the forward pass; whoever made the cast, it has the same numbers.
+Contract: if one run of a block casts a weight and the other finds the cast made already, the runs count as equal, as
+long as nobody has changed the weight since the forward pass: whoever made the cast, it has the same numbers.
 """
 
 import weakref
@@ -19,7 +19,7 @@ _ALIVE: dict[int, tuple[StorageWeakRef, _Cast]] = {}
 
 
 class CastWeights:
-    """Of one call of a block: casts of weights that it makes, and those of others that it uses."""
+    """The casts of weights that one call of a block makes, and those made by others that it uses."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[Any], _Cast]] = {}  # by position
@@ -45,7 +45,7 @@ class CastWeights:
         return cast in self._used and not (position in self._made and self._made[position][1] == cast)
 
     def is_made(self, position: int, operator: Any, args: Sequence[Any]) -> bool:
-        """Whether an operation of a later run finds made what the forward pass cast at this position."""
+        """Whether, in a later run, the cast that the forward pass made at this position already exists."""
         if position not in self._made:
             return False
         weight, (memory, version, _) = self._made[position][0](), self._made[position][1]

@@ -15,7 +15,7 @@ _HELD, _OF_FILE = 3 << 62, 1 << 61
 
 
 def is_changed(memory: mmap.mmap) -> bool:
-    """Whether any page may be a copy."""
+    """Whether any page of mapped memory may have been changed, so that it is a copy of the file's."""
     try:
         return not _kernel_tells() or _has_copies(memory)
     except OSError:
@@ -23,20 +23,20 @@ def is_changed(memory: mmap.mmap) -> bool:
 
 
 def drop_changes(memory: mmap.mmap) -> None:
-    """Let every page be that of the file again."""
+    """Let every page show the file's content again."""
     memory.madvise(mmap.MADV_DONTNEED)
 
 
 @functools.cache
 def _kernel_tells() -> bool:
-    """Some sandboxes have such a file with nothing in it."""
+    """Whether the kernel tells which pages are copies; some sandboxes have an empty file."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
     page[0] = 1
     return _has_copies(page)
 
 
 def _has_copies(memory: mmap.mmap) -> bool:
-    """Raises OSError where there is no such file, or this process may not read it."""
+    """Whether any page is a copy. Raises OSError where /proc/self/pagemap is missing or must not be read."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         file.seek(begin // mmap.PAGESIZE * 8)

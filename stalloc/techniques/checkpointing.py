@@ -26,7 +26,7 @@ def checkpoint(
 
     `keep`: operations whose results are saved all the same, by name ("aten.mm", or "mm") or by position in the block,
     counted below autograd. `blocks`: how many, from the first, or their names; all by default. `policy` is a name in
-    their place, as of `stalloc fit --policy`: "keep-attention" (LoongTrain; the same as DistFlashAttn's "remat-aware"),
+    their place, as in `stalloc fit --policy`: "keep-attention" (LoongTrain; the same as DistFlashAttn's "remat-aware"),
     "blocks:N". What is done comes back, with `undo()`. Gradients are those without it, to the last bit; what cannot be
     computed twice with the same result is a RecomputeError. What the program itself calls in a checkpoint runs as it
     is.
@@ -51,9 +51,9 @@ def checkpoint(
     found = find_blocks(model)
     if not found:
         raise BadInputError(
-            f"{type(model).__name__} has no repeated blocks (two modules of one class with children of their own, a "
-            "long nn.Sequential, or a forward pass that calls four layers with weights, each in a statement of its "
-            "own): there is nothing to recompute."
+            f"{type(model).__name__} has no repeated blocks (two modules of one class with children of their own, "
+            "or a long nn.Sequential): there is nothing to recompute. With STALLOC_CUT_FORWARD=1 a forward pass is cut "
+            "that calls four layers with weights, each in a statement of its own."
         )
     chosen = _chosen(found, blocks if number is None else number)
     return wrap(chosen, [wanted] * len(chosen))

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def deal_batches(rank: int, num_ranks: int) -> None:
-    """Do so for every loader from here on; torch is imported by now."""
+    """Deal the batches of every loader made from here on; torch has to be imported."""
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 

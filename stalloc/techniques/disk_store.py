@@ -37,7 +37,7 @@ class DiskRoom:
     peak_bytes: int = 0
 
     def take(self, size_bytes: int) -> bool:
-        """Count so many more, unless that is more than is allowed."""
+        """Take bytes from the budget; whether it has as many."""
         if self.used_bytes + size_bytes > self.limit_bytes:
             return False
         self.used_bytes += size_bytes
@@ -45,13 +45,13 @@ class DiskRoom:
         return True
 
     def give_back(self, size_bytes: int) -> None:
-        """Count so many less."""
+        """Give bytes back to the budget."""
         self.used_bytes -= size_bytes
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a file holds, for people."""
+    """What a file holds, as text for people."""
 
     name: str
     way_out: str
@@ -144,7 +144,7 @@ class DiskStore:
         return self.folder.map(region.places[region.current], size_bytes)
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Let what is in the file, described by `manifest`, be what is there after any end of this process.
+        """Make the file's content, described by `manifest`, what is found however this process ends.
 
         Raises DiskError, with the commit before as it was, if the disk has no room or cannot be written.
         """
@@ -195,7 +195,7 @@ class DiskStore:
     def _read(
         self, region: Region, number: int, piece: list[torch.Tensor], transfers: Transfers, of_phase: str
     ) -> None:
-        """`piece` has one tensor, which is taken out: a thread that is late holds nothing of the device."""
+        """Read one tensor, taken out of `piece`, so that a late thread holds no memory of the device."""
         buffer, target = self._threads.buffers.get(), piece.pop()
         begin = number * self.chunk_bytes
         try:
@@ -217,7 +217,7 @@ class DiskStore:
         of_phase: str,
         copied: "Future[None]",
     ) -> None:
-        """`piece` has one tensor, which is taken out, so that nobody here holds it once it is copied."""
+        """Write one tensor, taken out of `piece`, so that nothing here holds it once it is copied."""
         buffer = self._threads.buffers.get()
         try:
             source = piece.pop()
@@ -235,7 +235,7 @@ class DiskStore:
             self._threads.buffers.put(buffer)
 
     def _wait(self, tasks: "list[Future[None]]") -> None:
-        """Whether one fails or not, all are over: none uses memory that somebody lets go of then."""
+        """Wait for all, even if one fails, so that none still uses memory that is freed then."""
         wait(tasks)
         with self._told("use"):
             if self._failed:
@@ -269,7 +269,7 @@ def open_disk(
 
 
 def viewed(memory: mmap.mmap, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the type and shape of another in the memory of a region."""
+    """A view of a region's memory with the type and shape of another tensor."""
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=like.nbytes)
     return flat.view(like.dtype).as_strided(like.shape, dense_strides(like))
 

@@ -15,7 +15,7 @@ from stalloc.techniques.parts import DISK_THREADS, PAGE_BYTES, disk_buffers_byte
 
 
 class DiskThreads:
-    """Who takes a buffer out of `buffers` puts it back; each has `chunk_bytes`, and begins at a page."""
+    """Threads for files, with `buffers` of `chunk_bytes` that begin at a page; whoever takes one puts it back."""
 
     def __init__(self, host: HostStore, device: torch.device) -> None:
         """Raises BadInputError if `host` has no room for buffers."""

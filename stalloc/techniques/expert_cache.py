@@ -82,7 +82,7 @@ class ExpertCache:
 
     @property
     def hit_rate(self) -> float:
-        """Of the calls so far, the share whose expert was there."""
+        """The share of calls so far whose expert was on the device, from 0 to 1."""
         return self.hits / max(1, self.hits + self.misses)
 
     def undo(self) -> None:

@@ -21,7 +21,7 @@ Read = tuple[int, int, int]
 
 
 class FormerValues:
-    """Of one call of a block: how often it changed which storage, and copies of what it read in between."""
+    """How often one call of a block changed each storage, and copies of what it read in between."""
 
     def __init__(self) -> None:
         self._changes: dict[int, int] = {}  # of each storage
@@ -34,7 +34,7 @@ class FormerValues:
         return [(storage, version, self._changes.get(storage, 0)) for storage, version in versions]
 
     def without(self, reads: Sequence[Read], storages: set[int]) -> list[Read]:
-        """The same, where it does not matter what is read of these storages."""
+        """The reads, with a read of any state in place of those of some storages, whose values do not matter."""
         return [(0, 0, _ANY) if one in storages else (one, version, state) for one, version, state in reads]
 
     def before_change(self, storages: set[int], values: Any) -> None:
@@ -43,7 +43,7 @@ class FormerValues:
         self._read -= storages
 
     def changed(self, storages: set[int], *, counted: bool) -> None:
-        """They have been, which autograd counts or not."""
+        """Note that these storages were changed; `counted`: autograd has counted it."""
         for counts in (self._changes, self._counted) if counted else (self._changes,):
             counts |= {one: counts.get(one, 0) + 1 for one in storages}
 
@@ -97,12 +97,12 @@ class FormerValues:
 
 
 def unseen() -> Any:
-    """To be entered for operations that are not the program's, which no mode of it, or of a look at it, is to see."""
+    """A context for operations of stalloc's own, which no mode of the program or of stalloc is to see."""
     return torch._C._DisableTorchDispatch()
 
 
 def _memory(tensor: Any) -> Any:
-    """The storage of a tensor whose numbers lie in it as they are; None of another."""
+    """The storage of a tensor whose numbers lie in it as they are; None for another tensor."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.untyped_storage()

@@ -19,7 +19,7 @@ _UNFIT = (
     ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Yield, ast.YieldFrom, ast.Await, ast.Global,
     ast.Nonlocal, ast.GeneratorExp, ast.NamedExpr, ast.Delete, ast.Import, ast.ImportFrom, ast.Match,
 )  # fmt: skip
-"""What binds names, or looks at them later, in ways that a part of a function would not."""
+"""Syntax that binds names, or looks them up later, in ways that do not work in a part of a function."""
 _UNFIT_NAMES = {"super", "locals", "vars", "eval", "exec", "dir"}
 _GOING_THROUGH = {"enumerate", "reversed", "zip"}
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -115,7 +115,7 @@ def _parsed(text: str, name: str) -> tuple[ast.Module | None, frozenset[types.Co
 
 
 def _statement(node: ast.stmt, module_name: str, local: set[str], module: Any) -> Statement | None:
-    """What a statement does, None if it uses its module otherwise than said above."""
+    """What a statement does; None if it uses its module in another way than the contract above allows."""
     layers = _layers(node, module_name, module)
     names = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
     named = {one.id for one in names} | {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
@@ -127,7 +127,7 @@ def _statement(node: ast.stmt, module_name: str, local: set[str], module: Any) -
 
 
 def _read(node: Any) -> set[str]:
-    """The names whose value before a piece of a program it may read."""
+    """The names that a piece of a program may read before it sets them."""
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
     if isinstance(node, ast.For):
@@ -145,7 +145,7 @@ def _read(node: Any) -> set[str]:
 
 
 def _read_by(body: Sequence[ast.stmt]) -> set[str]:
-    """The same of statements in a row."""
+    """The names that statements in a row may read before they set them."""
     found: set[str] = set()
     for one in reversed(body):
         found = (found - _set_surely(one)) | _read(one)
@@ -153,7 +153,7 @@ def _read_by(body: Sequence[ast.stmt]) -> set[str]:
 
 
 def _set_surely(node: Any) -> set[str]:
-    """The names that a statement sets; none of what is no assignment."""
+    """The names that a statement surely sets; none if it is no assignment."""
     if isinstance(node, ast.Assign):
         return set().union(*map(_names, node.targets))
     is_other = isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None
@@ -190,7 +190,7 @@ def _layers(node: ast.stmt, module_name: str, module: Any) -> frozenset[str] | N
 
 
 def _is_called(node: ast.AST, holder: dict[int, ast.AST]) -> bool:
-    """Whether a layer, or what lies in it, is called, or gone through in a loop: nobody holds it afterwards."""
+    """Whether a layer or a part of it is only called, or iterated over, so that nothing holds it afterwards."""
     user = holder[id(node)]
     while isinstance(user, ast.Attribute | ast.Subscript) and user.value is node:
         node, user = user, holder[id(user)]

@@ -27,7 +27,7 @@ class Variable:
 
     @property
     def value(self) -> Any:
-        """What it holds now."""
+        """The value that it holds now."""
         if isinstance(self.holder, dict):
             return self.holder.get(self.name, _EMPTY)
         try:
@@ -44,20 +44,20 @@ class Variable:
 
 
 class FunctionState:
-    """The variables of a module's functions, as of now."""
+    """The variables of a module's functions, as they are now."""
 
     def __init__(self, module: Any) -> None:
         self._variables = list(_variables_of(module))
         self._plain = [(one, one.value) for one in self._variables if type(one.value) in (*_PLAIN, bool)]
 
     def swap(self) -> list[tuple[Variable, Any]]:
-        """Put back what was; what there is now comes back."""
+        """Put the earlier values back; returns the present ones."""
         now = [(one, one.value) for one, _ in self._plain]
         put(self._plain)
         return now
 
     def values(self) -> list[Any]:
-        """What they hold now."""
+        """The values that they hold now."""
         return [one.value for one in self._variables]
 
     def sizes(self) -> list[tuple[str, int]]:

@@ -1,8 +1,7 @@
 """The gradients of parameters, where something stands between a program and them.
 
-Contract: whoever watches a gradient is told before the program reads it, in the thread that does, or puts another in
-its place; what torch itself does in a backward pass is not seen. Nobody pays for it before the first gradient is
-watched.
+Contract: a watcher is told before the program reads or replaces a gradient, in the thread that does so; what torch
+itself does in a backward pass is not seen. It costs nothing before the first gradient is watched.
 """
 
 import functools
@@ -19,7 +18,7 @@ _thread = threading.local()  # is_zeroing: the thread is in `zero_grad`, whose w
 
 
 class GradientWatcher(Protocol):
-    """Who moves, or uses up, the gradients of some parameters."""
+    """A technique that moves, or uses up, the gradients of some parameters."""
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient that is not its own attribute now."""
@@ -44,7 +43,7 @@ def watch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
 
 
 def unwatch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
-    """Tell it no more."""
+    """Stop telling the watcher of a parameter."""
     left = [one for one in _watchers.get(parameter, ()) if one is not watcher]
     if left:
         _watchers[parameter] = left
@@ -53,13 +52,13 @@ def unwatch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
 
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What torch has as the gradient; nobody is told."""
+    """The gradient that torch holds itself, without telling the watcher."""
     found: torch.Tensor | None = _own_grad.__get__(parameter)
     return found
 
 
 def set_own_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Let torch have another; nobody is told."""
+    """Give torch another gradient, without telling the watcher."""
     _own_grad.__set__(parameter, gradient)
 
 
@@ -69,7 +68,7 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 
 
 class _WatchedGradient:
-    """In the place of torch.Tensor.grad."""
+    """The property in the place of torch.Tensor.grad."""
 
     def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
         if tensor is None:

@@ -19,24 +19,24 @@ _MOST_ARRAY_BYTES = 1 << 16
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "stalloc"}
 
 _State = tuple[Any, Any]
-"""What holds something, and what of it is to be put back: the entries of a container, the state of a generator."""
+"""A holder, and what is put back into it: the entries of a container, or the state of a generator."""
 
 
 class HeldState:
-    """What is held as of now in some values, of attributes and variables, and in containers among them."""
+    """What the values of some attributes and variables hold at this moment, containers among them included."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._states = [(one, _plain_entries(one) if _is_container(one) else _state(one)) for one in _holders(values)]
 
     def swap(self) -> list[_State]:
-        """Put back what was; what there is now comes back, for `put`."""
+        """Put back what was held; returns what is held now, for `put`."""
         now = [(one, dict(_entries(one)) if _is_container(one) else _state(one)) for one, _ in self._states]
         put(self._states)
         return now
 
 
 def put(states: Iterable[_State]) -> None:
-    """Let each hold what it held."""
+    """Let each holder have what it held."""
     for holder, state in states:
         if not _is_container(holder):
             _set_state(holder, state)
@@ -105,7 +105,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _state(holder: Any) -> Any:
-    """The whole of what is no container."""
+    """The whole state of a holder that is no container."""
     if isinstance(holder, random.Random):
         return holder.getstate()
     if isinstance(holder, set):

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class HostCopy:
-    """A storage as it was, which this does not hold, and the place of its copy."""
+    """The copy of a storage in the host; refers to the storage without keeping it alive."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.size_bytes, self.device = storage.nbytes(), device
@@ -16,7 +16,7 @@ class HostCopy:
         self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
 
     def current_stream(self) -> Any:
-        """The program's."""
+        """The program's current stream on the storage's device."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def stream_number(self) -> tuple[int, int, int]:
@@ -33,7 +33,7 @@ class HostCopy:
         return storage if storage is not None and storage.nbytes() == self.size_bytes else None
 
     def place(self) -> torch.Tensor:
-        """Where it is in the host."""
+        """The place of the copy in host memory."""
         assert self.slot is not None
         return self.slot[: self.size_bytes].view(self._kind)
 

@@ -34,7 +34,7 @@ from stalloc.techniques.update_order import Parameters
 
 
 class HostGradients:
-    """As of `Tier` and `GradientWatcher`.
+    """As in `Tier` and `GradientWatcher`.
 
     Invariant: the gradient of a parameter in `_held` is what its slot will have when the work that is named there is
     done, plus the parameter's own, which backward has made since.
@@ -43,7 +43,7 @@ class HostGradients:
     def __init__(
         self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool]
     ) -> None:
-        """`goes` says whose gradients leave; `stays`, whose are used in the host."""
+        """`goes` tells whether a parameter's gradient leaves; `stays`, whether it is used in the host."""
         self._store, self._goes, self._stays = store, goes, stays
         self._slots: Any = WeakIdKeyDictionary()  # parameter -> its place in the host
         self._held: Any = WeakIdKeyDictionary()  # parameter -> list of work in the host that is to be waited for
@@ -62,7 +62,7 @@ class HostGradients:
         self._thread: ThreadPoolExecutor | None = None
 
     def watch(self, optimizer: Any) -> None:
-        """Let gradients of its parameters leave, of those that it has got, or that are trained, since included."""
+        """Let the gradients of its parameters leave, including parameters that were added, or made trainable, since."""
         for group in optimizer.param_groups:
             for one in group["params"]:
                 if one.requires_grad and one.is_leaf and one not in self._hooks:
@@ -78,13 +78,13 @@ class HostGradients:
             unwatch_gradient(parameter, self)
 
     def forget(self) -> None:
-        """The optimizer is gone: no more gradients leave, and those that have come back when somebody asks."""
+        """The optimizer is gone: gradients no longer leave, and those that have left come back when somebody asks."""
         self._is_over = True
         self._give_room_back()
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What reads gradients here is not the program."""
+        """A context in which reads of gradients are stalloc's own, not the program's."""
         before, self._is_unseen = self._is_unseen, True
         try:
             yield
@@ -104,11 +104,11 @@ class HostGradients:
                         _ = one.grad
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         return parameter in self._held
 
     def about_to_read(self, parameter: torch.Tensor) -> None:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         if self._is_unseen:
             return
         with self._lock:
@@ -117,12 +117,12 @@ class HostGradients:
             self.bring([parameter])()
 
     def about_to_set(self, parameter: torch.Tensor) -> None:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         self._seen.pop(parameter, None)
         self.drop(parameter)
 
     def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         if parameter not in self._held:
             return
         if set_to_none:
@@ -134,7 +134,7 @@ class HostGradients:
             slot.zero_()
 
     def in_host(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A gradient that is held, whole: the processor waits for it."""
+        """A gradient held in host memory; the processor waits until it is whole."""
         slot: torch.Tensor = self._slots[parameter]
         self._work_done(parameter)
         if self._transfers is not None:
@@ -142,7 +142,7 @@ class HostGradients:
         return slot
 
     def drop(self, parameter: torch.Tensor) -> None:
-        """What is held is not needed any more."""
+        """Drop the gradient that is held: it is not needed any more."""
         if parameter in self._held:
             self._work_done(parameter)
             self._held.pop(parameter, None)
@@ -196,7 +196,7 @@ class HostGradients:
             return self._after_copies(lambda: update(slot))
 
     def bring(self, part: Parameters) -> Callable[[], None]:
-        """Begin to bring gradients that are held; what comes back makes them the parameters' own."""
+        """Begin to bring held gradients to the device; the function returned makes them the parameters' own."""
         wanted = [one for one in part if one in self._held]
         if not wanted:
             return _nothing
@@ -224,11 +224,11 @@ class HostGradients:
         return put
 
     def bytes_of(self, part: Parameters) -> int:
-        """As of `Tier`."""
+        """See `Tier`."""
         return sum(aligned(self._slots[one].nbytes) for one in part if one in self._held and not self._stays(one))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
-        """As of `Tier`."""
+        """See `Tier`."""
         wanted = [one for one in part if one in self._held and not self._stays(one)]
         put = self.bring(wanted)
 
@@ -242,7 +242,7 @@ class HostGradients:
         return arrived
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        """As of `Tier`: what the optimizer has not changed is in the host yet."""
+        """As in `Tier`: what the optimizer has not changed is in the host yet."""
         for one in part:
             version, gradient = self._lent.pop(one, None), own_gradient(one)
             if version is None or gradient is None:
@@ -312,13 +312,13 @@ class HostGradients:
             self._held[parameter] = []
 
     def _leave(self, most: int = 0) -> None:
-        """Let memory go that was copied, but for so many gradients that may be on their way yet."""
+        """Free device memory that was copied, except for the last gradients, which may still be on their way."""
         while len(self._leaving) > most:
             gradient, event = self._leaving.popleft()
             self._transfers_of(gradient).wait(event)
 
     def _give_room_back(self) -> None:
-        """The host's memory is for others, but for what is held."""
+        """Give host memory back for others to use, except for gradients that are held."""
         for one in [one for one in list(self._slots) if one not in self._held]:
             del self._slots[one]
         self._rooms = None

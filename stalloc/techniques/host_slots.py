@@ -24,7 +24,7 @@ class HostSlots:
         self._free_bytes = self._used_bytes = 0
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        """A flat tensor with room for so many bytes; None where there is none."""
+        """A flat tensor with room for so many bytes; None where there is no room."""
         room_bytes = self._room(size_bytes)
         free = self._free.get(room_bytes)
         if free:
@@ -41,7 +41,7 @@ class HostSlots:
         return slot
 
     def give_back(self, slot: torch.Tensor) -> None:
-        """What it held is not needed any more."""
+        """Give a place back whose content is not needed any more."""
         self._free.setdefault(slot.nbytes, []).append(slot)
         self._free_bytes += slot.nbytes
         self._used_bytes -= slot.nbytes

@@ -17,7 +17,7 @@ _stores: "weakref.WeakSet[HostStore]" = weakref.WeakSet()
 
 
 def held_bytes() -> int:
-    """What all stores of this process hold together."""
+    """The bytes that all stores of this process hold together."""
     return sum(store.used_bytes for store in _stores)
 
 
@@ -49,9 +49,9 @@ class HostStore:
         return torch.from_numpy(block)  # which holds the array
 
     def take_like(self, tensors: list[torch.Tensor], *, pinned: bool) -> list[torch.Tensor] | None:
-        """One block with room for each of these tensors, of which shape, order in memory and type count.
+        """Room for each of these tensors, in one block, with their shapes, their orders in memory and their types.
 
-        None as of `take`.
+        None as in `take`.
         """
         begins, total = [], 0
         for one in tensors:
@@ -76,5 +76,5 @@ def has_values(device: torch.device) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those of the tensor itself unless it has holes."""
+    """Strides for a copy of a tensor: its own, unless it has holes."""
     return torch.empty_like(tensor, device="meta").stride()

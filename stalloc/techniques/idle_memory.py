@@ -29,7 +29,7 @@ from stalloc.techniques.tensor_memory import tensors_of
 
 
 class IdleMemory:
-    """Of one process; its memory in the host is that of what is saved for backward."""
+    """Offloads idle memory of one process's models to the host memory that is also used for saved tensors."""
 
     def __init__(self, memory: EvictableMemory) -> None:
         self._memory = memory
@@ -91,7 +91,7 @@ class IdleMemory:
             self._memory.slots.give_back(idle.slot)
 
     def do(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of the program: what it reads is here for it."""
+        """Do an operation of the program, with what it reads on the device."""
         self._operations += 1
         busy = {one.untyped_storage()._cdata: one for one in tensors_of((args, kwargs)) if _is_plain(one)}
         before, self._busy = self._busy, self._busy | busy.keys()
@@ -135,7 +135,7 @@ class IdleMemory:
         self._memory.note_brought(idle.size_bytes)
 
     def evict(self, device: torch.device, size_bytes: int) -> int:
-        """Let at least so many bytes go to the host, if so many may; how many did."""
+        """Move at least so many bytes to the host, if as many may go; how many went."""
         stack = _get_current_dispatch_mode_stack()
         watched = self._is_inside or self._mode in stack
         if not watched or self._is_captured or _has_compiled():
@@ -153,7 +153,7 @@ class IdleMemory:
 
     @property
     def _is_inside(self) -> bool:
-        """Whether an operation that is watched runs, while which torch has its mode put aside."""
+        """Whether an operation that is watched is running, during which torch puts the mode aside."""
         return bool(self._busy) or self._mode.is_at_work
 
     def _move(self, idle: "_Idle") -> int:
@@ -195,7 +195,7 @@ class _Idle(HostCopy):
 
 
 def _is_of_program(mode: Any) -> bool:
-    """Whether a mode is none of those by which the virtual GPU watches a whole program."""
+    """Whether a mode is the program's own, not one by which the virtual GPU watches it."""
     return not type(mode).__module__.startswith("stalloc.device.")
 
 

@@ -7,7 +7,7 @@ _OF_TRANSFORMERS = "transformers.utils.output_capturing"
 
 
 def hooked_inside(block: Any) -> str | None:
-    """The name, below a block, of a module with hooks that must not be called twice; None if there is none.
+    """The name of a module below a block whose hooks must not be called twice; None if there is none.
 
     Hooks of the block itself are not called by its forward pass.
     """
@@ -20,7 +20,7 @@ def hooked_inside(block: Any) -> str | None:
 
 
 def _may_be_called_twice(hook: Any) -> bool:
-    """Whether a hook only notes what is asked for, or is torch's own by which a weight is computed before its use."""
+    """Whether a hook only notes results, or is torch's own hook that computes a weight before its use."""
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 

@@ -30,7 +30,7 @@ _MOST_CALLS = 10_000  # whose seconds are remembered
 
 
 class TimedTape(BlockTape):
-    """A tape of a call that may turn out to be one that cannot be made twice, with about how long it takes."""
+    """A tape of a call that may turn out to be impossible to repeat, with about how long the call takes."""
 
     def __init__(self, block: str, wanted: Any, inputs: Any, times: "_Times", key: Any) -> None:
         super().__init__(block, wanted, inputs)
@@ -42,11 +42,11 @@ class TimedTape(BlockTape):
         self._sizes: list[tuple[str, int]] = []
 
     def watch(self, state: ModuleState) -> None:
-        """As of `BlockTape`."""
+        """See `BlockTape`."""
         self._state, self._sizes = state, state.sizes()
 
     def finish(self, outputs: Any) -> None:
-        """As of `BlockTape`; a container that has grown meanwhile would grow again."""
+        """As in `BlockTape`; a container that has grown meanwhile would grow again."""
         if not self.refusal:
             super().finish(outputs)
             if self._state is not None and self._state.sizes() != self._sizes:
@@ -56,7 +56,7 @@ class TimedTape(BlockTape):
         self._state = None
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As of `BlockTape`, but for what cannot be computed twice, which is done all the same."""
+        """As in `BlockTape`, but an operation that cannot be computed twice is done all the same."""
         if self.refusal:
             return operator(*args, **kwargs)
         made: list[Any] = []
@@ -76,7 +76,7 @@ class TimedTape(BlockTape):
 
 
 class _Times:
-    """About how long calls of blocks take: as long as the first one with the same shapes did."""
+    """About how long calls of blocks take: as long as the first call with the same shapes."""
 
     def __init__(self, rates: GpuRates) -> None:
         self.rates = rates
@@ -90,7 +90,7 @@ class _Times:
 
 
 class LateCheckpoint:
-    """How blocks are run whose memory is evictable (a `Checkpoint`)."""
+    """The `Checkpoint` for blocks whose saved memory can be evicted."""
 
     def __init__(self, memory: EvictableMemory) -> None:
         self._memory = memory
@@ -101,16 +101,16 @@ class LateCheckpoint:
         return self
 
     def is_wanted(self, block: Any) -> bool:
-        """Not while nothing of it had to go; and of a block that calls itself the outermost call is the one."""
+        """True once something of it had to be evicted; for a block that calls itself, only for the outermost call."""
         return self._memory.goes_from(block) and not current_block()
 
     def make_tape(self, model: int, block: str, wanted: Any, inputs: Sequence[torch.Tensor]) -> TimedTape:
-        """As of `MakeTape`, for a model of the program's."""
+        """See `MakeTape`; `model` is the number of the model that the block is of."""
         key = model, block, tuple((one.shape, one.dtype) for one in inputs)
         return TimedTape(block, wanted, inputs, self._times, key)
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
-        """As of `Checkpoint`."""
+        """See `Checkpoint`."""
         assert isinstance(tape, TimedTape)
         region = Region(self._memory, run, values, tape)
         with saved_tensors_hooks(region.pack, PackedTensor.unpacked), tape.recording():
@@ -120,13 +120,13 @@ class LateCheckpoint:
 
 
 class Region:
-    """One call of a block. Lives as long as memory that it saved."""
+    """One call of a block; lives as long as the memory that it saved."""
 
     def __init__(self, memory: EvictableMemory, run: Callable[..., Any], values: list[Any], tape: TimedTape) -> None:
         self._memory, self._run, self._tape = memory, run, tape
         self._inputs = [_Input(memory, one) if isinstance(one, torch.Tensor) else one for one in values]
         self._surroundings = _Surroundings(values)
-        self._packed: list[tuple[weakref.ref[Saved] | None, Any]] = []  # in order: memory, and what the tensor is like
+        self._packed: list[tuple[weakref.ref[Saved] | None, Any]] = []  # in order: memory, and `_like` of the tensor
         self._is_over = self._in_backward = False
         self._lock = threading.RLock()  # backward passes of several devices have a thread each
         self._position = 0
@@ -150,11 +150,11 @@ class Region:
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether what it saved may be let go of."""
+        """Whether the memory that it saved may be dropped."""
         return self._is_over and not self._in_backward and not self._tape.refusal
 
     def seconds_to_recompute(self) -> float:
-        """What dropping more of it costs: nothing if some of it is gone already."""
+        """The seconds that dropping more of it costs: 0 if some of it is gone already."""
         return 0.0 if any(one.is_lost for one in self._saved()) else self._tape.seconds
 
     def _saved(self) -> Iterator[Saved]:
@@ -164,7 +164,7 @@ class Region:
                 yield saved
 
     def recompute(self) -> None:
-        """Make all again that was dropped and is still needed."""
+        """Recompute everything that was dropped and is still needed."""
         with self._lock:
             self._missing = {}
             for place, (reference, _) in enumerate(self._packed):
@@ -226,7 +226,7 @@ class _Input:
         self._requires_grad = tensor.requires_grad
 
     def again(self) -> torch.Tensor:
-        """The same, without what made it."""
+        """The tensor, detached from what made it."""
         return self._packed.unpacked().detach().requires_grad_(self._requires_grad)
 
 
@@ -245,7 +245,7 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """In force for the block."""
+        """A context in which this random state and autocast are in force."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self._devices))
             torch.set_rng_state(self._of_processor)

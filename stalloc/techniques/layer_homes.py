@@ -18,7 +18,7 @@ from stalloc.techniques.transfers import Transfers
 
 Tensors = list[torch.Tensor]
 Lent = tuple[Tensors, Callable[[], None]]
-"""Tensors, and what waits until they have their values."""
+"""Tensors, and a function that waits until they have their values."""
 _ON_HOST = Transfers(torch.device("cpu"))
 
 
@@ -28,22 +28,22 @@ class Home(Protocol):
     tensors: Tensors
 
     def fetch(self, here: Tensors) -> Callable[[], None]:
-        """Begin to copy it to tensors of the device; what comes back makes the program wait for that."""
+        """Begin to copy the layer to tensors of the device; returns a function that makes the program wait for that."""
 
     def store(self, here: Tensors) -> Callable[[], None]:
-        """Begin to copy them back; what comes back waits until their memory can go."""
+        """Begin to copy them back; returns a function that waits until their memory can be freed."""
 
     def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
-        """Begin to have some of them in tensors of the host that can be changed; `room` gives memory like a tensor."""
+        """Begin to provide some as tensors of the host that can be changed; `room` gives memory like a tensor's."""
 
     def take_back(self, rows: Sequence[int], lent: Tensors) -> Callable[[], None]:
-        """Begin to keep what they have become; what comes back waits until their memory can go."""
+        """Begin to keep their changed values; returns a function that waits until their memory can be freed."""
 
     def settle(self) -> None:
         """Wait until what was stored can be read."""
 
     def finish(self) -> None:
-        """Wait until no copy uses this memory, or that of the device, which is about to be given to others."""
+        """Wait until no copy uses this memory or the device's, which others are about to get."""
 
 
 def find_home(parameters: Tensors, store: HostStore, disk: DiskStore | None) -> Home | None:
@@ -57,7 +57,7 @@ def find_home(parameters: Tensors, store: HostStore, disk: DiskStore | None) -> 
 
 
 class HostHome:
-    """Tensors of the host."""
+    """The home of a layer in tensors of the host."""
 
     def __init__(self, tensors: Tensors, transfers: Transfers) -> None:
         self.tensors = tensors
@@ -65,29 +65,29 @@ class HostHome:
         self._fetched: Any = None  # event after the last copy from here
 
     def fetch(self, here: Tensors) -> Callable[[], None]:
-        """As of `Home`."""
+        """See `Home`."""
         arrived = self._fetched = self._transfers.to_device(list(zip(here, self.tensors, strict=True)))
         return lambda: self._transfers.wait(arrived)
 
     def store(self, here: Tensors) -> Callable[[], None]:
-        """As of `Home`."""
+        """See `Home`."""
         stored = self._transfers.to_host(list(zip(self.tensors, here, strict=True)))
         return lambda: self._transfers.wait(stored)
 
     def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
-        """As of `Home`: as they are."""
+        """As in `Home`: as they are."""
         return [self.tensors[row] for row in rows], lambda: None
 
     def take_back(self, rows: Sequence[int], lent: Tensors) -> Callable[[], None]:
-        """As of `Home`."""
+        """See `Home`."""
         return lambda: None
 
     def settle(self) -> None:
-        """As of `Home`."""
+        """See `Home`."""
         self._transfers.settle()
 
     def finish(self) -> None:
-        """As of `Home`."""
+        """See `Home`."""
         self.settle()
         if self._fetched is not None:
             self._fetched.synchronize()
@@ -104,13 +104,13 @@ class DiskHome:
         self._fetched: Callable[[], None] = lambda: None  # waits for what is read
 
     def fetch(self, here: Tensors) -> Callable[[], None]:
-        """As of `Home`. Raises DiskError."""
+        """As in `Home`. Raises DiskError."""
         self._write_changes()
         self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
         return self._fetched
 
     def store(self, here: Tensors) -> Callable[[], None]:
-        """As of `Home`. The memory of the device stays until all is in the file, so an error there loses nothing."""
+        """As in `Home`. The memory of the device stays until all is in the file, so an error there loses nothing."""
         copied = self._disk.write(list(zip(here, self._regions, strict=True)), self._transfers)
 
         def stored() -> None:
@@ -122,7 +122,7 @@ class DiskHome:
         return stored
 
     def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
-        """As of `Home`. Raises DiskError."""
+        """As in `Home`. Raises DiskError."""
         lent = [room(self.tensors[row]) for row in rows]
         if self._disk.folder is None:
             return lent, lambda: None
@@ -130,7 +130,7 @@ class DiskHome:
         return lent, self._disk.read(list(zip(lent, self._regions_of(rows), strict=True)), _ON_HOST)
 
     def take_back(self, rows: Sequence[int], lent: Tensors) -> Callable[[], None]:
-        """As of `Home`. What cannot be written stays in memory, as a change that the program has made."""
+        """As in `Home`. What cannot be written stays in memory, as a change that the program has made."""
         if self._disk.folder is None:
             return lambda: None
         regions = self._regions_of(rows)
@@ -150,10 +150,10 @@ class DiskHome:
         return stored
 
     def settle(self) -> None:
-        """As of `Home`: it was waited for."""
+        """As in `Home`: there is nothing to wait for, as `store` has waited."""
 
     def finish(self) -> None:
-        """As of `Home`."""
+        """See `Home`."""
         with contextlib.suppress(DiskError):
             self._fetched()
 

@@ -20,7 +20,7 @@ class LayerRow(Row):
     """Some layers of a sequence, in a row."""
 
     def forward(self, input: Any) -> Any:
-        """One after the other."""
+        """Call the layers one after the other."""
         for layer in self._modules.values():
             input = layer(input)
         return input
@@ -42,7 +42,7 @@ class LayerRow(Row):
 
 
 def rows_of(sequence: Any) -> list[LayerRow]:
-    """The rows of a module that is a long sequence of layers; none of another."""
+    """The rows of a module that is a long sequence of layers; none for another module."""
     if active := active_rows(sequence):
         return active
     if getattr(type(sequence), "forward", None) is not nn.Sequential.forward or "forward" in vars(sequence):

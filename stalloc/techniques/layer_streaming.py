@@ -30,7 +30,7 @@ def stream_blocks(
     disk: DiskStore | None = None,
     microbatches: int = 1,
 ) -> tuple[Streaming | None, str]:
-    """Stream those blocks of a model that can be; and why others, or all, stay on the device.
+    """Stream the blocks of a model that can be streamed; also returns why others, or all, stay on the device.
 
     What has no room in `store` goes to `disk`.
     """
@@ -73,17 +73,17 @@ def _can_be(parameter: Any, users: "Counter[int]") -> bool:
 
 
 class WeightTier:
-    """Brings the layers of a part for their update on the device; as of `Tier`."""
+    """Brings the layers of a part for their update on the device; as in `Tier`."""
 
     def __init__(self, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
         self._is_on_processor = is_on_processor
 
     def bytes_of(self, part: Parameters) -> int:
-        """Of those layers that are not here."""
+        """Bytes of those layers of a part that are not on the device."""
         return sum(layer.size_bytes for layer in self._needed(part) if not layer.is_here)
 
     def fetch(self, part: Parameters) -> Any:
-        """Load them."""
+        """Begin to load the part's layers to the device."""
         layers = self._needed(part)
         for layer in layers:
             layer.load()
@@ -95,7 +95,7 @@ class WeightTier:
         return arrived
 
     def store(self, part: Parameters) -> Any:
-        """Write them back."""
+        """Begin to write the part's layers back."""
         layers = self._needed(part)
         stored = [layer.store() for layer in layers]
 
@@ -115,7 +115,7 @@ def _layers(part: Parameters) -> list[StreamedLayer]:
 
 
 def settle_layers(optimizer: Any) -> None:
-    """Let the processor wait until what was updated is whole in the host, where anybody may read it."""
+    """Let the processor wait until updated layers are whole in the host, where the program may read them."""
     for layer in _layers([one for group in optimizer.param_groups for one in group["params"]]):
         layer.settle()
 

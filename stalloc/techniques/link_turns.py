@@ -4,7 +4,7 @@ Contract: a turn is a lock of a byte of a file, which the kernel takes back when
 has had a turn comes after one that waits for it. No wait lasts longer than `patience_seconds`: then the copy is made
 beside whoever has the turn, and until a turn is free again nobody is waited for, so a process that hangs costs time
 once. Nothing that is computed depends on turns.
-Source of what they are for: as of `stalloc.cost.disjoint_sets`.
+Source of what they are for: as in `stalloc.cost.disjoint_sets`.
 """
 
 import fcntl
@@ -26,13 +26,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks
 class SharedLink:
     """A link to the host that `num_ranks` processes of one machine share, each with a number from 0."""
 
-    file: str | os.PathLike[str]  #: the same for all of them; made where it is not there, and left there
+    file: str | os.PathLike[str]  #: the same file for all processes; made if it does not exist, and left there
     rank: int = 0
     num_ranks: int = 1
     patience_seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises BadInputError for numbers that are none."""
+        """Raises BadInputError for impossible numbers."""
         if not 0 <= self.rank < self.num_ranks:
             raise BadInputError(
                 f"rank {self.rank} of {self.num_ranks} is not possible: give 0 to {self.num_ranks - 1}."
@@ -42,7 +42,7 @@ class SharedLink:
 
 
 class LinkTurns:
-    """The turns of this process, by way of the link; threads of it take turns too."""
+    """The turns of this process, one queue for each way of the link; its threads take turns too."""
 
     def __init__(self, link: SharedLink) -> None:
         """Raises BadInputError if the file cannot be used."""
@@ -53,7 +53,7 @@ class LinkTurns:
 
     @contextmanager
     def turn(self, *, to_device: bool) -> Iterator[None]:
-        """Have the turn of one way, or none if it does not come in time."""
+        """A context that has the turn of one way, or goes without if the turn does not come in time."""
         has_turn = self._take(to_device)
         if not has_turn:
             self.num_without += 1
@@ -76,7 +76,7 @@ class LinkTurns:
 
 
 class _LockFile:
-    """A file of which two bytes are locked for each way: that of who is next in line, and that of whose turn it is.
+    """A file in which two bytes are locked for each way: one by the next in line, one by whoever has the turn.
 
     Locks are the process's own (fcntl), not the descriptor's: a forked child has none of them, and keeps none alive.
     They go when any descriptor of the file is closed, so there is one for all of the process, and it stays open.
@@ -87,7 +87,7 @@ class _LockFile:
         self._threads = threading.Lock(), threading.Lock()
 
     def lock(self, way: bool, deadline: float) -> bool:
-        """Whether it is this thread's turn, by some moment of the monotonic clock; asked once at the least."""
+        """Wait for this thread's turn until a moment of the monotonic clock, trying at least once; whether it came."""
         threads = self._threads[way]
         if not threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False

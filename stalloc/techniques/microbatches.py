@@ -29,10 +29,10 @@ def why_not_in_microbatches(block: Any) -> str:
 def in_microbatches(
     call: Callable[..., Any], number: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call a block with so many parts of a batch, or as many as it has rows.
+    """Call a block with a batch in `number` parts, or in as many as it has rows.
 
-    A batch is what the first tensor has along its first dimension; of other tensors those are divided that have as many
-    rows. Raises StreamError.
+    The first dimension of the first tensor counts the rows of the batch; other tensors with as many rows are divided
+    too. Raises StreamError.
     """
     first = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()), None)
     rows = 0 if first is None else len(first)

@@ -1,7 +1,7 @@
-"""A function of stalloc's in the place of `torch.nn.Module.__call__`, for as long as a part of it needs to see calls.
+"""A function of stalloc's in the place of `torch.nn.Module.__call__`, while a part of stalloc needs to see calls.
 
-Contract: what torch has hooks for costs each call of a module several times as much, and comes too late for a `forward`
-that is to be exchanged. What another has put in the same place meanwhile stays.
+Torch's own hooks would make each call of a module cost several times as much, and come too late to exchange `forward`.
+Contract: a function that the program has put in the same place meanwhile stays.
 """
 
 import functools
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 Call = Callable[..., Any]
-"""Of a module, and of what it is given."""
+"""The call of a module: a function of the module and of the arguments that it is given."""
 
 
 class ModuleCalls:
-    """To be made with a function that makes, of the call as it is, the one that takes its place."""
+    """Replaces the call of every module by the one that `make` makes of the original call."""
 
     def __init__(self, make: Callable[[Call], Call]) -> None:
         from torch.nn import Module

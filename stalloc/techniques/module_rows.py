@@ -29,7 +29,7 @@ class Row(nn.Module):
 
     @property
     def siblings(self) -> "Sequence[Row]":
-        """All rows of the module, this one or its like among them."""
+        """All rows of the module, this one, or an equal one, among them."""
         raise NotImplementedError
 
     @staticmethod
@@ -70,7 +70,7 @@ class _ForwardInRows:
         return getattr, (self.parent, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRows":
-        """Of a copy of the module, rows of that copy."""
+        """The forward of a copy of the module, which runs rows of that copy."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -78,6 +78,6 @@ class _ForwardInRows:
 
 
 def active_rows(module: Any) -> list[Any]:
-    """The rows that a module's forward pass goes through now; none: it runs as it was made."""
+    """The rows that a module's forward pass goes through now; none if it runs as it was written."""
     forward = vars(module).get("forward")
     return forward.rows if isinstance(forward, _ForwardInRows) and forward.parent is module else []

@@ -25,11 +25,11 @@ _MAX_DEPTH = 3  # of containers in containers
 
 
 _State = tuple[Any, dict[str, Any], dict[str, Any]]
-"""An object, a dictionary of it, and what was in that."""
+"""An object, one of its dictionaries, and what that contained."""
 
 
 class ModuleState:
-    """The attributes of a module, of those below it and of objects that they hold, and the generators, as of now."""
+    """The present attributes of a module, of modules below it and of objects that they hold, and the generators."""
 
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
@@ -105,7 +105,7 @@ def _states(module: Any) -> list[_State]:
 
 @functools.cache
 def _of_every_module() -> frozenset[str]:
-    """Attributes that torch gives to every module."""
+    """The names of attributes that torch gives to every module."""
     return frozenset(vars(sys.modules["torch"].nn.Module()))
 
 

@@ -13,7 +13,7 @@ from stalloc.cost.disjoint_sets import DisjointSets
 class OffloadOrder:
     """The decisions of one run. Activations are known by numbers, which rise in the order in which they are saved.
 
-    Of several ranks each has others that go, as far as the ratio lets it.
+    Each of several ranks offloads others, as far as the ratio allows.
     """
 
     def __init__(self, ratio: float, window_bytes: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -33,7 +33,7 @@ class OffloadOrder:
         return self._rank in takers
 
     def leaves(self, number: int, size_bytes: int) -> list[int]:
-        """It is on its way; the memory of those that come back is to go now, once they are over."""
+        """Note that it is on its way to the host; returns those whose device memory is to go now, once copied."""
         self._sets.left(self._rank, size_bytes)
         self._size_of[number] = size_bytes
         insort(self._hosted, number)
@@ -47,7 +47,7 @@ class OffloadOrder:
         return over
 
     def needed(self, number: int) -> list[int]:
-        """Backward needs it: what is to be on the device now, itself first, then those that were saved before it."""
+        """Backward needs it: returns what is to be on the device now, itself first, then those saved before it."""
         self._sets.restart()
         found, ahead_bytes = [number], 0
         for at in range(bisect_left(self._hosted, number) - 1, -1, -1):
@@ -58,7 +58,7 @@ class OffloadOrder:
         return found
 
     def gone(self, number: int) -> None:
-        """Nothing needs it any more."""
+        """Note that nothing needs it any more."""
         size_bytes = self._size_of.pop(number, None)
         if size_bytes is None:
             return

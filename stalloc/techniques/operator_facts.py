@@ -16,7 +16,7 @@ _DROPOUTS = ("dropout_p", "dropout", "p")  #: arguments that say how much is dro
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """One operator."""
+    """What recomputation has to know of an operator: what it changes, and whether it draws random numbers."""
 
     name: str  #: as torch prints it, such as "aten.mm.default"
     is_fresh: bool  #: its results are new memory: neither views of what it reads nor what it changed
@@ -31,7 +31,7 @@ class OperatorFacts:
 
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
-    """The facts of an operator as a dispatch mode is called with."""
+    """The facts of an operator, as a dispatch mode is given it."""
     import torch
 
     schema = getattr(operator, "_schema", None)

@@ -12,12 +12,12 @@ import torch
 
 KNOWN = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
          "Rprop", "SGD")  # fmt: skip
-KNOWN_ELSEWHERE = {"transformers.optimization": ("Adafactor",)}  #: the same in other libraries, by module
+KNOWN_ELSEWHERE = {"transformers.optimization": ("Adafactor",)}  #: known optimizers of other libraries, by module
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def own_step(kind: type) -> Callable[..., Any]:
-    """The step of a class of optimizers without what calls its hooks."""
+    """The step of a class of optimizers, without the wrapper that calls its hooks."""
     step: Any = getattr(kind.step, "stalloc_own", kind.step)  # type: ignore[attr-defined]
     while getattr(step, "hooked", False):
         step = step.__wrapped__

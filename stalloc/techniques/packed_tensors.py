@@ -17,10 +17,10 @@ Memory = TypeVar("Memory", contravariant=True)
 
 
 class Keeper(Protocol[Memory]):
-    """Who keeps the memory of packed tensors."""
+    """The technique that keeps the memory of packed tensors."""
 
     def needed(self, memory: Memory, /) -> torch.UntypedStorage:
-        """Where it is on the device, now that backward asks for it."""
+        """Its memory on the device, now that backward asks for it."""
 
 
 def may_be_kept_elsewhere(tensor: torch.Tensor, device_type: str) -> bool:
@@ -89,7 +89,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def let_go_of(alias: torch.Tensor) -> None:
-    """Let an alias of a tensor, which knows how often that is changed in place, hold no memory."""
+    """Let an alias of a tensor, which shares its count of changes in place, hold no memory."""
     kind = alias.dtype, alias.device
     if kind not in _empty:
         with unseen():  # by the tape of a block that is running

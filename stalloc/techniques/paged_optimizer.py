@@ -34,7 +34,7 @@ _paged: "weakref.WeakKeyDictionary[Any, PagedOptimizer]" = weakref.WeakKeyDictio
 
 
 def paged_optimizer(optimizer: Any) -> "PagedOptimizer | None":
-    """What pages an optimizer, if anything does."""
+    """The `PagedOptimizer` of an optimizer; None if it is not paged."""
     return _paged.get(optimizer)
 
 
@@ -143,7 +143,7 @@ class PagedOptimizer:
         return self._place_of(parameter) is Place.PROCESSOR
 
     def _sends_gradient(self, parameter: Any) -> bool:
-        """Those leave in backward that the processor uses, and of layers that are streamed."""
+        """Whether a gradient leaves in backward: that of a streamed layer, or one that the processor uses."""
         leaves = self._is_on_processor(parameter) or layer_of(parameter) is not None
         return self._sends_gradients and leaves and not self._is_updated_beside(parameter)
 
@@ -168,7 +168,7 @@ class PagedOptimizer:
         return done is not None
 
     def _updated_beside(self) -> None:
-        """Wait for what is updated beside backward."""
+        """Wait for updates that run beside backward."""
         while self._beside:
             parameter, done = self._beside.popitem()
             done.result()
@@ -217,8 +217,8 @@ class PagedOptimizer:
         return found, copied_bytes
 
     def _divide(self, optimizer: Any) -> list[Parameters]:
-        """The parts of a step. What the processor has no room for is updated on the device, where its state stays; of
-        layers that lie on disk it is paged."""
+        """The parts of a step. What the processor has no room for is updated on the device, where its state stays,
+        or is paged if its layer is on disk."""
         self._updated_beside()
         self.gradients.about_to_step(optimizer)
         if self._early is not None:

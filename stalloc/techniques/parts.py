@@ -11,11 +11,11 @@ from stalloc.sizes import aligned
 
 PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
 DISK_THREADS, DISK_CHUNK_BYTES = 4, 16 << 20
-_PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # of parameters at once, at the most; and in so many parts at least
+_PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # most bytes of parameters in a part; least number of parts
 
 
 class Place(Enum):
-    """Where state lies between steps, and where it is used."""
+    """Where a part's state lies between steps, and where it is used."""
 
     DEVICE = "device"  #: always on the device
     PAGED = "paged"  #: elsewhere, and on the device for its update
@@ -24,7 +24,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Shares:
-    """Which shares of an optimizer's parameters, by bytes, are updated otherwise than paged."""
+    """The shares of an optimizer's parameters, by bytes, that are not paged: on the device, or on the processor."""
 
     device: float = 0.0
     processor: float = 0.0
@@ -44,7 +44,7 @@ def part_bytes(window_bytes: int) -> int:
 
 
 def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
-    """The parts of parameters of so many bytes, in the order of their updates.
+    """The parts of parameters with these sizes in bytes, in the order of their updates.
 
     `layers` numbers the streamed layer of each, -1: none; a layer is a part of its own, after the others. What stays
     on the device comes first, as it waits for nothing; the processor's parts lie evenly between the paged ones, so
@@ -75,7 +75,7 @@ def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, sha
 
 
 def divided(sizes: list[int], most_bytes: int) -> list[list[int]]:
-    """Places of sizes in a row, in parts whose sum is at most so much; a larger one is a part of its own."""
+    """The places of consecutive sizes, in parts whose sum is at most `most_bytes`; a larger size is its own part."""
     parts: list[list[int]] = []
     sum_bytes = 0
     for place, size_bytes in enumerate(sizes):
@@ -97,9 +97,9 @@ def arranged_with_copies(
     reads_for_processor: bool,
     gradients: Set[int] = frozenset(),
 ) -> tuple[list[Part], int]:
-    """The parts as of `arranged`, and the host memory that the processor needs for copies.
+    """The parts as in `arranged`, and the host memory that the processor needs for copies.
 
-    `on_disk` has the layers that lie there: the processor updates them where they are read for it, and else the device.
+    `on_disk` has the layers on disk: the processor updates them if they are read for it, else the device does.
     `gradients` has the parameters whose gradients are in the host already.
     """
     parts = arranged(sizes, layers, window_bytes, shares)
@@ -124,7 +124,7 @@ def staging_bytes(
 
 
 def disk_chunk_bytes(host_bytes: int | None) -> int:
-    """How large each thread's buffer for files is, where so much host memory is allowed: half of it at the most."""
+    """Bytes of each thread's buffer for files, given the host memory allowed, of which buffers take half at most."""
     most = DISK_CHUNK_BYTES if host_bytes is None else min(DISK_CHUNK_BYTES, host_bytes // (2 * DISK_THREADS))
     return most // PAGE_BYTES * PAGE_BYTES
 
@@ -135,12 +135,12 @@ def disk_buffers_bytes(chunk_bytes: int) -> int:
 
 
 def in_pages(size_bytes: int) -> int:
-    """The room that so many bytes take in a file."""
+    """The bytes that `size_bytes` take in a file, rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _places(sizes: list[int], shares: Shares) -> list[Place]:
-    """Where each of some units goes, so that every beginning of the row has about the shares that are wanted."""
+    """Where each unit goes, such that the units up to any of them have about the wanted shares."""
     total, placed = 0, {Place.DEVICE: 0, Place.PROCESSOR: 0}
     wanted = {Place.DEVICE: shares.device, Place.PROCESSOR: shares.processor}
     found = []

@@ -41,20 +41,20 @@ class _OnItsWay:
     """One part between its gradients' copy and the copy of its new values."""
 
     block: int
-    values: list[torch.Tensor]  #: of the host: of layers that are streamed from there themselves, of others copies
+    values: list[torch.Tensor]  #: on the host: parameters of layers streamed from there, copies of others
     gradients: list[torch.Tensor]
     copied: Any  #: event
-    read: Callable[[], None]  #: waits for what is read from a file
-    kept: list[torch.Tensor] = field(default_factory=list)  #: what is copied from, where it is no gradient itself
+    read: Callable[[], None]  #: waits for reads from a file
+    kept: list[torch.Tensor] = field(default_factory=list)  #: sources of copies that are no gradients themselves
 
 
 class ProcessorUpdates:
-    """As of `Tier`. Two blocks of host memory take turns, so that one part comes while another is updated."""
+    """As in `Tier`. Two blocks of host memory take turns, so that one part comes while another is updated."""
 
     def __init__(
         self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool], in_host: HostGradients
     ) -> None:
-        """`in_host` has gradients that need not be copied."""
+        """`in_host` gives gradients that are in the host already and need no copy."""
         self._store, self._is_on_processor, self._in_host = store, is_on_processor, in_host
         self._blocks: list[torch.Tensor] = []
         self._uploaded: list[Any] = [None, None]
@@ -86,7 +86,7 @@ class ProcessorUpdates:
         return dict(optimizer.state.pop(copy))
 
     def bytes_of(self, part: Parameters) -> int:
-        """As of `Tier`: nothing is put on the device."""
+        """As in `Tier`: nothing is put on the device."""
         return 0
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
@@ -160,7 +160,7 @@ class ProcessorUpdates:
         torch.autograd.graph.increment_version(part)
 
     def update_of(self, optimizer: Any, parameter: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """One update of what a parameter is in the host, by a gradient of the host, which another thread can make."""
+        """A function that updates a parameter in the host with a gradient in the host; any thread may call it."""
         group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
         computes = has_values(device_of(parameter))
         twin = object.__new__(type(optimizer))  # whose groups and state nobody else changes meanwhile
@@ -220,7 +220,7 @@ def _on_processor(state: dict[str, Any], computes: bool) -> dict[str, Any]:
 
 @contextmanager
 def _as_on_processor(optimizer: Any, computes: bool) -> Iterator[None]:
-    """The options of an optimizer as they are for tensors of the host."""
+    """The options of an optimizer, adapted to tensors of the host."""
     groups = [(group, group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
     scaling = {name: vars(optimizer)[name] for name in _SCALING if name in vars(optimizer)}
     for group, *_ in groups:

@@ -1,8 +1,8 @@
 """Whether a block is called in a checkpoint of the program's own, whose forward pass runs twice by the program's will.
 
-Contract: what such a block changes (running statistics, counts) is changed twice in the unmodified program, so that
-whoever computes it again in our way, by which it changes once, gets other numbers. Told from `ours`, in which blocks
-within a block of ours run, and from hooks of other kinds, wherever they lie between; nothing is changed.
+Contract: what such a block changes (running statistics, counts) is changed twice in the unmodified program; recomputed
+in our way it would change once, and give other numbers. Our own checkpoints (`ours`), in which blocks within a block
+of ours run, and hooks of other kinds are told apart, wherever they lie; nothing is changed.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _OF_CHECKPOINTS = ("_checkpoint_hook.", "_recomputation_hook.")  # torch's class
 
 
 class _Place(threading.local):
-    """Where the innermost run of a block of ours began: checkpoints around it, and the backward pass, -1 for none."""
+    """Where the innermost run of one of our blocks began: how many checkpoints, and which backward pass (-1: none)."""
 
     mark = (0, -1)
 
@@ -32,7 +32,7 @@ def in_program_checkpoint() -> bool:
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """For a run of a block of ours, within our checkpoint."""
+    """A context for a run of one of our blocks, within our checkpoint."""
     before, _place.mark = _place.mark, _here()
     try:
         yield
@@ -45,7 +45,7 @@ def _here() -> tuple[int, int]:
 
 
 def _num_checkpoints() -> int:
-    """Those whose hooks on what is saved are in force; torch shows the uppermost hooks alone."""
+    """The number of checkpoints whose hooks on saved tensors are in force; torch shows only the uppermost hooks."""
     above, found = [], 0
     try:
         while (hooks := _uppermost()) is not None:

@@ -15,7 +15,7 @@ from stalloc.techniques.shard_settings import BLOCK_ITEMS
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as int8 (N,) and scales in float32 (ceil(N / 2048),)."""
+    """Values quantised to int8 (N,), and their scales in float32 (ceil(N / 2048),)."""
     flat = values.detach().reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_ITEMS)).view(-1, BLOCK_ITEMS)
     scales = (blocks.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
@@ -23,7 +23,7 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values (N,) again, rounded."""
+    """The values (N,) that int8 and scales stand for, with the rounding that they have lost."""
     blocks = torch.nn.functional.pad(codes, (0, -codes.numel() % BLOCK_ITEMS)).view(-1, BLOCK_ITEMS)
     return (blocks.float() * scales[:, None]).view(-1)[: codes.numel()].to(dtype)
 

@@ -26,34 +26,34 @@ from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.script_calls import refuse_scripts_in_blocks
 
 MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
-"""Makes the tape of one call: of the block's name, what is to be kept, and the tensors that it was given."""
+"""Makes the tape of one call, given the block's name, what is to be kept, and the tensors that it was called with."""
 
 
 class Checkpoint(Protocol):
-    """How what the first run would save is let go of, and when the second run is made."""
+    """A way to drop what the first run of a block would save, and to make the second run when it is needed."""
 
     def is_wanted(self, block: Any) -> bool:
-        """Whether a block (a module) that is about to run is to be run in this way."""
+        """Whether a block (a module) that is about to run is to run in this way."""
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape, /) -> Any:
-        """The results of `run(*values)`, of which the tape is recorded; the later run repeats it."""
+        """The results of `run(*values)`, recorded on the tape, which a later run repeats."""
 
 
 class AlwaysRecomputed:
-    """torch's checkpoint: all is let go of at once, and computed again when backward asks for the first of it."""
+    """torch's checkpoint: everything is dropped at once, and recomputed when backward first asks for any of it."""
 
     def is_wanted(self, block: Any) -> bool:
-        """Every block is."""
+        """Always true."""
         return True
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
-        """As of `Checkpoint`."""
+        """See `Checkpoint`."""
         contexts = tape.recording(), tape.repeating()
         return torch_checkpoint(run, *values, use_reentrant=False, context_fn=lambda: contexts)
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap) is at work, in which nothing that is saved can be exchanged."""
+    """Whether a transform of torch.func (grad, vmap) is active, in which saved tensors cannot be exchanged."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -112,7 +112,7 @@ class RecomputedForward:
         return self._instance_forward or type(self._block).forward.__get__(self._block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RecomputedForward":
-        """Of a copy of the block, the wrapping of that copy."""
+        """The forward of a copy of the block, which recomputes that copy."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -149,12 +149,12 @@ class _Held:
             self._places.append(place)
 
     def take(self) -> list[Any]:
-        """The values, which are held here no more."""
+        """The values, which are no longer held here."""
         values, self.values = self.values, []
         return values
 
     def as_given(self, values: Sequence[Any]) -> list[Any]:
-        """All leaves, of the values as they are now."""
+        """All leaves of the nested values, with the values as they are now."""
         return [values[place] for place in self._places]
 
 
@@ -178,7 +178,7 @@ def wrap(
     make_tape: MakeTape = BlockTape,
     checkpoint: Checkpoint | None = None,
 ) -> Recomputation:
-    """Recompute blocks, each with what is wanted of it to be kept; those that cannot be are left as they are."""
+    """Recompute blocks, keeping of each what is wanted; blocks that cannot be recomputed are left as they are."""
     refuse_scripts_in_blocks()
     names, left, forwards, how = [], {}, [], checkpoint or AlwaysRecomputed()
     for block, keep in zip(blocks, wanted, strict=True):

@@ -28,11 +28,11 @@ class RecomputeSettings:
     blocks: tuple[BlockSettings, ...] = ()
 
     def of_model(self, model: int) -> dict[str, BlockSettings]:
-        """The settings of one model, by the name of the block."""
+        """The settings of one model's blocks, by the block's name."""
         return {block.name: block for block in self.blocks if block.model == model}
 
     def as_json(self) -> list[dict[str, Any]]:
-        """For a file: blocks with the same operations share a row."""
+        """Plain values (JSON) for a file, in which blocks with the same operations share a row."""
         rows: dict[tuple[int, str, tuple[tuple[int, str], ...]], list[str]] = {}
         for block in self.blocks:
             rows.setdefault((block.model, block.kind, block.keep), []).append(block.name)
@@ -43,7 +43,7 @@ class RecomputeSettings:
 
 
 def settings_from_json(rows: Any) -> RecomputeSettings:
-    """What `as_json` gave. Raises ValueError for anything else."""
+    """The settings that `as_json` wrote. Raises ValueError for anything else."""
     _check(isinstance(rows, list) and len(rows) <= _MAX_BLOCKS, "its settings are no list")
     blocks: list[BlockSettings] = []
     for row in rows:

@@ -5,9 +5,11 @@ tree is looked at, and lists, tuples and dictionaries of modules that are attrib
 nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for one that itself holds
 layers in a row (an encoder). A module without children of its own, such as a linear layer, is
 no block: what it would recompute is what it reads. A long sequence of layers, unlike all beside it, is cut into rows,
-which are blocks; and where nothing else is found, so is a forward pass that calls layers statement by statement.
+which are blocks; and where nothing else is found, so is a forward pass that calls layers statement by statement, if
+the user asks for it by STALLOC_CUT_FORWARD=1: its source is compiled anew.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ def _in_lists(parent: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) -> Iterator[Block]:
-    """Children that are blocks, and of the others what lies below; `unseen` are modules that torch does not know."""
+    """Children that are blocks, and the blocks below other children; `unseen` are modules that torch does not know."""
     if is_compiled(parent):
         return
     in_lists = [(name, child) for name, child in _in_lists(parent) if id(child) in unseen]
@@ -96,7 +98,9 @@ def _rows(prefix: str, sequence: Any) -> list[Block]:
 
 
 def _parts(model: Any) -> list[Block]:
-    """Rows of statements of the outermost modules of the program's own whose forward pass can be cut so."""
+    """Rows of statements of the outermost modules, of the program's own classes, whose forward can be cut, if asked."""
+    if os.environ.get("STALLOC_CUT_FORWARD") != "1":
+        return []
     from stalloc.techniques.statement_rows import rows_of_statements
 
     found: list[Block] = []
@@ -131,7 +135,7 @@ def holds_layers(module: Any) -> bool:
 
 
 def _called_of(row: Any) -> Iterator[Any]:
-    """What is called of a row: its children, or those of lists and dictionaries among them."""
+    """The modules of a row that are called: its children, or the children of lists and dictionaries among them."""
     for child in row.children():
         if _is_container(child) and type(child).__name__ in _NOT_CALLED:
             yield from _called_of(child)
@@ -145,7 +149,7 @@ def _is_container(module: Any) -> bool:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether torch.compile runs a module, and decides itself what is recomputed."""
+    """Whether torch.compile runs a module, and so decides what is recomputed."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 

@@ -72,7 +72,7 @@ class _Rotated(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """A tensor that all ranks have, as it is; its gradient is the mean over them."""
+    """The identity of a tensor that all ranks have; its gradient is the mean over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
@@ -87,7 +87,7 @@ class _Mean(torch.autograd.Function):
 
 
 def _going_round(weight: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
-    """The number of each rank's part and the part, this rank's own first, each once; then it is back in `weight`."""
+    """Each rank's number and its part, once each, this rank's own first; at the end that is in `weight` again."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     own = held = weight.data  # autograd is to see no change, as there is none in the end
     next_held = torch.empty_like(own)

@@ -34,20 +34,20 @@ _MOST_LASTING = 4096
 
 
 class Watcher(Protocol):
-    """Who is told what becomes of activations, by their number."""
+    """What is told of the fate of each activation, by its number."""
 
     def saved(self, number: int, storage: torch.UntypedStorage) -> None:
-        """One that may go to the host is saved."""
+        """An activation that may go to the host is saved."""
 
     def needed(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Backward asks for it; it lies here."""
+        """Backward asks for an activation; `storage` is its memory on the device."""
 
     def gone(self, number: int) -> None:
         """Nothing needs it any more."""
 
 
 class SavedActivations:
-    """A context, which may be entered often: of what is saved in it a share goes to the host."""
+    """A context, which may be entered often: a share of what autograd saves in it goes to the host."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SavedActivations:
         watcher: Watcher | None = None,
         link: SharedLink | None = None,
     ) -> None:
-        """With `link` copies take turns with those of other processes. Raises BadInputError if they cannot."""
+        """With `link`, copies take turns with other processes' copies. Raises BadInputError if they cannot."""
         self.store = store
         self.turns = None if link is None else LinkTurns(link)
         self.left_bytes = 0  #: that went to the host in all
@@ -69,8 +69,8 @@ class SavedActivations:
         self._transfers: dict[torch.device, Transfers | TransfersInTurn] = {}
         self._known: WeakValueDictionary[tuple[int, int], _Activation] = WeakValueDictionary()  # by memory and version
         self._live: WeakValueDictionary[int, _Activation] = WeakValueDictionary()  # by number
-        self._over: deque[int] = deque()  # numbers that the order is still to hear of: threads let go at any time
-        self._late: deque[_Activation] = deque()  # that are over, as a thread has found that cannot wait for copies
+        self._over: deque[int] = deque()  # numbers that are over and not told to the order yet: any thread may end one
+        self._late: deque[_Activation] = deque()  # found to be over by a thread that cannot wait for copies
         self._lock = RLock()  # backward passes of several devices have a thread each
         self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
         self._num_saved = 0
@@ -178,7 +178,7 @@ class _Activation(HostCopy):
         super().__init__(storage, device)
         self.number = number
         self.here: torch.UntypedStorage | None = storage
-        self.stream = self.current_stream()  # which its memory was used on
+        self.stream = self.current_stream()  # on which its memory was used
         self._wait: Callable[[], None] | None = None  # for the copy that uses `here`
         self._brought_on: Any = None  # the stream whose memory `here` is, if it was brought
         self._owner = owner
@@ -190,7 +190,7 @@ class _Activation(HostCopy):
         self._wait = functools.partial(transfers.wait, left, self.stream)
 
     def let_go(self) -> None:
-        """Nothing is held here any more, once no copy uses it."""
+        """Free its memory on the device, once no copy uses it."""
         self.land()
         self.here = None
 
@@ -201,7 +201,7 @@ class _Activation(HostCopy):
             self._wait = None
 
     def bring(self, transfers: Transfers | TransfersInTurn) -> None:
-        """Begin to bring it back, unless it is here or somebody else has held it all the time."""
+        """Begin to bring it back, unless it is on the device, or somebody else has held it there all the time."""
         if self.here is not None:
             return
         self.here = self.held()
@@ -212,7 +212,7 @@ class _Activation(HostCopy):
         self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
 
     def arrive(self, transfers: Transfers | TransfersInTurn) -> torch.UntypedStorage:
-        """Where it is; the program's stream waits for it."""
+        """Its memory on the device; the program's stream waits for it."""
         assert self.here is not None
         if self._brought_on is None:
             return self.here

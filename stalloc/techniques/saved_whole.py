@@ -27,7 +27,7 @@ def _whole(state: Any) -> Any:
 
 
 def save_once(rank: int) -> None:
-    """Let `torch.save` write to no path on any rank but the first; to a file that is open, it does."""
+    """Let `torch.save` write to a path on the first rank only; it still writes to open files on every rank."""
     save = torch.save
 
     @functools.wraps(save)

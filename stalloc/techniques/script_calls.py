@@ -1,4 +1,4 @@
-"""TorchScript in blocks that are recomputed: where one is called whose results have gradients, that is refused.
+"""TorchScript in blocks that are recomputed: a call whose results have gradients is refused.
 
 Contract: TorchScript computes the first calls of a function operation by operation, and later ones with derivatives of
 its own, which save other tensors for backward; so what a second run of a block saves is not what the first one would
@@ -18,7 +18,7 @@ from stalloc.techniques.block_tape import current_block
 
 @functools.cache
 def refuse_scripts_in_blocks() -> None:
-    """Look at each call of TorchScript, from here on."""
+    """Check each call of TorchScript from here on, and refuse those in blocks."""
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         kind.__call__ = _watched(kind.__call__)
 

@@ -19,7 +19,7 @@ _NAMES = "ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, or P/G/O (three numbers of
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """Over how many ranks one copy is divided; 1: each rank has all."""
+    """The number of ranks over which parameters, gradients and state are each divided; 1: each rank has all of them."""
 
     parameters: int  #: between the forward and the backward pass
     gradients: int
@@ -31,14 +31,14 @@ class Layout:
 
     @property
     def executor(self) -> Executor | None:
-        """What of PyTorch does it; None: nothing."""
+        """The part of PyTorch that executes the layout; None if there is none."""
         if self.parameters == self.gradients == 1:
             return "ddp"
         return "fully_shard" if self.gradients == self.state else None
 
     @property
     def reshard_after_forward(self) -> bool | int:
-        """As `fully_shard` takes it for blocks; where gradients are divided as the state is."""
+        """The option of this name of `fully_shard` for blocks, where gradients are divided like the state."""
         return self.parameters if 1 < self.parameters < self.state else self.parameters == self.state
 
     def name(self, num_ranks: int) -> str:
@@ -109,5 +109,5 @@ BLOCK_ITEMS = 2048  #: values of a quantised gather that share a scale
 
 
 def quantised_bytes(num_items: int) -> int:
-    """What so many values take as they are gathered quantised: int8, and a float32 for each block."""
+    """Bytes of so many values gathered quantised: int8, and a float32 for each block."""
     return num_items + 4 * -(-num_items // BLOCK_ITEMS)

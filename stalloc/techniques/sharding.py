@@ -45,7 +45,7 @@ def shard_program(way: ShardWay) -> None:
 
 
 class Sharding:
-    """Of this process, from here on; torch is imported by now, and the program has not begun."""
+    """Divides the model and optimizers of this process over the ranks; made before the program begins, after torch."""
 
     def __init__(self, layout: Layout) -> None:
         """The layout must have an executor. This process is a rank, as the variables of torchrun say."""
@@ -116,13 +116,13 @@ class Sharding:
 
 
 def units_within(model: Any, blocks: list[Block]) -> list[Block]:
-    """The blocks that are modules of the model: rows of layers that it was cut into are none, for FSDP2."""
+    """The blocks that are modules of the model, as FSDP2 needs; rows of layers that it was cut into are not."""
     modules = {id(one) for one in model.modules()}
     return [block for block in blocks if id(block.module) in modules]
 
 
 def _is_own(optimizer: Any) -> bool:
-    """Whether it is the program's: ZeroRedundancyOptimizer makes one of its own, inside."""
+    """Whether an optimizer is the program's, not one that ZeroRedundancyOptimizer makes inside."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return not isinstance(optimizer, ZeroRedundancyOptimizer) and not _making
@@ -156,7 +156,7 @@ def _group(layout: Layout, num_ranks: int) -> Any:
 
 
 def _divide(optimizer: Any, group: Any) -> Any:
-    """The same optimizer in parts, which makes the steps of the program's own."""
+    """The optimizer divided over the ranks; the program's own makes its steps, and is saved, through it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     _making.append(True)

@@ -15,7 +15,7 @@ from stalloc.techniques.operator_facts import OperatorFacts, argument
 
 
 class SpareStatistics:
-    """Of one call of a block: its normalizations, by position."""
+    """The spare running statistics for the normalizations in one call of a block, by their position."""
 
     def __init__(self) -> None:
         self._spare: dict[int, list[tuple[int, str, Any]]] = {}  # arguments with what stands in for them
@@ -32,7 +32,7 @@ class SpareStatistics:
     def put_in(
         self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments with which an operation is recomputed."""
+        """The arguments to recompute an operation with, spare statistics in place of its own."""
         spare = self._spare.get(position)
         if spare is None:
             return args, kwargs
@@ -47,6 +47,6 @@ class SpareStatistics:
 
 @functools.cache
 def _spare_like(name: str, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """One for all of a shape: what is written to it is never read."""
+    """A spare tensor that all of one shape share: what is written to it is never read."""
     with unseen():
         return torch.empty(shape, dtype=dtype, device=device)

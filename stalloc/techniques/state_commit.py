@@ -18,7 +18,7 @@ from stalloc.techniques.transfers import Transfers
 
 
 def commit_state(optimizer: Any, label: int) -> None:
-    """As of `stalloc.commit`."""
+    """See `stalloc.commit`."""
     paged = paged_optimizer(optimizer)
     if paged is None or paged.disk is None:
         raise BadInputError('this optimizer keeps no state on a disk: page it with disk="FOLDER:SIZE".')
@@ -48,7 +48,7 @@ def commit_state(optimizer: Any, label: int) -> None:
 
 
 def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, value: Any) -> Any:
-    """What a manifest tells of a value; of a large tensor its region, and itself for type and shape."""
+    """What a manifest tells of a value; for a large tensor, its facts and the region that it is written to."""
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     kind = str(value.dtype).removeprefix("torch.")
@@ -69,7 +69,7 @@ def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, val
 
 
 def _of_region(told: Any) -> dict[str, Any]:
-    """The same with the region's place, once it is written."""
+    """What a manifest tells of a value, with the place of its region on the disk, once that is written."""
     if isinstance(told, dict):
         return told
     facts, region = told

@@ -73,7 +73,7 @@ class StateFolder:
         return mmap.mmap(self._mapped, size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
 
     def commit(self, told: dict[str, Any]) -> None:
-        """Let a manifest take the place of the one before. Raises OSError."""
+        """Replace the manifest by another one. Raises OSError."""
         os.fdatasync(self._file)
         before = _file_of(self.path)
         body = json.dumps({"format": FORMAT, "version": VERSION, "file": self._name, **told}, sort_keys=True)
@@ -134,7 +134,7 @@ def _value(file: Any, told: dict[str, Any], chunk_bytes: int) -> Any:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """None where there is none. Raises BadInputError for a damaged one."""
+    """The manifest of a folder; None where there is none. Raises BadInputError for a damaged one."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         text = (path / MANIFEST).read_text(encoding="utf-8")
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -154,7 +154,7 @@ def _file_of(path: Path) -> str:
 
 
 def _open_both(path: Path) -> tuple[int, int]:
-    """The file for reads and writes, past the page cache where that can be, and for the rest."""
+    """The file, opened once past the page cache, where that is possible, and once with it, for what has to use it."""
     ordinary = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT), ordinary
@@ -176,7 +176,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _close(owner: int, path: Path, name: str, *descriptors: int) -> None:
-    """The end of a process, or of an optimizer; a child that was forked leaves all as it is."""
+    """Close the files as a process or an optimizer ends; a forked child leaves everything as it is."""
     if os.getpid() != owner:
         return
     with contextlib.suppress(BadInputError, OSError):

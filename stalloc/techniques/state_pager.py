@@ -1,8 +1,8 @@
 """The state of one optimizer, brought to the device for an update and taken away again.
 
 Contract: between steps each large tensor of state that is not to stay on the device is a tensor of the host, or one
-mapped from a file, with the values that the optimizer left; whoever looks at it there sees them whole, and what he
-changes there counts. What finds no room stays on the device.
+mapped from a file, with the values that the optimizer left; whoever reads it there sees them whole, and a change made
+there counts. What finds no room stays on the device.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ class StatePager:
         self._loading: list[Named] = []
 
     def take_over(self, optimizer: Any) -> None:
-        """Move what there is of state already."""
+        """Move the state that exists already."""
         optimizer.state = self.state
         for parameter in [one for one in self.state if isinstance(one, torch.Tensor)]:
             if self._place_of(parameter) is not Place.DEVICE:
@@ -58,7 +58,7 @@ class StatePager:
         self._slots.clear()
 
     def forget(self) -> None:
-        """The optimizer is gone: so is what nobody else holds of its state."""
+        """The optimizer is gone: drop its state, except for tensors that somebody else holds."""
         with suppress(DiskError):
             self.settle()
         self.state = WatchedState(self, {})
@@ -66,12 +66,12 @@ class StatePager:
         self._disk = None
 
     def looked(self) -> None:
-        """Somebody else reads state from here on, or changes it where it lies: it is whole."""
+        """Somebody else reads or changes state from here on: wait until it is whole."""
         self._looks += 1
         self.settle()
 
     def settle(self) -> None:
-        """What was on its way is there."""
+        """Wait until all copies and writes under way are done."""
         if self._transfers is not None:
             self._transfers.settle()
         if self._disk is not None:
@@ -98,15 +98,15 @@ class StatePager:
         return {**values, **{name: value.to(device) for name, value in (small | hosted).items()}}
 
     def bytes_of(self, part: Parameters) -> int:
-        """Of the state that is elsewhere."""
+        """Bytes of a part's state that are not on the device."""
         return sum(aligned(slot.nbytes) for _, _, slot in self.elsewhere(self._used_on_device(part)))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
-        """As of `Tier`."""
+        """See `Tier`."""
         return self._bring(self._used_on_device(part))
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        """As of `Tier`."""
+        """See `Tier`."""
         return self._take_away([one for one in part if self._place_of(one) is Place.PAGED])
 
     def begin(self, part: Parameters, of_meta: Callable[[torch.Tensor], dict[str, Any]]) -> bool:
@@ -139,7 +139,7 @@ class StatePager:
             return lies_well and not any(True for _ in self._large(part))
 
     def about_to_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep large tensors back, which would be brought to the device."""
+        """Hold back large tensors, which loading would bring to the device."""
         self.looked()
         self._loading = []
         saved = [one for group in state_dict["param_groups"] for one in group["params"]]
@@ -156,7 +156,7 @@ class StatePager:
         return {**state_dict, "state": kept}
 
     def loaded(self, optimizer: Any) -> None:
-        """Put what was kept back where state lies between steps; into the device where there is no room."""
+        """Put held back tensors where state lies between steps, or on the device where there is no room."""
         self.state = optimizer.state = WatchedState(self, optimizer.state)
         loading, self._loading = self._loading, []
         with torch.no_grad(), self.state.unwatched():
@@ -178,7 +178,7 @@ class StatePager:
         self.settle()
 
     def put_down(self) -> None:
-        """Put into the file what somebody may have changed where it lies."""
+        """Write to the file the state that somebody may have changed in memory."""
         for parameter in self._slots.in_file():
             if self._stored.get(parameter) != self._looks:
                 self._write([one for one in self.elsewhere([parameter]) if self._slots.region(*one[:2]) is not None])()
@@ -253,7 +253,7 @@ class StatePager:
         return size_bytes, let_go
 
     def _write(self, written: list[Named]) -> Callable[[], None]:
-        """Begin to put tensors into their regions; the state has them mapped from there."""
+        """Begin to write tensors to their regions; the state then has them mapped from the file."""
         if self._disk is None or not written:
             return _nothing
         regions = [self._slots.region(parameter, name) for parameter, name, _ in written]

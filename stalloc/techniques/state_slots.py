@@ -36,7 +36,7 @@ class StateSlots:
         return found
 
     def make(self, wanted: list[Named], device: torch.device, *, to_disk: bool) -> None:
-        """Room for what has none."""
+        """Make slots for tensors that have none."""
         lacking = []
         for parameter, name, tensor in wanted:
             slot = self.of(parameter).get(name)
@@ -57,14 +57,14 @@ class StateSlots:
                 self.map(parameter, name, tensor)
 
     def map(self, parameter: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Let a slot in the file be what is written there now."""
+        """Let a slot in the file show what is written there now."""
         assert self._disk is not None
         slot = viewed(self._disk.memory(self._regions[parameter][name]), like)
         self._slots.setdefault(parameter, {})[name] = slot
         return slot
 
     def in_file(self) -> Iterator[torch.Tensor]:
-        """The parameters with state there."""
+        """The parameters with state in the file."""
         return iter(list(self._regions))
 
     def clear(self) -> None:

@@ -28,12 +28,12 @@ class StatementRow(Row):
         self.all: tuple[StatementRow, ...] = ()
 
     def forward(self, *values: Any) -> Any:
-        """The statements."""
+        """Run the statements."""
         return self.run(self._parent[0], *values)
 
     @property
     def name(self) -> str:
-        """Within the module: the first and the last layer with weights, which no other row has."""
+        """The row's name within its module: its first and last layer with weights, which no other row has."""
         names = [name for name, layer in self._modules.items() if layer is not None and has_weights(layer)]
         return "-".join(dict.fromkeys([names[0], names[-1]]))
 
@@ -78,7 +78,7 @@ def rows_of_statements(module: Any) -> list[StatementRow]:
 
 
 def _needed(statements: Sequence[Statement]) -> list[tuple[str, ...]]:
-    """The variables that are read from each statement on; of the end none."""
+    """The variables that are read from each statement on; none at the end."""
     needed: set[str] = set()
     found: list[tuple[str, ...]] = [()]
     for one in reversed(statements):
@@ -90,7 +90,7 @@ def _needed(statements: Sequence[Statement]) -> list[tuple[str, ...]]:
 def _begins_unit(
     source: ForwardSource, needed: Sequence[tuple[str, ...]], children: dict[str, nn.Module], weighty: set[str]
 ) -> list[bool]:
-    """Of each statement, whether it calls a layer with weights, and rows can be parted before it.
+    """For each statement, whether it calls a layer with weights and a row can begin with it.
 
     The first that calls one always counts, as what comes before it is in its row.
     """

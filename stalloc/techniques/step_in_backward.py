@@ -34,7 +34,7 @@ _guards: list[Any] = []  # the hook, once it is there
 
 
 class StepInBackward:
-    """One optimizer. Invariant: between its steps `_updated` holds the parameters whose step has been made."""
+    """One optimizer's step in backward. Invariant: between its steps `_updated` has the parameters updated so far."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class StepInBackward:
         self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
-        """Update its parameters early, those that it has got since included."""
+        """Update its parameters early, including those that were added to it since."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
@@ -68,7 +68,7 @@ class StepInBackward:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_there))
 
     def undo(self) -> None:
-        """Leave the step where the program calls it."""
+        """Make the step where the program calls it again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -123,22 +123,22 @@ class StepInBackward:
         self._updated.clear()
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """As of `GradientWatcher`: it is used up."""
+        """As in `GradientWatcher`: it is used up."""
         return False
 
     def about_to_read(self, parameter: torch.Tensor) -> None:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         if own_gradient(parameter) is None:
             raise GradientError(_READ if parameter not in self._used else _READ_LATER)
 
     def about_to_set(self, parameter: torch.Tensor) -> None:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         if parameter not in self._used:
             raise GradientError(_READ)
         self._zeroed(parameter)
 
     def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
-        """As of `GradientWatcher`."""
+        """See `GradientWatcher`."""
         if parameter not in self._used:
             self.about_to_read(parameter)
             return
@@ -176,7 +176,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _guard() -> None:
-    """Let nobody use parameters that backward has changed before the program's step."""
+    """Keep the program from using parameters that backward has updated before the program's step."""
     if not _guards:
         _guards.append(register_module_forward_pre_hook(_about_to_call))
 

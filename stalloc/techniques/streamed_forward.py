@@ -39,17 +39,17 @@ class Streaming:
         self.microbatches = microbatches
         self._layers = [weakref.ref(layer) for layer in layers]
         self._ahead = max(window - 1, 0)
-        self._backward = -1  # the number of the backward pass that goes on
-        self._had_gradients: dict[int, bool] = {}  # of the blocks whose backward has begun in it, before it did
+        self._backward = -1  # the number of the backward pass under way
+        self._had_gradients: dict[int, bool] = {}  # whether a block had gradients before its backward in this pass
         self._hooks: list[Any] = []
-        self._heard: set[int] = set()  # ids of parameters whose gradients are heard of
+        self._heard: set[int] = set()  # ids of parameters whose gradients are noted
         self._blocks = [weakref.ref(block.module) for block in blocks]
         for place, block in enumerate(blocks):
             block.module.forward = _Forward(self, place, block.module)
 
     @property
     def layers(self) -> list[StreamedLayer]:
-        """Those of which the program still has parameters."""
+        """The streamed layers whose parameters the program still has."""
         return [layer for one in self._layers if (layer := one()) is not None]
 
     def undo(self) -> None:
@@ -69,7 +69,7 @@ class Streaming:
         return self._layers[place]() if 0 <= place < len(self._layers) else None
 
     def need(self, place: int, direction: int) -> None:
-        """A block is about to compute; those after it, in a direction, may come."""
+        """A block is about to compute: bring it, and begin to bring those that come next in this direction."""
         pass_name = "forward" if direction > 0 else "backward"
         for offset in range(self._ahead + 1):
             at = place + direction * offset
@@ -82,7 +82,7 @@ class Streaming:
             needed.wait()
 
     def num_trained(self, place: int) -> int:
-        """The parameters of a block that want gradients now, however it was before; each is heard of from here on."""
+        """How many parameters of a block require gradients now; each one's gradient is noted from here on."""
         layer = self.layer(place)
         if layer is None:
             return 0
@@ -95,7 +95,7 @@ class Streaming:
         return len(trained)
 
     def backward_begins(self, call: "_Call") -> None:
-        """Gradients of what a call of a block made are there."""
+        """Begin the backward pass of a call of a block, whose results have their gradients."""
         layer = call.layer
         if layer is None:
             return
@@ -117,7 +117,7 @@ class Streaming:
         self.need(call.place, -1)
 
     def came(self, layer: StreamedLayer | None) -> None:
-        """One of what a block waits for in backward is there."""
+        """Note that one of the gradients that a block waits for in backward has come."""
         if layer is not None and layer.waiting:
             layer.waiting -= 1
             if not layer.waiting:
@@ -127,7 +127,7 @@ class Streaming:
         self.came(layer)
 
     def _begin_backward(self) -> None:
-        """Once a backward pass: what nothing came for is let go at its end."""
+        """Prepare a backward pass, once for each: layers whose gradients did not all come are released at its end."""
         number = torch._C._current_graph_task_id()
         if number != self._backward:
             self._backward = number
@@ -141,7 +141,7 @@ class Streaming:
 
 
 class _Call:
-    """One call of a block, with gradients. It is told of each tensor that it was given when that has its gradient."""
+    """One call of a block, with gradients; it is told when each tensor that it was given has its gradient."""
 
     def __init__(self, streaming: Streaming, place: int) -> None:
         self._streaming, self.place = streaming, place
@@ -151,7 +151,7 @@ class _Call:
         self._backward = -1  # the number of the backward pass in which its gradients came
 
     def given(self, *values: Any) -> None:
-        """What the call was given."""
+        """Note the arguments of the call."""
         for tensor in _with_gradients(values):
             self.num_given += 1
             consumers = getattr(tensor, _CONSUMERS, None)
@@ -161,12 +161,12 @@ class _Call:
                 consumers.append(self)
 
     def made(self, results: Any) -> None:
-        """What it gave back."""
+        """Note the results of the call."""
         for tensor in _with_gradients(results):
             setattr(tensor, _CONSUMERS, self._tell_of(tensor))
 
     def _tell_of(self, tensor: torch.Tensor) -> "list[_Call]":
-        """Let this call hear of the gradient of a tensor that it made, after those that the tensor is given to."""
+        """Tell this call of the gradient of a tensor that it made, after the calls that the tensor is given to."""
         consumers: list[_Call] = []
 
         def begin(_: torch.Tensor) -> None:
@@ -181,13 +181,13 @@ class _Call:
         return consumers
 
     def done(self) -> None:
-        """A gradient of what it was given is there, for which it may not have been needed."""
+        """Note that a tensor that it was given has its gradient, which need not have come through this call."""
         if self._backward == torch._C._current_graph_task_id():
             self._streaming.came(self.layer)
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers that want a gradient."""
+    """The tensors in nested containers that require a gradient."""
     return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
@@ -245,7 +245,7 @@ class _Forward:
                 self._block.forward = self._instance_forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of a copy of the block, the forward that it would have without streaming: its parameters are not streamed."""
+        """The forward of a copy of the block, as it is without streaming: a copy's parameters are not streamed."""
         if self._instance_forward is not None:
             return copy.deepcopy(self._instance_forward, memo)
         block = copy.deepcopy(self._block, memo)

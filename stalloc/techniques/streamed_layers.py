@@ -29,7 +29,7 @@ def layer_of(parameter: torch.Tensor) -> "StreamedLayer | None":
 
 
 def device_of(parameter: torch.Tensor) -> torch.device:
-    """Where a parameter computes, and is updated on the device, wherever it lies now."""
+    """The device on which a parameter computes and is updated, wherever it lies now."""
     layer = layer_of(parameter)
     return parameter.device if layer is None else layer.device
 
@@ -65,12 +65,12 @@ class StreamedLayer:
 
     @property
     def parameters(self) -> Parameters:
-        """Those that the program still has."""
+        """The parameters of the layer that the program still has."""
         return [one for one, _, _ in self._placed()]
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it lies there while it is not here."""
+        """Whether the layer lies on disk while it is not on the device."""
         return isinstance(self.home, DiskHome)
 
     def load(self) -> None:
@@ -112,7 +112,7 @@ class StreamedLayer:
                 self._let_go()
 
     def store(self) -> Callable[[], None]:
-        """Begin to write it back; what comes back waits for that and lets the memory go."""
+        """Begin to write the layer back; returns a function that waits for that and frees the device memory."""
         stored = self.home.store(self._here)
 
         def let_go() -> None:
@@ -146,14 +146,14 @@ class StreamedLayer:
             parameter.data = elsewhere
 
     def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
-        """Let some of its parameters be changed in the host: as of `Home`. Raises DiskError."""
+        """Let some of its parameters be changed in the host, as `Home.lend` does. Raises DiskError."""
         self.release()
         self.settle()
         self._gather()
         return self.home.lend(self._rows(part), room)
 
     def take_back(self, part: Parameters, lent: Parameters) -> Callable[[], None]:
-        """They were changed there: as of `Home`."""
+        """Take back parameters that were changed in the host, as `Home.take_back` does."""
         return self.home.take_back(self._rows(part), lent)
 
     def settle(self) -> None:
@@ -161,7 +161,7 @@ class StreamedLayer:
         self.home.settle()
 
     def bring_home(self) -> None:
-        """For good."""
+        """Bring the layer to the device for good."""
         self.load()
         self.wait()
         for one in self.parameters:
@@ -196,7 +196,7 @@ class StreamedLayer:
         self.is_here, self.waiting, self._arrived = False, 0, None
 
     def _take(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
-        """The program has given a parameter other memory meanwhile, by a move of the model perhaps."""
+        """Copy to `place` a parameter to which the program gave other memory meanwhile, perhaps by moving the model."""
         if parameter.shape != place.shape or parameter.dtype != place.dtype:
             raise StreamError(
                 f"a parameter of {self.name}, which is streamed, was given another shape or type: change the model "
@@ -208,5 +208,5 @@ class StreamedLayer:
 
 
 def _finish(home: Home, _: Parameters) -> None:
-    """A layer is gone; its memory, here and elsewhere, is held until no copy on its way uses it."""
+    """A layer is gone: hold its memory, on the device and elsewhere, until no copy uses it."""
     home.finish()

@@ -14,21 +14,21 @@ from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
 
 @dataclass(frozen=True)
 class TechniqueSettings:
-    """A field a technique."""
+    """The settings of all techniques, one field for each."""
 
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
-    step_in_backward: bool = False  #: of every optimizer
-    activation_share: float = 1.0  #: of what code under torch.compile would save, what its partitioner may save
+    step_in_backward: bool = False  #: whether every optimizer makes its step in the backward pass
+    activation_share: float = 1.0  #: share of what torch.compile's code would save that its partitioner may save
     tiers: TierSettings = field(default_factory=TierSettings)
     activations: ActivationSettings = field(default_factory=ActivationSettings)
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, at the most; 0: none is used."""
+        """Bytes of host memory that may be used at the most; 0: none is used."""
         return max(self.tiers.host_bytes if self.tiers else 0, self.activations.host_bytes if self.activations else 0)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Plain values (JSON) for a file."""
         return {
             "recompute": self.recompute.as_json(),
             "step_in_backward": self.step_in_backward,
@@ -39,7 +39,7 @@ class TechniqueSettings:
 
     @classmethod
     def from_json(cls, told: Any) -> "TechniqueSettings":
-        """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+        """The settings that `as_json` wrote; a later field has its default. Raises ValueError for anything else."""
         default = cls().as_json()
         if not isinstance(told, dict) or "recompute" not in told:
             raise ValueError("its settings are damaged")

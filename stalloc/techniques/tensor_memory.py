@@ -14,17 +14,17 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 def storages_of(values: Any) -> set[int]:
-    """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
+    """Numbers for the memory of all tensors in nested containers; a tensor not in one piece of memory has none."""
     return {storage for one in tensors_of(values) if (storage := storage_of(one))}
 
 
 def versions_of(values: Any) -> list[tuple[int, int]]:
-    """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
+    """The memory, as a number, of all tensors in lists and dictionaries, and how often autograd saw each changed."""
     return [(storage_of(one), -1 if one.is_inference() else one._version) for one in tensors_of(values)]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The memory of a tensor, by a number; 0 of one without one piece of it."""
+    """A number for the memory of a tensor; 0 for one that is not in one piece of memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a sparse one
@@ -48,7 +48,7 @@ def tensors_of(values: Any) -> list[Any]:
 
 
 def sizes_of(values: Any) -> dict[int, int]:
-    """The bytes of the memory of all tensors, by the same number."""
+    """The bytes of the memory of all tensors, by the numbers of `storages_of`."""
     return {
         one.untyped_storage()._cdata: aligned(one.untyped_storage().nbytes())
         for one in tree_leaves(values)

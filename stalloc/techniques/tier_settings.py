@@ -19,7 +19,7 @@ class TierSettings:
     host_bytes: int = 0  #: of host memory, at the most
     disk_bytes: int = 0  #: on disk, at the most, of state and parameters that have no room in host memory
     paged_window_bytes: int = 0
-    """Of optimizer state on the device at once, if it is paged; 1: no more than one part of it. 0: it is not paged."""
+    """Bytes of paged optimizer state on the device at once; 1: one part of it at a time. 0: state is not paged."""
     streamed_window: int = 0
     """How many repeated blocks have their parameters on the device at once; 0: all. Needs a paged optimizer."""
     device_share: float = 0.0  #: of the parameters, by bytes, whose state stays on the device
@@ -30,19 +30,19 @@ class TierSettings:
 
     @property
     def shares(self) -> Shares:
-        """Both shares."""
+        """The shares kept on the device and updated by the processor."""
         return Shares(self.device_share, self.processor_share)
 
     def __bool__(self) -> bool:
         return bool(self.paged_window_bytes)
 
     def as_json(self) -> dict[str, int | float]:
-        """For a file."""
+        """Plain values (JSON) for a file."""
         return asdict(self)
 
 
 def tiers_from_json(told: Any) -> TierSettings:
-    """What `as_json` gave; a field that was added later has its default. Raises ValueError for anything else."""
+    """The settings that `as_json` wrote; a field added later has its default. Raises ValueError for anything else."""
     names = {one.name: one.type for one in fields(TierSettings)}
     if not isinstance(told, dict) or not set(told) <= set(names):
         raise ValueError("what it keeps in host memory is damaged")

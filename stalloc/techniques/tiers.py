@@ -27,12 +27,12 @@ from stalloc.techniques.tier_settings import TierSettings
 
 
 class Tiers:
-    """The tiers of this process, from here on; torch is imported by now, and the program has not begun."""
+    """The tiers of this process; made before the program begins, and after torch is imported."""
 
     def __init__(
         self, settings: TierSettings, store: HostStore, say: Callable[[str], None], folder: Path | None = None
     ) -> None:
-        """`folder` is for what goes to disk; each optimizer has one of its own in it."""
+        """`folder` is for what goes to disk; each optimizer has a folder of its own in it."""
         self.store = store
         self._room, self._folder = DiskRoom(settings.disk_bytes), folder
         self._threads: DiskThreads | None = None
@@ -47,7 +47,7 @@ class Tiers:
             register_optimizer_step_pre_hook(lambda optimizer, *_: check_can_step(optimizer))
 
     def told(self) -> dict[str, int]:
-        """What is in host memory."""
+        """How much is in host memory and on disk, by name."""
         return {
             "disk_bytes": self._room.peak_bytes,
             "num_paged": self.num_paged,
@@ -82,7 +82,7 @@ class Tiers:
         self.num_paged += 1
 
     def _disk(self, name: str, device: torch.device, holds: Holding = STATE) -> DiskStore | None:
-        """A file in a folder of that name, where a disk is allowed."""
+        """A store with a file in a folder of that name; None where no disk is allowed."""
         if not self._settings.disk_bytes:
             return None
         self._threads = self._threads or DiskThreads(self.store, device)

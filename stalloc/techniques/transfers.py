@@ -14,7 +14,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""What is written, and what is read."""
+"""The tensor to write, and the tensor to read."""
 _streams: dict[int, tuple[Any, Any]] = {}
 
 
@@ -36,7 +36,7 @@ _phase = ""
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What is copied in the block belongs to a phase of the program; for a profiler it is a range of that name."""
+    """A block whose copies belong to a phase of the program, which a profiler shows as a range of that name."""
     global _phase
     before, _phase = _phase, name
     try:
@@ -64,29 +64,29 @@ class Transfers:
             self._to_device, self._to_host = _streams[index]
 
     def to_device(self, pairs: Sequence[Pair]) -> Any:
-        """Copy from the host, once the program's stream is here; what comes back is for `wait`."""
+        """Copy from the host, after what the program's stream has to do so far; the event returned is for `wait`."""
         return self._copy(self._to_device, pairs)
 
     def to_host(self, pairs: Sequence[Pair]) -> Any:
-        """The same the other way."""
+        """Copy to the host, after what the program's stream has to do so far; the event returned is for `wait`."""
         event = self._copy(self._to_host, pairs)
         self._last = event if event is not None else self._last
         return event
 
     def follow(self) -> None:
-        """What `copy_now` copies from here on, in any thread, comes after what the program has asked for."""
+        """Make what `copy_now` copies from here on, in any thread, come after the work that the program has queued."""
         for stream in (self._to_device, self._to_host):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor, of_phase: str) -> None:
-        """Copy in a thread that waits until it is done; it was asked for in a phase that may be over."""
+        """Copy and wait in this thread, for a phase that may be over by now."""
         event = self.copy_all([(target, source)], of_phase, to_device=target.is_cuda)
         if event is not None:
             event.synchronize()
 
     def copy_all(self, pairs: Sequence[Pair], of_phase: str, *, to_device: bool) -> Any:
-        """Begin to copy, in a thread that has waited for what the program asked for before; gives what `wait` takes."""
+        """Begin to copy, in a thread that has waited for the program's earlier work; the result is for `wait`."""
         return self._enqueue(self._to_device if to_device else self._to_host, pairs, of_phase)
 
     def wait(self, event: Any, stream: Any = None) -> None:
@@ -125,14 +125,14 @@ class Transfers:
 
 
 class Settles(Protocol):
-    """Copies of one device."""
+    """What can wait for the copies of one device."""
 
     def settle(self) -> None:
-        """As of `Transfers`."""
+        """See `Transfers`."""
 
 
 def settle_all(transfers: Mapping[torch.device, Settles]) -> None:
-    """Let the processor wait for all copies of all devices, and for what was asked of the devices besides."""
+    """Let the processor wait for all copies of all devices, and for all other work of the devices."""
     for device, copies in transfers.items():
         copies.settle()
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Copies as of `Transfers`, each in this process's turn on a link that it shares with others.
+"""Copies as in `Transfers`, each in this process's turn on a link that it shares with others.
 
 Contract: a copy is asked for at once and made by a thread when its turn has come, so the program goes on meanwhile; it
 is waited for where `Transfers` is: there the program waits until the copy has begun, and its stream until it is over.
@@ -20,12 +20,12 @@ _thread = threading.local()
 
 
 def is_copying() -> bool:
-    """Whether the thread that asks makes copies: it must not wait for any."""
+    """Whether the calling thread makes copies, so that it must not wait for any."""
     return getattr(_thread, "makes_copies", False)
 
 
 class TransfersInTurn:
-    """The copies of one device."""
+    """The copies of one device, each made in this process's turn."""
 
     def __init__(self, device: torch.device, turns: LinkTurns) -> None:
         self._transfers, self._turns = Transfers(device), turns
@@ -34,15 +34,15 @@ class TransfersInTurn:
         self._threads = [threads_at(device, 1, f"stalloc-{way}", _begin_thread) for way in ways]
 
     def to_device(self, pairs: Sequence[Pair]) -> Any:
-        """As of `Transfers`."""
+        """See `Transfers`."""
         return self._copy(pairs, to_device=True)
 
     def to_host(self, pairs: Sequence[Pair]) -> Any:
-        """As of `Transfers`."""
+        """See `Transfers`."""
         return self._copy(pairs, to_device=False)
 
     def wait(self, begun: Any, stream: Any = None) -> None:
-        """As of `Transfers`."""
+        """See `Transfers`."""
         if begun is not None:
             self._transfers.wait(begun.result(), stream)
 

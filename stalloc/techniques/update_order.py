@@ -27,13 +27,13 @@ class Tier(Protocol):
     """Brings what an update of some parameters needs to the device, and takes it away again."""
 
     def bytes_of(self, part: Parameters) -> int:
-        """What `fetch` would put on the device."""
+        """The bytes that `fetch` would put on the device."""
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
-        """Begin to bring it; what comes back makes the program's stream wait for it."""
+        """Begin to bring it; returns a function that makes the program's stream wait for it."""
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        """Begin to take it away after an update; its bytes, and what waits for that and lets the memory go."""
+        """Begin to take it away after an update; its bytes, and a function that waits for that and frees the memory."""
 
 
 class DividedStep:
@@ -113,7 +113,7 @@ class DividedStep:
 
 
 class _Flight:
-    """What is on its way during a step. Invariant: `_bytes` is the sum of what was fetched and not let go."""
+    """What is on its way during a step. Invariant: `_bytes` is the sum of what was fetched and not freed."""
 
     def __init__(self, tiers: list[Tier], window_bytes: int) -> None:
         self._tiers, self._window_bytes, self._bytes = tiers, window_bytes, 0
@@ -121,7 +121,7 @@ class _Flight:
         self._leaving: deque[tuple[int, list[Callable[[], None]]]] = deque()
 
     def fetch(self, number: int, part: Parameters) -> None:
-        """Unless it is there already; what left before makes room."""
+        """Begin to bring a part unless it is there already; parts on their way out make room first."""
         is_there = number in self._arriving
         size_bytes = 0 if is_there else sum(tier.bytes_of(part) for tier in self._tiers)
         while self._leaving and self._bytes + size_bytes > self._window_bytes:
@@ -130,7 +130,7 @@ class _Flight:
             self._begin(number, part, size_bytes)
 
     def fetch_ahead(self, number: int, part: Parameters) -> None:
-        """If there is room, for which what left last is not waited for: it goes while the next is updated."""
+        """Begin to bring a part if there is room while the part that left last is still going, during an update."""
         size_bytes = sum(tier.bytes_of(part) for tier in self._tiers)
         while len(self._leaving) > 1 and self._bytes + size_bytes > self._window_bytes:
             self._let_go()
@@ -138,12 +138,12 @@ class _Flight:
             self._begin(number, part, size_bytes)
 
     def wait(self, number: int) -> None:
-        """Until a part is there, the program's stream does no more."""
+        """Make the program's stream wait until a part is there."""
         for arrived in self._arriving[number][1]:
             arrived()
 
     def store(self, number: int, part: Parameters) -> None:
-        """A part is updated."""
+        """Begin to take away a part that was updated."""
         fetched_bytes, _ = self._arriving.pop(number)
         stored = [tier.store(part) for tier in self._tiers]
         size_bytes = sum(size for size, _ in stored)
@@ -151,7 +151,7 @@ class _Flight:
         self._leaving.append((size_bytes, [let_go for _, let_go in stored]))
 
     def land(self) -> None:
-        """Wait for whatever leaves, and after an error for what arrives too."""
+        """Wait for everything that leaves and, after an error, for everything that arrives."""
         while self._leaving:
             self._let_go()
         for number in self._arriving:
@@ -178,7 +178,7 @@ def is_divided(optimizer: Any) -> bool:
 
 
 def _let_dispatch(kind: type) -> None:
-    """Let the class of an optimizer ask for each of its optimizers whether its step is divided."""
+    """Make the class of an optimizer check, for each of its optimizers, whether that one's step is divided."""
     if kind in _dispatched:
         return
     own = own_step(kind)

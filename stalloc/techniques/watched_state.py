@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 
 class Pager(Protocol):
-    """Who moves the tensors."""
+    """What moves the tensors of an optimizer's state."""
 
     def looked(self) -> None:
-        """Somebody else reads state from here on, or changes it where it lies: it is whole."""
+        """Somebody else reads or changes state from here on: wait until it is whole."""
 
     def of_device(self, parameter: Any, values: Any) -> Any:
         """The state of a parameter as it would be without paging."""
 
 
 class WatchedState(defaultdict[Any, Any]):
-    """State that waits, before anybody but the step looks at it, until what is on its way to the host is there.
+    """An optimizer's state that, before anybody but the step reads it, waits for what is on its way to the host.
 
     A copy, or a pickle, of it is as it would be without paging.
     """
@@ -31,7 +31,7 @@ class WatchedState(defaultdict[Any, Any]):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """What is done here knows what is on its way."""
+        """A context for work that knows what is on its way, in which nothing waits."""
         before, self._watched = self._watched, False
         try:
             yield

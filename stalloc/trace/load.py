@@ -46,7 +46,7 @@ class DeviceRecord:
     info: dict[str, Any]
     """What is known of the device, as in Trace.info."""
     as_ready: Activity | None = None
-    """The same work with each piece as soon as what it needs is there, where the operations tell what needs what."""
+    """`activity` as if each piece began once what it needs is there; None where the operations do not tell what."""
 
 
 def record_of(trace: Trace) -> DeviceRecord:

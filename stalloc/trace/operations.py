@@ -96,7 +96,7 @@ class Operations:
     made_by: Rows
     role: Column
     shapes: tuple[Any, ...]
-    """Of each shape: a list of its name, its overload and its arguments, for stalloc.cost."""
+    """For each shape, the operation's name, its overload and its arguments in a list, for stalloc.cost."""
     shape_flops: Column
     shape_read_bytes: Column
     shape_written_bytes: Column

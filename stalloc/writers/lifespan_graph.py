@@ -24,7 +24,7 @@ class Relations:
 
     device: int
     graph: nx.Graph
-    """Of groups, with plain attributes; nodes are numbered."""
+    """The graph of the groups, with plain attributes; nodes are numbered."""
     cut_events: list[int]
     """Events before which next to nothing but persistent requests is live: there the trace can be split."""
 

@@ -209,9 +209,9 @@ def main(operations: int, seed: int) -> None:
         "total.allocated_bytes",
         "total.requested_bytes",
         "total.num_live",
-        "num_unknown_frees",
-        "num_ooms",
-        "arena_live",
+        "statistics.num_unknown_frees",
+        "statistics.num_ooms",
+        "plan.arena_live",
     )
     CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()

@@ -121,7 +121,10 @@ class Program:
 
     def counts(self) -> tuple[int, int]:
         """Hits and misses so far."""
-        return self.state.record.follow.hits, self.state.record.steps.misses + self.state.record.steps.conflicts
+        return (
+            self.state.record.follow.hits,
+            self.state.record.iterations.misses + self.state.record.iterations.conflicts,
+        )
 
 
 def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:

@@ -90,7 +90,9 @@ PROBES = (
         "        self._expected() != self._run[1] and FIRED\n"
         "        return self._buffer * len(self._switches_buffers) + self._expected()",
     ),
-    _before("patience", "controller", "        self.state.triggers.after_misses(2 * record.follow.excess_misses)"),
+    _before(
+        "patience", "controller", "        self.state.triggers.after_misses(2 * record.follow.misses_over_matches)"
+    ),
     _probe(
         "brim",
         "paging",

@@ -57,7 +57,7 @@ RULES = (
         "a step that is not as planned is served by the heap to its end",
         _returns(
             RUNTIME + "bypass.py",
-            "        record = self._state.record\n        if self._stood or not decisions",
+            "        record = self._state.record\n        if self._was_bypassed or not decisions",
             "False",
         ),
     ),
@@ -94,7 +94,7 @@ RULES = (
         ),
         (
             RUNTIME + "full_device.py",
-            "if not decisions.is_left(max(record.follow.excess_misses, self._state.num_displaced)) or",
+            "if not decisions.is_left(max(record.follow.misses_over_matches, self._state.num_displaced)) or",
             "if True or",
         ),
         (
@@ -345,9 +345,9 @@ RULES = (
         12,
         "a plan goes after eight bad iterations",
         (
-            CORE + "step_log.py",
-            "if state.steps.bad_iterations >= _MAX_BAD_ITERATIONS:",
-            "if state.steps.bad_iterations < 0:",
+            CORE + "iteration_log.py",
+            "if state.iterations.bad_iterations >= _MAX_BAD_ITERATIONS:",
+            "if state.iterations.bad_iterations < 0:",
         ),
     ),
     _rule(

@@ -43,7 +43,7 @@ _OF_MODULE = {
     "core/stream_uses": "runtime_shared_blocks integrations_streams",
     "core/counters": "torch_statistics",
     "core/schedule_cursor": "runtime_replay",
-    "core/step_log": "runtime_replay runtime_steps",
+    "core/iteration_log": "runtime_replay runtime_steps",
     "core/arena_schedule": "runtime_schedules",
     "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/torch_expandable": "replay_torch replay_torch_record replay_torch_oracle",

@@ -432,10 +432,10 @@ _SERVING = (
     ),
     _rule(
         "bad-passes-in-a-row",
-        "core/step_log",
+        "core/iteration_log",
         "a plan is given up after bad passes, however many good ones lie between",
         "if _BAD_SHARE * lost > lost + hits else 0",
-        "if _BAD_SHARE * lost > lost + hits else state.steps.bad_iterations",
+        "if _BAD_SHARE * lost > lost + hits else state.iterations.bad_iterations",
     ),
 )
 

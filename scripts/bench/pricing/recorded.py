@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stalloc.cost.calibration import TimedCall
+from pricing.calibration import TimedCall
 from stalloc.cost.call_work import work_or_nothing
 from stalloc.cost.class_seconds import work_seconds
 from stalloc.cost.gpu_rates import GpuRates

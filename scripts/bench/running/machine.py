@@ -110,4 +110,4 @@ class Machine:
 
     def _counts(self) -> tuple[int, int]:
         state = self.state
-        return state.record.follow.hits, state.record.steps.misses + state.record.steps.conflicts
+        return state.record.follow.hits, state.record.iterations.misses + state.record.iterations.conflicts

@@ -281,7 +281,8 @@ class Soak:
             "shares": threads.SHARED,
         }
         totals = self.counts.sum(axis=0)
-        counters = ["num_segment_allocs", "num_segment_frees", "num_ooms", "num_retries", "steps_ever"]
+        counts = "num_segment_allocs", "num_segment_frees", "num_ooms", "num_retries"
+        counters = [*(f"statistics.{name}" for name in counts), "iterations.iterations_ever"]
         figures = {name: int(totals[column]) for name, column in names.items()}
         figures["plans_learnt"] = self.controller.status.num_plans - self.happened.get("plans put in force", 0)
         figures |= {name: attrgetter(name)(self.state.record) for name in counters}
@@ -302,10 +303,10 @@ class Soak:
         totals = self.counts.sum(axis=0)
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
-        if state.record.hot.mode == constants.MODE_REPLAY and state.record.plan.arena_bytes:
+        if state.record.hot.mode == constants.MODE_PLANNED and state.record.plan.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
             leases = (
-                state.arena.schedule.cells["lease"][: state.record.plan.num_intervals]
+                state.arena.schedule.intervals["lease"][: state.record.plan.num_intervals]
                 if state.arena.schedule is not None
                 else np.zeros(0)
             )
@@ -315,9 +316,9 @@ class Soak:
                 else 0
             )
             if taken != int((leases == constants.UNMAPPED).sum()):
-                problems.append("cells are taken though nothing lives")
-        if state.record.hot.mode == constants.MODE_REPLAY:
-            counted = "num_leases", "leased_bytes", "arena_live"
+                problems.append("intervals are taken though nothing lives")
+        if state.record.hot.mode == constants.MODE_PLANNED:
+            counted = "dynamic.num_leases", "dynamic.leased_bytes", "plan.arena_live"
             problems += [
                 f"{name} is {attrgetter(name)(state.record)} though nothing lives"
                 for name in counted
@@ -331,13 +332,14 @@ class Soak:
         zero = (
             "total.allocated_bytes",
             "total.requested_bytes",
-            "reserved_bytes",
+            "statistics.reserved_bytes",
             "total.num_live",
-            "num_deferred",
-            "deferred_bytes",
-            "live_count",
+            "hot.num_deferred",
+            "shared.deferred_bytes",
+            "lookup.live_count",
         )
-        zero += "num_unknown_frees", "lock", "private_kind", "arena_bytes", "arena_live", "num_leases", "leased_bytes"
+        zero += "statistics.num_unknown_frees", "lock", "hot.private_kind", "plan.arena_bytes", "plan.arena_live"
+        zero += "dynamic.num_leases", "dynamic.leased_bytes"
         problems += [
             f"{name} is {attrgetter(name)(state.record)} at the end" for name in zero if attrgetter(name)(state.record)
         ]

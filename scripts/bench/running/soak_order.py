@@ -288,7 +288,7 @@ class OrderSoak:
         self._cuda.deviceSynchronize()
         self.controller.memory.wait_for_deferred()
         problems = [f"{one.text} ({one.num_seen} times)" for one in self.checker.found()[:_MAX_FOUND]]
-        names = "total.num_live", "num_deferred", "num_unknown_frees", "private_kind"
+        names = "total.num_live", "hot.num_deferred", "statistics.num_unknown_frees", "hot.private_kind"
         left = {name: attrgetter(name)(self.state.record) for name in names}
         problems += [f"{name} is {value} at the end" for name, value in left.items() if value]
         counts = {**self.counts, "stalloc's waits": self.state.record.driver.num_waits}

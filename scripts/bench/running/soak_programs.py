@@ -306,7 +306,7 @@ def one_program(device: Device, seed: int) -> Outcome:
             expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.cycles)))
             begin = program.begins[expected]
             state.arena.begin_step(begin, begin + len(program.cycles[expected]), begin)
-        before = state.record.steps.misses, state.record.steps.conflicts
+        before = state.record.iterations.misses, state.record.iterations.conflicts
         first, end = program.bounds[index], program.bounds[index + 1]
         middle = int(rng.integers(first, end + 1)) if index == program.gives_up else end
         entries = device.allocate, device.free, state.address
@@ -320,7 +320,7 @@ def one_program(device: Device, seed: int) -> Outcome:
         if result != 0:
             outcome.wrong = WRONG[result]
             return outcome
-        misses, conflicts = state.record.steps.misses - before[0], state.record.steps.conflicts - before[1]
+        misses, conflicts = state.record.iterations.misses - before[0], state.record.iterations.conflicts - before[1]
         if one.exact:
             outcome.lost, outcome.displaced = outcome.lost + misses, outcome.displaced + conflicts
         else:
@@ -341,11 +341,11 @@ def _left_over(device: Device) -> str:
     counters = (
         "total.allocated_bytes",
         "total.requested_bytes",
-        "reserved_bytes",
+        "statistics.reserved_bytes",
         "total.num_live",
-        "live_count",
-        "num_unknown_frees",
-        "arena_live",
+        "lookup.live_count",
+        "statistics.num_unknown_frees",
+        "plan.arena_live",
     )
     left = [f"{name} is {attrgetter(name)(state.record)}" for name in counters if attrgetter(name)(state.record)]
     if device.pieces:

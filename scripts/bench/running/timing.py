@@ -136,10 +136,13 @@ def planned_pair(repeats: int) -> float:
     address = np.zeros(LENGTH, np.int64)
     arguments = *device.entries, 0, cycle.size, cycle.dying, cycle.first
     _run_cycle(*arguments, 2, address)
-    device.state.write(**{"follow.hits": 0, "steps.misses": 0, "steps.conflicts": 0})
+    device.state.write(**{"follow.hits": 0, "iterations.misses": 0, "iterations.conflicts": 0})
     figure = timed([lambda: _run_cycle(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
     assert (
-        device.state.record.steps.misses == device.state.record.steps.conflicts == 0 < device.state.record.follow.hits
+        device.state.record.iterations.misses
+        == device.state.record.iterations.conflicts
+        == 0
+        < device.state.record.follow.hits
     )
     return figure
 

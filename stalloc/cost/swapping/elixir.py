@@ -1,10 +1,9 @@
 """The size of chunks, and how many stay on the device for good: what moves least within a budget.
 
-Source: Huang et al., "Elixir: Train a Large Language Model on a Small GPU Cluster", 2022: chunks of parameters are
-cached in blocks of the device, and some stay there with their state, so that their update is made there; both
-numbers, and the size, are searched together. Here all of it is on one device, and the cost is what a step moves.
-Contract: what is chosen is the best of the whole grid. A candidate is left out only where the least that it can move
-is more than what the best moves. The first chunks in the order of their use are those that stay.
+Source: Huang et al., "Elixir: Train a Large Language Model on a Small GPU Cluster", 2022: some chunks stay on the
+device with their state and are updated there; their number and the size of chunks are searched together.
+Contract: what is chosen is the best of the whole grid. A candidate is not replayed only where the least that it can
+move is more than what the best moves. The first chunks in the order of their use are those that stay.
 """
 
 from collections.abc import Iterable
@@ -26,6 +25,11 @@ class ChunkChoice:
     is_replayed: bool = True
     refused: str = ""  #: why it cannot be
 
+    @property
+    def rank(self) -> tuple[bool, int, int, int]:
+        """Lower is better."""
+        return bool(self.refused), self.moved_bytes, self.chunk_bytes, self.residents
+
 
 @dataclass(frozen=True)
 class ChunkSearch:
@@ -45,53 +49,39 @@ def usual_sizes(data: ModelData) -> list[int]:
 def search_chunks(data: ModelData, budget_bytes: int, sizes: Iterable[int]) -> ChunkSearch:
     """The best of all sizes and numbers of residents within a budget for parameters and state on the device."""
     tried: list[ChunkChoice] = []
-    open_choices: list[tuple[Chunks, ChunkChoice]] = []
-    for chunk_bytes in sizes:
-        chunks = in_chunks(data, chunk_bytes)
-        for choice in _choices(chunks, budget_bytes):
-            if choice.refused:
-                tried.append(choice)
-            else:
-                open_choices.append((chunks, choice))
     best: ChunkChoice | None = None
-    for chunks, choice in sorted(open_choices, key=lambda one: _rank(one[1])):
-        if best is None or choice.moved_bytes <= best.moved_bytes:
+    grid = [
+        (chunks, one) for size in sizes for chunks in (in_chunks(data, size),) for one in _fit(chunks, budget_bytes)
+    ]
+    for chunks, choice in sorted(grid, key=lambda pair: pair[1].rank):
+        if not choice.refused and (best is None or choice.moved_bytes <= best.moved_bytes):
             choice = replayed(chunks, choice.residents, choice.cached)
-            best = choice if best is None else min(best, choice, key=_rank)
+            best = min(best or choice, choice, key=lambda one: one.rank)
         tried.append(choice)
-    rejected = sorted((one for one in tried if one != best), key=lambda one: (bool(one.refused), *_rank(one)))
-    return ChunkSearch(best, tuple(rejected))
+    return ChunkSearch(best, tuple(sorted((one for one in tried if one != best), key=lambda one: one.rank)))
 
 
 def replayed(chunks: Chunks, residents: int, cached: int) -> ChunkChoice:
     """What a step moves: chunks that do not stay come as Belady has it, and their gradients go to the host."""
-    moments = _without(chunks, residents)
-    fetched = replay_chunks(moments, cached, "belady").to_device if moments else 0
+    fetched = replay_chunks(_without(chunks, residents), cached, "belady").to_device
     moved = (fetched + chunks.count - residents) * chunks.chunk_bytes
     return ChunkChoice(chunks.chunk_bytes, chunks.count, residents, cached, moved)
 
 
-def _choices(chunks: Chunks, budget_bytes: int) -> Iterable[ChunkChoice]:
-    """Each number of residents, with the least that it can move; why there is none."""
+def _fit(chunks: Chunks, budget_bytes: int) -> list[ChunkChoice]:
+    """Each number of residents that has room, with the least that it can move; if none has, why."""
     blocks = (budget_bytes - chunks.outside_bytes) // chunks.chunk_bytes
-    fitting = 0
+    found = []
     for residents in range(chunks.count + 1):
-        cached = blocks - residents * (1 + chunks.num_states)
-        if cached < least_capacity(_without(chunks, residents)):
-            break
-        fitting += 1
-        least = 2 * (chunks.count - residents) * chunks.chunk_bytes
-        yield ChunkChoice(chunks.chunk_bytes, chunks.count, residents, cached, least, is_replayed=False)
-    if not fitting:
-        needed = least_capacity(chunks.moments)
-        reason = f"{max(blocks, 0)} chunks have room, and {needed} are needed at once"
-        yield ChunkChoice(chunks.chunk_bytes, chunks.count, 0, max(blocks, 0), 0, is_replayed=False, refused=reason)
+        cached, least = blocks - residents * (1 + chunks.num_states), 2 * (chunks.count - residents)
+        if cached >= least_capacity(_without(chunks, residents)):
+            moved = least * chunks.chunk_bytes
+            found.append(ChunkChoice(chunks.chunk_bytes, chunks.count, residents, cached, moved, is_replayed=False))
+    if found:
+        return found
+    reason = f"{max(blocks, 0)} chunks have room, and {least_capacity(chunks.moments)} are needed at once"
+    return [ChunkChoice(chunks.chunk_bytes, chunks.count, 0, max(blocks, 0), 0, is_replayed=False, refused=reason)]
 
 
 def _without(chunks: Chunks, residents: int) -> list[Moment]:
-    moments = (tuple(chunk for chunk in moment if chunk >= residents) for moment in chunks.moments)
-    return [moment for moment in moments if moment]
-
-
-def _rank(choice: ChunkChoice) -> tuple[int, int, int]:
-    return choice.moved_bytes, choice.chunk_bytes, choice.residents
+    return [tuple(one for one in moment if one >= residents) for moment in chunks.moments]

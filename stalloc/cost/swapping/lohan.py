@@ -1,8 +1,7 @@
 """How many bytes of activations to swap to the host, and how many to compute again: what makes a step shortest.
 
-Source: Liao et al., "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU", 2024
-(section on activation swapping): parameters are streamed, gradients leave in backward, where the processor updates at
-once; what takes longest to compute again for a byte is swapped first, so the time of a step is convex in the amount.
+Source: Liao et al., "LoHan", 2024: parameters are streamed, gradients leave in backward, where the processor updates at
+once; what takes longest to compute again for a byte is swapped first, so a step's time is convex in the amount.
 Contract: no other amount takes less by this model. Of a layer that is swapped in part the same part of its forward pass
 is not recomputed. The host has room for all; a disk behind it is not in the model.
 """
@@ -29,8 +28,7 @@ class SwapAmount:
 
 def best_amount(layers: Sequence[LayerCost], link: LinkCost) -> SwapAmount:
     """Which amount makes a step shortest, to the byte; of those that do the least."""
-    least = sum(min(one.boundary_bytes, one.saved_bytes) for one in layers)
-    low, high = 0, sum(_can_be_swapped(one) for one in layers)
+    low, high = 0, sum(_optional_bytes(one) for one in layers)
     while low < high:
         middle = (low + high) // 2
         if step_seconds(layers, link, middle + 1) < step_seconds(layers, link, middle):
@@ -38,24 +36,23 @@ def best_amount(layers: Sequence[LayerCost], link: LinkCost) -> SwapAmount:
         else:
             high = middle
     low = min(0, low, key=lambda amount: step_seconds(layers, link, amount))  # a first copy has to begin
-    parameters = sum(one.parameter_bytes for one in layers)
+    swapped = _given_bytes(layers) + low
     return SwapAmount(
-        swapped_bytes=least + low,
+        swapped_bytes=swapped,
         saved_bytes=sum(max(one.saved_bytes, one.boundary_bytes) for one in layers),
-        moved_bytes=2 * (least + low) + 3 * parameters,
+        moved_bytes=2 * swapped + 3 * sum(one.parameter_bytes for one in layers),
         recomputed_seconds=_recomputed_seconds(layers, low),
         seconds=step_seconds(layers, link, low),
     )
 
 
 def step_seconds(layers: Sequence[LayerCost], link: LinkCost, amount_bytes: int) -> float:
-    """Of a step that swaps so many bytes beyond what layers are given, first what takes longest to compute again."""
-    given = sum(min(one.boundary_bytes, one.saved_bytes) for one in layers)
-    return passes_seconds(layers, link, given + amount_bytes, _recomputed_seconds(layers, amount_bytes))
+    """Seconds of a step that swaps so many bytes beyond the layers' inputs, first what takes longest to recompute."""
+    return passes_seconds(layers, link, _given_bytes(layers) + amount_bytes, _recomputed_seconds(layers, amount_bytes))
 
 
 def passes_seconds(layers: Sequence[LayerCost], link: LinkCost, swapped_bytes: int, recomputed: float) -> float:
-    """Of both passes, each as long as what takes longest in it: computing, a way of the link, or the processor."""
+    """Seconds of both passes, each as long as its slowest part: computing, one way of the link, or the processor."""
     parameters = sum(one.parameter_bytes for one in layers)
     forward = max(sum(one.forward_seconds for one in layers), link.seconds(swapped_bytes), link.seconds(parameters))
     computed = sum(one.backward_seconds for one in layers) + recomputed
@@ -63,16 +60,19 @@ def passes_seconds(layers: Sequence[LayerCost], link: LinkCost, swapped_bytes: i
     return forward + max(computed, link.seconds(swapped_bytes + parameters), link.seconds(parameters), updated)
 
 
-def _can_be_swapped(layer: LayerCost) -> int:
+def _given_bytes(layers: Sequence[LayerCost]) -> int:
+    return sum(min(one.boundary_bytes, one.saved_bytes) for one in layers)
+
+
+def _optional_bytes(layer: LayerCost) -> int:
     return max(0, layer.saved_bytes - layer.boundary_bytes)
 
 
 def _recomputed_seconds(layers: Sequence[LayerCost], amount_bytes: int) -> float:
-    """Of what is not swapped."""
+    """Seconds to compute again what is not swapped."""
     seconds = 0.0
-    for one in sorted(layers, key=lambda one: -one.forward_seconds / max(1, _can_be_swapped(one))):
-        size_bytes = _can_be_swapped(one)
-        taken = min(amount_bytes, size_bytes)
+    for one in sorted(layers, key=lambda one: -one.forward_seconds / max(1, _optional_bytes(one))):
+        taken = min(amount_bytes, _optional_bytes(one))
         amount_bytes -= taken
-        seconds += one.forward_seconds * (1 - taken / size_bytes) if size_bytes else 0.0
+        seconds += one.forward_seconds * (1 - taken / _optional_bytes(one)) if _optional_bytes(one) else 0.0
     return seconds

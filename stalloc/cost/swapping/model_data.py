@@ -25,7 +25,7 @@ class ModelData:
 
     @property
     def parameter_bytes(self) -> int:
-        """All together."""
+        """Bytes of all parameters together."""
         return sum(self.sizes)
 
     @property

@@ -1,15 +1,12 @@
 """Parameters in chunks of one size, which come to the device when they are needed and go when others need their place.
 
-Source: Fang et al., "PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Memory Management", 2021:
-parameters lie in chunks of one size in the order in which they are used, none over a border; the state of the optimizer
-lies in further lists of chunks, each a mirror of that of the parameters. It knows a step from the one before, so what
-is needed latest can go first, which moves least where all are of one size (Belady, "A study of replacement algorithms
-for a virtual-storage computer", 1966).
-Contract: what a moment needs is there at that moment, all at once; nothing goes that need not. A step begins with
-nothing on the device. A parameter larger than a chunk, such as an embedding, is in none.
+Source: Fang et al., "PatrickStar", 2021: parameters lie in chunks in the order of their use, none over a border, and
+the optimizer's state in further lists of chunks, each a mirror of theirs. What is needed latest goes first, which moves
+least (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
+Contract: what a moment needs is there all at once; nothing goes that need not. A step begins with nothing on the
+device. A parameter larger than a chunk, such as an embedding, is in none.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,11 +30,8 @@ class Chunks:
     @property
     def with_update(self) -> tuple[Moment, ...]:
         """The moments, and those of an update of chunk after chunk, each with those of its state."""
-        update = (
-            (chunk, *(chunk + state * self.count for state in range(1, self.num_states + 1)))
-            for chunk in range(self.count)
-        )
-        return (*self.moments, *update)
+        lists = range(1 + self.num_states)
+        return (*self.moments, *(tuple(one + state * self.count for state in lists) for one in range(self.count)))
 
 
 def in_chunks(data: ModelData, chunk_bytes: int) -> Chunks:
@@ -58,14 +52,14 @@ def in_chunks(data: ModelData, chunk_bytes: int) -> Chunks:
 
 @dataclass(frozen=True)
 class Moved:
-    """Chunks that a step moves."""
+    """How many chunks a step moves."""
 
     to_device: int
     to_host: int
 
     @property
     def chunks(self) -> int:
-        """Both ways."""
+        """Chunks moved both ways together."""
         return self.to_device + self.to_host
 
 
@@ -81,31 +75,22 @@ def replay_chunks(moments: Sequence[Moment], capacity: int, policy: Policy) -> M
             f"{capacity} chunks have room on the device, and {least_capacity(moments)} are needed at once: "
             "give a larger budget, or smaller chunks."
         )
-    used_at: dict[int, list[int]] = {}
-    for now, needed in enumerate(moments):
-        for chunk in needed:
-            used_at.setdefault(chunk, []).append(now)
-    last: dict[int, int] = {}  # of what is here: when it was used
-
-    def next_use(chunk: int, now: int) -> int:
-        later = bisect_right(used_at[chunk], now)
-        return used_at[chunk][later] if later < len(used_at[chunk]) else len(moments)
-
+    next_use: dict[int, int] = {}
+    ranked: list[dict[int, int]] = []  # of each moment, from the last on: its chunks; what ranks lowest goes first
+    for now in reversed(range(len(moments))):
+        ranked.append(
+            {one: now if policy == "lru" else -next_use.get(one, len(moments)) for one in moments[now]},
+        )
+        next_use.update(dict.fromkeys(moments[now], now))
+    here: dict[int, int] = {}
     to_device = to_host = 0
-    for now, needed in enumerate(moments):
-        missing = [chunk for chunk in needed if chunk not in last]
-        surplus = len(last) + len(missing) - capacity
-        if surplus > 0:
-            others = (chunk for chunk in last if chunk not in needed)
-            if policy == "lru":
-                goes = sorted(others, key=lambda chunk: (last[chunk], chunk))
-            else:
-                goes = sorted(others, key=lambda chunk, now=now: (-next_use(chunk, now), chunk))  # type: ignore[misc]
-            for chunk in goes[:surplus]:
-                del last[chunk]
-            to_host += surplus
-        to_device += len(missing)
-        last.update(dict.fromkeys(needed, now))
+    for needed in reversed(ranked):
+        missing = len(needed.keys() - here.keys())
+        surplus = max(0, len(here) + missing - capacity)
+        for chunk in sorted(here.keys() - needed.keys(), key=lambda one: (here[one], one))[:surplus]:
+            del here[chunk]
+        to_device, to_host = to_device + missing, to_host + surplus
+        here |= needed
     return Moved(to_device, to_host)
 
 

@@ -17,10 +17,8 @@ class RecordedPasses:
 
     trace: Trace
     operations: Operations
-    rows: Rows
-    """(k,) the operations of both passes, in order."""
-    in_backward: Rows
-    """(operations,) whether each is one of the backward pass."""
+    rows: Rows  #: (k,) the operations of both passes, in order
+    in_backward: Rows  #: (operations,) whether each is one of the backward pass
     seconds: list[float]  #: of each of `rows`
     end_event: int  #: of the step
 

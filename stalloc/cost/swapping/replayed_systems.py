@@ -6,21 +6,22 @@ Contract: nothing is run; what a system cannot do with the step is left out, and
 from dataclasses import dataclass, replace
 
 from stalloc.cost.gpu_rates import rates_of
-from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.layer_costs import LinkCost
 from stalloc.cost.swapping.angel_ptm import PageReplay, replay_pages
 from stalloc.cost.swapping.elixir import ChunkSearch, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import PackPlan, pack_layers
+from stalloc.cost.swapping.layers_in_a_row import least_budget
 from stalloc.cost.swapping.lohan import SwapAmount, best_amount
-from stalloc.cost.swapping.mobius import MobiusPlan, Pipeline, contention, cross_mapping, partition_stages
+from stalloc.cost.swapping.mobius import MobiusPlan, Pipeline, mobius_plan
 from stalloc.cost.swapping.model_data import ModelData, model_data
 from stalloc.cost.swapping.patrickstar import ChunkReplay, best_chunks
-from stalloc.cost.swapping.recorded_layers import layer_costs, least_budget
+from stalloc.cost.swapping.recorded_layers import layer_costs
 from stalloc.cost.swapping.recorded_passes import recorded_passes
 from stalloc.cost.swapping.saved_tensors import saved_tensors
 from stalloc.cost.swapping.smart_infinity import NearStorage, update_near_storage
 from stalloc.cost.swapping.stronghold import Window, stream_layers
 from stalloc.cost.swapping.tmo import LinkSharing, share_link
-from stalloc.errors import BadInputError, SetupError
+from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.trace import Trace
 
@@ -49,11 +50,11 @@ class Swapping:
     elixir: ChunkSearch
     angel: PageReplay | None
     smart_infinity: NearStorage
+    tmo: LinkSharing | None
     harmony: PackPlan | None = None
     stronghold: Window | None = None
     lohan: SwapAmount | None = None
     mobius: MobiusPlan | None = None
-    tmo: LinkSharing | None = None
     least_layers_bytes: int | None = None
     """The least budget for layers one by one, in packs and stages."""
     notes: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
         search_chunks(data, budget_bytes, sizes),
         replay_pages(data, budget_bytes),
         update_near_storage(data, machine.num_drives, link),
-        tmo=share_link(saved_tensors(passes), budget_bytes, machine.num_ranks, link),
+        share_link(saved_tensors(passes), budget_bytes, machine.num_ranks, link),
     )
     notes = [] if made.patrickstar else ["PatrickStar: no size of chunks has room for what is needed at once"]
     if isinstance(host_bytes, int) and host_bytes > 0:
@@ -83,39 +84,24 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
         notes.append("Angel-PTM: the pages that are needed at once have no room")
     if made.tmo is None:
         notes.append("TMO: what the backward pass uses at once has no room")
-    made = replace(made, notes=tuple(notes))
     try:
-        layers, parts = layer_costs(passes), layer_costs(passes, ends_apart=True)
+        layers = layer_costs(passes)
     except BadInputError as error:
         return replace(made, notes=(*notes, str(error)))
-    made = replace(made, stronghold=stream_layers(layers, link), lohan=best_amount(layers, link))
-    return _with_packs(made, parts, machine, link)
-
-
-def _with_packs(made: Swapping, layers: list[LayerCost], machine: Machine, link: LinkCost) -> Swapping:
-    """With packs and stages of `layers`, of which the first and the last are what is outside of blocks."""
-    least = least_budget(layers)
-    made = replace(made, least_layers_bytes=least.num_bytes)
-    if machine.budget_bytes < least.num_bytes:
-        named = {0: "what comes before the first block", len(layers) - 1: "what comes after the last block"}
-        layer = named.get(least.layer, f"block {least.layer} of {len(layers) - 2}")
-        when = "backward" if least.is_backward else "forward"
-        note = (
-            f"Harmony, Mobius: the least budget is {-(-least.num_bytes // _MIB):,} MiB, which {layer} needs in its "
-            f"{when} pass, with what it works on"
+    least, layer, which = least_budget(layers)
+    if budget_bytes < least:
+        ends = {0: "what comes before the first block", len(layers) - 1: "what comes after the last block"}
+        notes.append(
+            f"Harmony, Mobius: the least budget is {-(-least // _MIB):,} MiB, which "
+            f"{ends.get(layer, f'block {layer} of {len(layers) - 2}')} needs in its {which} pass, with what it works on"
         )
-        return replace(made, notes=(*made.notes, note))
-    made = replace(made, harmony=pack_layers(layers, machine.budget_bytes, link))
-    pipeline = Pipeline(
-        num_gpus=machine.num_gpus,
-        num_microbatches=machine.num_microbatches,
-        budget_bytes=machine.budget_bytes,
-        link=link,
+    counts = {"num_gpus": machine.num_gpus, "num_microbatches": machine.num_microbatches}
+    return replace(
+        made,
+        notes=tuple(notes),
+        stronghold=stream_layers(layers, link),
+        lohan=best_amount(layers, link),
+        harmony=pack_layers(layers, budget_bytes, link),
+        mobius=mobius_plan(layers, Pipeline(**counts, budget_bytes=budget_bytes, link=link), machine.num_roots),
+        least_layers_bytes=least,
     )
-    try:
-        stages = partition_stages(layers, pipeline)
-    except SetupError as error:
-        return replace(made, notes=(*made.notes, f"Mobius: {error}"))
-    assert stages is not None, "stages of one layer fit"
-    roots = cross_mapping(machine.num_gpus, machine.num_roots)
-    return replace(made, mobius=MobiusPlan(stages, roots, contention(roots)))

@@ -26,7 +26,7 @@ class Use(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One of them."""
+    """One tensor that a step saves for its backward pass."""
 
     size_bytes: int
     saved: float  #: after the last operation of the forward pass that uses it
@@ -36,7 +36,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """Those of one step, in the order in which they are saved."""
+    """The tensors that one step saves for its backward pass, in the order in which they are saved."""
 
     tensors: tuple[SavedTensor, ...]
     seconds: float  #: of computing, both passes
@@ -71,7 +71,7 @@ class SavedTensors:
 
 
 def saved_tensors(passes: RecordedPasses) -> SavedTensors:
-    """Those of a recorded step."""
+    """The tensors that a recorded step saves for its backward pass."""
     trace, operations, in_backward = passes.trace, passes.operations, passes.in_backward
     ends = list(itertools.accumulate(passes.seconds, initial=0.0))
     times = dict(zip(passes.rows.tolist(), itertools.pairwise(ends), strict=True))  # begin and end of each operation

@@ -1,17 +1,16 @@
 """Ranks that swap what they save for backward over one host link: all the same at once, or in turn.
 
-Source: as of `disjoint_sets`: copies that take turns, and sets of tensors that have as little in common as can be.
+Source: as in `disjoint_sets`: copies that take turns, and sets of tensors that have as little in common as can be.
 Which of the two helps depends on the model, so each is tried.
 Contract: a rank's device holds no more saved bytes than its budget at any moment; a rank waits where there is no room
-for what it saves, or where what it needs is not back yet. A copy of a rank that has its turn has one way of the link to
-itself. Without turns each of the ranks, which are alike, has its part of the link's rate all the time that it copies.
+for what it saves, or where what it needs is not back yet. A copy that has its turn has one way of the link to itself;
+the next is that of the rank that asked first, or of the one that is most behind, whichever makes the step shorter.
+Without turns each rank has its part of the link's rate all the time that it copies.
 """
 
-import enum
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stalloc.cost.disjoint_sets import DisjointSets
@@ -19,14 +18,6 @@ from stalloc.cost.layer_costs import LinkCost
 from stalloc.cost.swapping.saved_tensors import SavedTensor, SavedTensors, Use
 
 _SHARES = 256  # ratios that are tried
-
-
-class Order(enum.Enum):
-    """Who of those that wait has the next turn."""
-
-    FIRST_COME = "who has waited longest"
-    LAST_RANK = "the rank that is most behind"
-    FIRST_TENSOR = "whose tensor comes first in the step"
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class RanksSwap:
 
 @dataclass(frozen=True)
 class LinkSharing:
-    """The same step both ways."""
+    """One step of all ranks, with their copies at once and with their copies in turn."""
 
     num_ranks: int
     tensors: tuple[SavedTensor, ...]  #: that each rank saves; they are known by their numbers
@@ -68,7 +59,7 @@ class LinkSharing:
 def share_link(saved: SavedTensors, budget_bytes: int, num_ranks: int, link: LinkCost) -> LinkSharing | None:
     """What ranks swap whose devices hold so much of what they save; None where that is not possible.
 
-    In turn is the quickest of all that is tried: sets that are alike and that are not, with each order of turns.
+    In turn is the quickest of all that is tried: sets that are alike and that are not, with either order of turns.
     """
     room_bytes = budget_bytes - saved.at_once_bytes  # for what stays
     if room_bytes < 0:
@@ -78,15 +69,12 @@ def share_link(saved: SavedTensors, budget_bytes: int, num_ranks: int, link: Lin
     same, others = (_choose(saved, room_bytes, count) for count in (1, num_ranks))
     part = LinkCost(link.bytes_per_second / num_ranks)
     ways = [
-        _simulated(saved, sets, budget_bytes, link, 1, order) for sets in (others, same * num_ranks) for order in Order
+        _simulated(saved, sets, budget_bytes, link, last_first=last_first)
+        for sets in (others, same * num_ranks)
+        for last_first in (False, True)
     ]
-    return LinkSharing(
-        num_ranks=num_ranks,
-        tensors=saved.tensors,
-        computing_seconds=saved.seconds,
-        at_once=_simulated(saved, same, budget_bytes, part, num_ranks),
-        in_turn=min(ways, key=lambda one: one.seconds),
-    )
+    at_once = _simulated(saved, same, budget_bytes, part, num_alike=num_ranks)
+    return LinkSharing(num_ranks, saved.tensors, saved.seconds, at_once, min(ways, key=lambda one: one.seconds))
 
 
 def _choose(saved: SavedTensors, room_bytes: int, num_ranks: int) -> list[list[int]]:
@@ -107,45 +95,30 @@ def _choose(saved: SavedTensors, room_bytes: int, num_ranks: int) -> list[list[i
     return chosen
 
 
-def _bytes_of(saved: SavedTensors, chosen: Sequence[int]) -> int:
-    return sum(saved.tensors[number].size_bytes for number in chosen)
-
-
 def _simulated(
     saved: SavedTensors,
     sets: list[list[int]],
     budget_bytes: int,
     link: LinkCost,
-    num_alike: int,
-    order: Order = Order.FIRST_COME,
+    *,
+    num_alike: int = 1,
+    last_first: bool = False,
 ) -> RanksSwap:
     """`num_alike` ranks do what each of these does, at the same moments."""
-    step = _Step(saved, sets, budget_bytes, link, order)
+    step = _Step(saved, sets, budget_bytes, link, last_first)
     late = step.run()
     uses = Counter(number for one in sets for number in one)
-    moved = sum(saved.tensors[slot.tensor].size_bytes for slot in step.slots)
+    sizes = [one.size_bytes for one in saved.tensors]
     return RanksSwap(
         sets=tuple(map(tuple, sets * num_alike)),
-        swapped_bytes=min(_bytes_of(saved, one) for one in sets),
-        moved_bytes=moved * num_alike,
-        common_bytes=_bytes_of(saved, [one for one, count in uses.items() if count * num_alike > 1]),
-        most_at_once=_most_at_once(step.slots) * num_alike,
+        swapped_bytes=min(sum(sizes[number] for number in one) for one in sets),
+        moved_bytes=sum(sizes[slot.tensor] for slot in step.slots) * num_alike,
+        common_bytes=sum(sizes[number] for number, count in uses.items() if count * num_alike > 1),
+        most_at_once=num_alike if step.slots else 0,
         waited_seconds=late,
         seconds=saved.seconds + late,
         slots=tuple(step.slots),
     )
-
-
-def _most_at_once(slots: Sequence[Slot]) -> int:
-    most = 0
-    for way in (False, True):
-        changes = [(slot.begin, 1) for slot in slots if slot.to_device is way]
-        changes += [(slot.end, -1) for slot in slots if slot.to_device is way]
-        now = 0
-        for _, change in sorted(changes):  # what ends at a moment is over before what begins there
-            now += change
-            most = max(most, now)
-    return most
 
 
 @dataclass
@@ -165,10 +138,9 @@ class _Step:
     """A step of several ranks, event by event."""
 
     def __init__(
-        self, saved: SavedTensors, sets: list[list[int]], budget_bytes: int, link: LinkCost, order: Order
+        self, saved: SavedTensors, sets: list[list[int]], budget_bytes: int, link: LinkCost, last_first: bool
     ) -> None:
-        self._order = order
-        self._moments = [(one.saved, one.needed) for one in saved.tensors]
+        self._last_first = last_first
         self._sizes = [one.size_bytes for one in saved.tensors]
         self._budget_bytes, self._link = budget_bytes, link
         self._events = saved.events
@@ -251,11 +223,7 @@ class _Step:
         waiting = self._waiting[way]
         if self._copying[way] is not None or not waiting:
             return
-        at = 0
-        if self._order is Order.LAST_RANK:
-            at = max(range(len(waiting)), key=lambda at: self.ranks[waiting[at][0]].late)
-        elif self._order is Order.FIRST_TENSOR:
-            at = min(range(len(waiting)), key=lambda at: self._moments[waiting[at][1]][way])
+        at = max(range(len(waiting)), key=lambda at: self.ranks[waiting[at][0]].late) if self._last_first else 0
         rank, tensor = waiting.pop(at)
         slot = Slot(rank, tensor, way == 1, now, now + self._link.seconds(self._sizes[tensor]))
         self._copying[way] = slot

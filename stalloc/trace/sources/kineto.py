@@ -40,7 +40,7 @@ class _Event:
     """Positive: allocated, negative: freed."""
     address: int | None
     allocated_bytes: int | None
-    """In all, after the event."""
+    """All bytes that are allocated after the event."""
     reserved_bytes: int | None
     failed: bool
 

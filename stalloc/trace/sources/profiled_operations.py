@@ -157,7 +157,7 @@ class RequestsByAddress:
 
 
 def _counted(ranges: Sequence[Range]) -> list[int]:
-    """Of each range the outermost operation with a kernel that it lies in or is; -1: none."""
+    """For each range, the index of the outermost operation with a kernel that it is or lies in; -1 if there is none."""
     counted: list[int] = []
     for row, one in enumerate(ranges):
         outer = counted[one.parent] if one.parent >= 0 else -1
@@ -168,7 +168,7 @@ def _counted(ranges: Sequence[Range]) -> list[int]:
 def _accesses(
     device: int, ranges: Sequence[Range], counted: Sequence[int], begin: Sequence[int], requests: RequestsByAddress
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Of the outermost operations with kernels: operation, request, kind; and how many addresses nobody has."""
+    """Accesses of the outermost operations with kernels: operation, request, kind; and how many have no request."""
     found: list[tuple[int, int, int]] = []
     unresolved = 0
     for row, one in enumerate(ranges):

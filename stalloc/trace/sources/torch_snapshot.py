@@ -46,7 +46,7 @@ class _Segments:
     block_site: Column
     """Stack of each block, -1 where there is none."""
     pool: Column
-    """Of each segment: 0 the usual pools, others are private, such as those of CUDA graphs."""
+    """The pool of each segment: 0 for the usual pools, another number for a private one, such as a CUDA graph's."""
     tables: dict[str, Column]
     """Every block, free ones included, and what else is said of segments: see docs/files.md."""
 

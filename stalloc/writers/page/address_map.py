@@ -22,7 +22,7 @@ class AddressMap:
     place: Column
     """(n,) the lowest unit of each request."""
     height: int
-    """Units in all."""
+    """The height of the map, in units."""
     segments: Column
     """(s, 4) moment at which a segment begins and ends, lowest and highest unit; moment 0 is before the first event."""
     note: str = ""

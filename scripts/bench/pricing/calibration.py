@@ -66,7 +66,7 @@ def error_of(calls: Iterable[TimedCall], seconds: Sequence[float]) -> float:
 
 
 def _best(kind: str, calls: Sequence[TimedCall], near: tuple[float, float, float]) -> ClassShares:
-    """Of a grid of shares the one with the least error in logarithms."""
+    """The shares, from a grid of them, whose estimates of these calls have the least error in logarithms."""
     distinct: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)
     for call in calls:
         distinct[call.program, call.call].append(call)

@@ -1,0 +1,77 @@
+"""Layers in a row that are cut into stretches: what some of them need at once, and which cuts cost least."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from stalloc.cost.layer_costs import LayerCost
+
+Stretch = tuple[int, int]
+"""Layers [begin, end)."""
+Cost = tuple[float, int]
+"""Seconds, and bytes that are moved."""
+ALL_TRIED = 14  # layers: 8,192 ways to cut them, 0.6 s of processor time (2026-11-29); each layer more doubles both
+
+
+def together(layers: Sequence[LayerCost]) -> LayerCost:
+    """Several layers in a row as one."""
+    return LayerCost(
+        sum(one.parameter_bytes for one in layers),
+        sum(one.saved_bytes for one in layers),
+        layers[-1].boundary_bytes,
+        sum(one.forward_seconds for one in layers),
+        sum(one.backward_seconds for one in layers),
+        max(one.forward_work_bytes for one in layers),
+        max(one.backward_work_bytes for one in layers),
+    )
+
+
+def forward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
+    """What the forward pass of layers [begin, end) needs, one computing at a time and nothing kept for backward."""
+    rows = [(one, _handed(layers, row)) for row, one in enumerate(layers)][begin:end]
+    widest = max(handed + one.saved_bytes + one.forward_work_bytes for one, handed in rows)
+    return sum(one.parameter_bytes for one, _ in rows) + widest
+
+
+def backward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
+    """What the backward pass of layers [begin, end) needs, which computes forward again from what they were handed."""
+    one = together(layers[begin:end])
+    gradients = one.parameter_bytes
+    work = max(one.forward_work_bytes, gradients + one.backward_work_bytes)
+    return one.parameter_bytes + _handed(layers, begin) + one.saved_bytes + work
+
+
+def least_budget(layers: Sequence[LayerCost]) -> tuple[int, int, str]:
+    """(bytes, layer, pass) of the layer that needs most: from there on stretches of one layer each fit."""
+    needs = [(forward_bytes(layers, row, row + 1), row, "forward") for row in range(len(layers))]
+    needs += [(backward_bytes(layers, row, row + 1), row, "backward") for row in range(len(layers))]
+    return max(needs)
+
+
+def _handed(layers: Sequence[LayerCost], row: int) -> int:
+    return layers[row - 1].boundary_bytes if row else 0
+
+
+def cut_best(
+    num: int, cost: Callable[[Sequence[Stretch]], Cost | None]
+) -> tuple[Cost, tuple[Stretch, ...], bool] | None:
+    """(cost, stretches, whether no others cost less) of `num` layers; None if none fit, of which `cost` is None.
+
+    Up to ALL_TRIED layers all are tried. Of more those are taken from which no cut more, no cut less and no cut that is
+    moved by a layer leads to a lower cost, beginning with the best of stretches of equal length.
+    """
+
+    def best(ways: Iterable[Iterable[int]]) -> tuple[Cost, tuple[Stretch, ...]] | None:
+        made = (tuple(itertools.pairwise((0, *sorted(cuts), num))) for cuts in ways)
+        return min(((found, one) for one in made if (found := cost(one)) is not None), default=None)
+
+    if num <= ALL_TRIED:
+        found = best(cuts for count in range(num) for cuts in itertools.combinations(range(1, num), count))
+        return (*found, True) if found else None
+    found = best([num * row // count for row in range(1, count)] for count in range(1, num + 1))
+    while found:
+        before, cuts = found, {begin for begin, _ in found[1]} - {0}
+        moved = [cuts - {cut} | {to} for cut in cuts for to in (cut - 1, cut + 1) if 0 < to < num]
+        found = best([*(cuts ^ {cut} for cut in range(1, num)), *moved])
+        if found is None or found[0] >= before[0]:
+            return (*before, False)
+    return None
