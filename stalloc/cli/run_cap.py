@@ -58,7 +58,7 @@ def wanted_cap(args: argparse.Namespace) -> Capped | None:
     """The cap that the options ask for; None: none. Raises BadInputError for a bad cap, or options without one."""
     from stalloc.fitting.capping import AUTO
 
-    if not args.cap:
+    if args.cap is None:
         for option, value in (("--cap-policy", args.cap_policy), ("--cap-caches", args.cap_caches)):
             if value:
                 raise BadInputError(f"{option} is for --cap: add --cap SIZE.")

@@ -192,4 +192,7 @@ def memory_option(option: str, text: str) -> int:
         raise BadInputError(
             f"{option} is {text[:30]} without a unit: give {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B."
         )
-    return parse_memory(text)
+    try:
+        return parse_memory(text)
+    except BadInputError as error:
+        raise BadInputError(f"{option}: {error}") from None

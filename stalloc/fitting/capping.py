@@ -14,6 +14,7 @@ from stalloc.device.known_gpus import VirtualGPU, parse_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.fitting.trials import TRIAL_VARIABLE
+from stalloc.sizes import PAGE_BYTES
 from stalloc.techniques.cap_policies import DEFAULT, policy_named
 
 if TYPE_CHECKING:
@@ -136,7 +137,12 @@ def cap(
 
 
 def check_cap(cap_bytes: int, runtime: "Runtime") -> None:
-    """Raise BadInputError for a cap that is more than a device has."""
+    """Raise BadInputError for a cap that is more than a device has, or less than it gives at once; 0: "auto"."""
+    if 0 < cap_bytes < PAGE_BYTES:
+        raise BadInputError(
+            f"a cap of {human_bytes(cap_bytes)} is not possible: the device gives memory by {human_bytes(PAGE_BYTES)}. "
+            "Give what the parameters, gradients and the optimizer's state need at least."
+        )
     least = min(controller.device.total_bytes for controller in runtime.controllers)
     if cap_bytes > least:
         raise BadInputError(

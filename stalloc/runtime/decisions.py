@@ -252,6 +252,18 @@ def allowed_bytes(peak_bytes: int, parts: int) -> int:
     return peak_bytes + max(t.SPARE_BYTES, parts * (peak_bytes // t.PEAK_SHARE))
 
 
+def most_before_eviction(before_bytes: int, allocated_bytes: int, held_bytes: int) -> int:
+    """What may be allocated before something is evicted, once the device ran out with so much allocated and held.
+
+    `before_bytes`: what it was; 0: as much as the device has. A little less each time, since the moment may be an odd
+    one, and in all no less than a common share of what is held.
+    """
+    before_bytes = before_bytes or held_bytes
+    part_bytes = held_bytes // t.PEAK_SHARE
+    least_bytes = held_bytes - max(t.SPARE_BYTES, t.LOOSE_PARTS * part_bytes)
+    return min(before_bytes, max(allocated_bytes, least_bytes, before_bytes - max(t.SPARE_BYTES, part_bytes)))
+
+
 def rests(requests: int, moved_pages: int, *, is_planned: bool) -> bool:
     """Whether pages rested in a step of so many requests in which so many moved."""
     return moved_pages == 0 if is_planned else requests >= t.FEW_SHARE * moved_pages

@@ -3,13 +3,14 @@
 Contract: who lets go is called with the lock of its device's memory held, and without that of the core: it may free and
 copy, wait for streams and enter torch, but asks for no memory of the device. It is never called while a graph is
 captured. What is allocated decides first, which is the same in each step that does the same, so that steps with
-evictions can be planned; only what fragmentation costs beyond it is decided by what is held.
+evictions can be planned. Where the device ran out before, by fragmentation, less may be allocated from then on.
 """
 
 from collections.abc import Callable
 
 from stalloc.core.state import DeviceState
 from stalloc.figures import human_bytes
+from stalloc.runtime import decisions
 from stalloc.sizes import whole_pages
 
 Evict = Callable[[int], int]
@@ -22,12 +23,13 @@ class Eviction:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self._evict: Evict | None = None
-        self._cap_bytes = 0
+        self._cap_bytes = self._most_bytes = 0  # that are held; that are allocated before something has to go
         self._is_busy = False
 
     def begin(self, cap_bytes: int, evict: Evict) -> None:
         """Call `evict` before more than so many bytes are allocated, or held; 0: when the device has no more."""
-        self._evict, self._cap_bytes = evict, cap_bytes
+        self._evict = evict
+        self._cap_bytes = self._most_bytes = cap_bytes
         self._state.triggers.above(cap_bytes)
 
     def end(self) -> None:
@@ -36,11 +38,20 @@ class Eviction:
         self._state.triggers.above(0)
 
     def keep_cap(self, size_bytes: int) -> None:
-        """A request (bytes, rounded) is about to make more than the cap allocated."""
-        self.lets_go(self._state.record.total.allocated_bytes + size_bytes - self._cap_bytes)
+        """A request (bytes, rounded) is about to make more allocated than may be."""
+        self._lets_go(self._state.record.total.allocated_bytes + size_bytes - self._most_bytes)
 
-    def lets_go(self, size_bytes: int) -> bool:
-        """Have so many bytes let go of; whether any were."""
+    def makes_room(self, size_bytes: int) -> bool:
+        """The device has no more for a request (bytes): have as much let go of; whether any was."""
+        record = self._state.record
+        if self._evict is not None and not self._is_busy:
+            self._most_bytes = decisions.most_before_eviction(
+                self._most_bytes, record.total.allocated_bytes, record.statistics.reserved_bytes
+            )
+            self._state.triggers.above(self._most_bytes)
+        return self._lets_go(size_bytes)
+
+    def _lets_go(self, size_bytes: int) -> bool:
         if self._evict is None or size_bytes <= 0 or self._is_busy:
             return False
         self._is_busy = True

@@ -97,7 +97,7 @@ class Shortage:
         """Have so much let go of that the program can do without; False if there is nothing, or no use in it."""
         if self._memory.is_capturing or self._state.heap.full_table():
             return False
-        return self._memory.eviction.lets_go(size_bytes)
+        return self._memory.eviction.makes_room(size_bytes)
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
         """Say why a request of `size_bytes` is not served: a table is full, or (table 0) it is too large."""

@@ -127,7 +127,7 @@ class BlockTape:
         self._reads.append(self._former.reads(versions_of((args, kwargs))))
         read = {one for one, *_ in self._reads[position]}
         # asked for before, as set_ exchanges the memory of a tensor
-        written = storages_of(changed_by(facts, args, kwargs))
+        written = storages_of(changed_by(facts, args, kwargs)) if facts.mutated else set()
         outside = written - self._own
         if outside:
             self._check_given(outside, facts)
@@ -163,7 +163,7 @@ class BlockTape:
                 self._random.append(position)
         elif random:
             self._draw_again(facts, results)
-        self._own |= made if facts.name == _OF_PYTHON else made - read
+        self._own.update(made if facts.name == _OF_PYTHON else made - read)
         return results
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -260,6 +260,9 @@ class BlockTape:
             )
 
 
+_OF_CHECKPOINTS = frozenset(map(id, SAC_IGNORED_OPS))  # operators are objects that stay; hashing one takes longer
+
+
 class _Mode(TorchDispatchMode):
     """Hands each operation to a function, but for those that torch's checkpoints themselves make."""
 
@@ -268,7 +271,7 @@ class _Mode(TorchDispatchMode):
         self.block, self._do = block, do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAC_IGNORED_OPS:
+        if id(func) in _OF_CHECKPOINTS:
             return func(*args, **(kwargs or {}))
         return self._do(func, args, kwargs or {})
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,7 +25,7 @@ from stalloc.techniques.former_values import unseen
 from stalloc.techniques.host_copy import HostCopy
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
-from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
+from stalloc.techniques.packed_tensors import PackedTensor, alias_of, let_go_of, may_be_kept_elsewhere
 from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.transfers import Transfers, phase, settle_all
 
@@ -71,12 +71,15 @@ class EvictableMemory:
         self._draw = random.Random(0)  # its own, so that the program's numbers stay its own
         self.slots = HostSlots(store, self._settle, pinned=device_type == "cuda", changing=True)
         self._transfers: dict[torch.device, Transfers] = {}
-        self._known: WeakValueDictionary[tuple[int, int], Saved] = WeakValueDictionary()  # by memory and version
-        self._live: WeakValueDictionary[int, Saved] = WeakValueDictionary()  # by number
+        self._known: dict[tuple[int, int], ref[Saved]] = {}  # by memory and version
+        self._blocks: WeakSet[Any] = WeakSet()  # of which something had to go
         self._uses = self._num_saved = 0
         self._entered: list[saved_tensors_hooks] = []
+        self._evicting = threading.Lock()  # threads of several devices may ask at once
+        self._thread = 0  # that it was entered in, to which hooks on what is saved are bound
 
     def __enter__(self) -> "EvictableMemory":
+        self._thread = threading.get_ident()
         self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
         self._entered[-1].__enter__()
         return self
@@ -84,13 +87,28 @@ class EvictableMemory:
     def __exit__(self, *_: object) -> None:
         self._entered.pop().__exit__()
 
-    @property
-    def pinches(self) -> bool:
-        """Whether blocks are to be made ready to be dropped: something had to go before, or the host takes nothing."""
-        return bool(self._entered) and (self.evicted.num_evictions > 0 or self.store.limit_bytes == 0)
+    def goes_from(self, block: Any) -> bool:
+        """Whether a block that is about to run is to be made ready to be dropped: something of it had to go before.
+
+        Where the host takes only so much, every block is, once anything had to go; where it takes nothing, always, as
+        in threads that the program starts: what they save outside of blocks is not seen.
+        """
+        _thread.block = ref(block)
+        limit_bytes = self.store.limit_bytes
+        if not self._entered or limit_bytes == 0 or threading.get_ident() != self._thread:
+            return bool(self._entered)
+        return block in self._blocks if limit_bytes is None else self.evicted.num_evictions > 0
+
+    def went_from(self, block: Any) -> None:
+        """Something that a block saved, or the program after it, had to go."""
+        self._blocks.add(block)
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor:
-        return PackedTensor(self, self.saved(tensor), tensor)
+        return self.packed(tensor, self.saved(tensor))
+
+    def packed(self, tensor: torch.Tensor, saved: "Saved | None") -> PackedTensor:
+        """What autograd is to hold of a tensor whose memory is `saved`."""
+        return PackedTensor(self, saved, tensor, None if saved is None else saved.alias_of(tensor))
 
     def saved(self, tensor: torch.Tensor) -> "Saved | None":
         """The memory of a tensor that is being saved; None if it stays where it is."""
@@ -100,18 +118,19 @@ class EvictableMemory:
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
-        found = self._known.get(key)
+        known = self._known.get(key)
+        found = known() if known is not None else None
         if found is None:
-            found = Saved(self, self._num_saved, storage, tensor.device)
+            found = Saved(self, key, self._num_saved, storage, tensor.device)
             self._num_saved += 1
-            self._known[key] = self._live[found.number] = found
+            self._known[key] = ref(found)
         self._use(found)
         return found
 
     def _use(self, saved: "Saved") -> None:
         self._uses += 1
         saved.last_use = self._uses
-        stream = saved.current_stream()
+        stream = saved.stream_number()
         if stream not in saved.streams:
             saved.streams.append(stream)
 
@@ -138,7 +157,7 @@ class EvictableMemory:
         with phase("backward"):
             transfers.wait(transfers.to_device([(saved.numbers(room), saved.place())]))
             transfers.follow()  # the next copy into this place of the host comes after this one from it
-        saved.streams = [saved.current_stream()]
+        saved.streams = [saved.stream_number()]
         saved.here = room
         self.note_brought(saved.size_bytes)
 
@@ -150,7 +169,7 @@ class EvictableMemory:
             return 0
         _thread.evicts = True
         try:
-            with unseen(), torch.no_grad():
+            with self._evicting, unseen(), torch.no_grad():
                 freed = self._evict(device, size_bytes)
                 if freed < size_bytes and self.more is not None:
                     freed += self.more(device, size_bytes - freed)
@@ -173,8 +192,9 @@ class EvictableMemory:
     def _lots(self, device: torch.device) -> "Iterator[_Lot]":
         """What may go together: all that a block saved, or memory by itself."""
         lots: dict[int, tuple[Region | None, list[Saved]]] = {}
-        for saved in list(self._live.values()):
-            if saved.device == device and saved.is_free_to_go():
+        for known in list(self._known.values()):
+            saved = known()
+            if saved is not None and saved.device == device and saved.is_free_to_go():
                 region = saved.region if saved.region is not None and saved.region.may_be_dropped else None
                 lots.setdefault(-1 - saved.number if region is None else id(region), (region, []))[1].append(saved)
         for region, members in lots.values():
@@ -205,8 +225,8 @@ class EvictableMemory:
             with phase("forward"):
                 assert saved.here is not None
                 copied = transfers.to_host([(saved.place(), saved.numbers(saved.here))])
-            for stream in saved.streams:
-                transfers.wait(copied, stream)
+            for number in saved.streams:
+                transfers.wait(copied, saved.stream_of(number))
             self.note_moved(saved.size_bytes)
         saved.let_go()
         return aligned(saved.size_bytes)
@@ -227,6 +247,8 @@ class EvictableMemory:
 
     def gone(self, saved: "Saved") -> None:
         """Nothing that was saved needs it any more."""
+        if self._known[saved.key]() is None:  # and no other memory has taken its place
+            del self._known[saved.key]
         if saved.slot is not None:
             self.slots.give_back(saved.slot)
 
@@ -242,6 +264,7 @@ class EvictableMemory:
 
 class _Thread(threading.local):
     evicts = False
+    block: ref[Any] | None = None  # the last one that began
 
 
 _thread = _Thread()
@@ -262,28 +285,48 @@ class Saved(HostCopy):
     computes it again."""
 
     def __init__(
-        self, owner: EvictableMemory, number: int, storage: torch.UntypedStorage, device: torch.device
+        self,
+        owner: EvictableMemory,
+        key: tuple[int, int],
+        number: int,
+        storage: torch.UntypedStorage,
+        device: torch.device,
     ) -> None:
         super().__init__(storage, device)
-        self.number = number
+        self.key, self.number = key, number
         self.here: torch.UntypedStorage | None = storage
         self.region: Region | None = None  #: the block that made it, if that may compute it again
         self.last_use = 0
-        self.streams: list[Any] = []  #: that it was used on, the one that it was asked for on first
+        self._block = _thread.block
+        self.streams: list[tuple[int, int, int]] = []  #: that it was used on, the one that asked for it first
         self._owner = owner
+        self._aliases: list[torch.Tensor] = []  # of packed tensors, which hold it as long as it is here
+
+    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a tensor that lies in it, which is empty once it is let go of."""
+        alias = alias_of(tensor)
+        self._aliases.append(alias)
+        return alias
 
     def is_free_to_go(self) -> bool:
         """Whether it is here and only here: nobody else holds it, nor uses it now."""
-        return self.here is not None and torch._C._storage_Use_Count(self.here._cdata) == 1
+        return self.here is not None and torch._C._storage_Use_Count(self.here._cdata) == 1 + len(self._aliases)
+
+    def stream_of(self, number: tuple[int, int, int]) -> Any:
+        """The stream of a number; None without a GPU."""
+        stream_id, index, kind = number
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
 
     def join_streams(self) -> None:
         """Let the current stream, and the one whose memory it is, wait for all that use it."""
-        here = self.current_stream()
-        for stream in self.streams:
-            if stream != here:
-                here.wait_stream(stream)
-        if self.streams and self.streams[0] != here:
-            self.streams[0].wait_stream(here)
+        here, number = self.current_stream(), self.stream_number()
+        for one in self.streams:
+            if one != number:
+                here.wait_stream(self.stream_of(one))
+        if self.streams and self.streams[0] != number:
+            self.stream_of(self.streams[0]).wait_stream(here)
 
     @property
     def is_lost(self) -> bool:
@@ -292,9 +335,15 @@ class Saved(HostCopy):
 
     def let_go(self) -> None:
         """It is not held here any more."""
-        if len(self.streams) > 1 or self.streams[:1] != [self.current_stream()]:
+        if len(self.streams) > 1 or self.streams[:1] != [self.stream_number()]:
             self.join_streams()
+        for alias in self._aliases:
+            let_go_of(alias)
+        self._aliases.clear()
         self.here = None
+        block = self._block() if self._block is not None else None
+        if block is not None:
+            self._owner.went_from(block)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
 from stalloc.techniques.block_tape import BlockTape, current_block
@@ -31,11 +32,12 @@ _MOST_CALLS = 10_000  # whose seconds are remembered
 class TimedTape(BlockTape):
     """A tape of a call that may turn out to be impossible to repeat, with about how long the call takes."""
 
-    def __init__(self, block: str, wanted: Any, inputs: Any = (), *, timed: Callable[..., float]) -> None:
+    def __init__(self, block: str, wanted: Any, inputs: Any, times: "_Times", key: Any) -> None:
         super().__init__(block, wanted, inputs)
-        self.seconds = 0.0
         self.refusal = ""  #: why it cannot be made twice
-        self._timed = timed
+        self._times, self._key = times, key
+        self._is_timed = key not in times.seconds
+        self.seconds = times.seconds.get(key, 0.0)
         self._state: ModuleState | None = None
         self._sizes: list[tuple[str, int]] = []
 
@@ -49,6 +51,8 @@ class TimedTape(BlockTape):
             super().finish(outputs)
             if self._state is not None and self._state.sizes() != self._sizes:
                 self.refusal = f"{self.block} lets a list or a dictionary grow"
+            if self._is_timed:
+                self._times.note(self._key, self.seconds)
         self._state = None
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -66,8 +70,23 @@ class TimedTape(BlockTape):
         except RecomputeError as error:
             self.refusal = str(error)
             return made[0] if made else operator(*args, **kwargs)
-        self.seconds += self._timed(operator, args, kwargs, results)
+        if self._is_timed:
+            self.seconds += operator_seconds(operator, args, kwargs, results, self._times.rates)
         return results
+
+
+class _Times:
+    """About how long calls of blocks take: as long as the first call with the same shapes."""
+
+    def __init__(self, rates: GpuRates) -> None:
+        self.rates = rates
+        self.seconds: dict[Any, float] = {}  #: by block and what it was given
+
+    def note(self, key: Any, seconds: float) -> None:
+        """A call took so long."""
+        if len(self.seconds) >= _MOST_CALLS:
+            self.seconds.clear()
+        self.seconds[key] = seconds
 
 
 class LateCheckpoint:
@@ -75,29 +94,20 @@ class LateCheckpoint:
 
     def __init__(self, memory: EvictableMemory) -> None:
         self._memory = memory
-        self._seconds: dict[Any, float] = {}
+        self._times = _Times(memory.rates)
 
     def __deepcopy__(self, _: Any) -> "LateCheckpoint":
         """A copied model is evicted with the others."""
         return self
 
-    def is_wanted(self) -> bool:
-        """True once something had to be evicted; for a block that calls itself, only for the outermost call."""
-        return self._memory.pinches and not current_block()
+    def is_wanted(self, block: Any) -> bool:
+        """True once something of it had to be evicted; for a block that calls itself, only for the outermost call."""
+        return self._memory.goes_from(block) and not current_block()
 
-    def make_tape(self, block: str, wanted: Any, inputs: Any) -> TimedTape:
-        """See `MakeTape`."""
-        return TimedTape(block, wanted, inputs, timed=self._timed)
-
-    def _timed(self, operator: Any, args: Any, kwargs: Any, results: Any) -> float:
-        """About how long a call takes; asked once for calls with the same shapes."""
-        shapes = tuple((one.shape, one.dtype) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
-        key = operator, shapes
-        if key not in self._seconds:
-            if len(self._seconds) >= _MOST_CALLS:
-                self._seconds.clear()
-            self._seconds[key] = operator_seconds(operator, args, kwargs, results, self._memory.rates)
-        return self._seconds[key]
+    def make_tape(self, model: int, block: str, wanted: Any, inputs: Sequence[torch.Tensor]) -> TimedTape:
+        """See `MakeTape`; `model` is the number of the model that the block is of."""
+        key = model, block, tuple((one.shape, one.dtype) for one in inputs)
+        return TimedTape(block, wanted, inputs, self._times, key)
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
         """See `Checkpoint`."""
@@ -128,7 +138,7 @@ class Region:
         if saved is not None and saved.region is None and self._tape.own({tensor.untyped_storage()._cdata}):
             saved.region = self
         self._packed.append((None if saved is None else weakref.ref(saved), _like(tensor)))
-        return PackedTensor(self._memory, saved, tensor)
+        return self._memory.packed(tensor, saved)
 
     def finish(self, results: Any) -> None:
         """The first run is over."""
@@ -171,12 +181,14 @@ class Region:
             evicted.seconds += self._tape.seconds
             try:
                 self._run_again()
+            except RecomputeError as error:
+                raise RecomputeError(f"{error} Under a larger cap it is not computed again.") from None
             finally:
                 lacking, self._missing, self._position = len(self._missing), {}, 0
             if lacking:
                 raise RecomputeError(
                     f"{self._tape.block} does not do the same when it is recomputed: it saves less for backward. "
-                    "A cap of a size at which nothing is dropped runs it."
+                    "Give a larger cap."
                 )
 
     def _run_again(self) -> None:
@@ -192,12 +204,12 @@ class Region:
         if place >= len(self._packed) or self._packed[place][1] != _like(tensor):
             raise RecomputeError(
                 f"{self._tape.block} does not do the same when it is recomputed: it saves another tensor, of shape "
-                f"{tuple(tensor.shape)}. Give a larger cap."
+                f"{tuple(tensor.shape)}."
             )
         saved = self._missing.pop(place, None)
         if saved is not None:
             saved.here = tensor.untyped_storage()
-            saved.streams = [saved.current_stream()]
+            saved.streams = [saved.stream_number()]
         if not self._missing:
             raise _AllIsThere
 
@@ -210,7 +222,7 @@ class _Input:
     """A tensor that a block was given."""
 
     def __init__(self, memory: EvictableMemory, tensor: torch.Tensor) -> None:
-        self._packed = PackedTensor(memory, memory.saved(tensor), tensor)
+        self._packed = memory.packed(tensor, memory.saved(tensor))
         self._requires_grad = tensor.requires_grad
 
     def again(self) -> torch.Tensor:

@@ -151,13 +151,18 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _sizes(attributes: dict[str, Any]) -> dict[str, int]:
-    return {name: _size(value, _MAX_DEPTH) for name, value in attributes.items() if isinstance(value, _GROWING)}
+    return {
+        name: _size(value, _MAX_DEPTH) if value else 0  # most are empty
+        for name, value in attributes.items()
+        if isinstance(value, _GROWING)
+    }
 
 
 def _size(value: Any, depth: int) -> int:
-    if not isinstance(value, _GROWING) or depth == 0:
+    if depth == 0:
         return 0
-    return len(value) + sum(_size(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))
+    inner = value.values() if isinstance(value, dict) else value
+    return len(value) + sum(_size(one, depth - 1) for one in inner if isinstance(one, _GROWING))
 
 
 def _numpy_state() -> Any:

@@ -29,22 +29,35 @@ def may_be_kept_elsewhere(tensor: torch.Tensor, device_type: str) -> bool:
         return False
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
-    owner = tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    owner = tensor if base is None else base
     if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
         return False
     return tensor.untyped_storage().nbytes() >= LEAST_BYTES
 
 
 class PackedTensor:
-    """A saved tensor. `_alias` shares its count of changes; its memory is the keeper's, or (None) the alias's own."""
+    """A saved tensor. `_alias` shares its count of changes; its memory is the keeper's, or (None) the alias's own.
+
+    A keeper that gives the `alias` itself lets it have the memory, until that is somewhere else (`let_go_of`).
+    """
 
     __slots__ = ("_alias", "_keeper", "_layout", "_version", "memory")
 
-    def __init__(self, keeper: Keeper[Memory], memory: Memory | None, tensor: torch.Tensor) -> None:
+    def __init__(
+        self,
+        keeper: Keeper[Memory],
+        memory: Memory | None,
+        tensor: torch.Tensor,
+        alias: torch.Tensor | None = None,
+    ) -> None:
         self._keeper, self.memory, self._version = keeper, memory, tensor._version
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        if memory is not None:
-            self._alias = _without_memory(tensor)
+        if alias is not None:
+            self._alias = alias
+        elif memory is not None:
+            self._alias = alias_of(tensor)
+            let_go_of(self._alias)
         else:
             self._alias = tensor if tensor.is_leaf else tensor.detach()  # a result itself would hold what made it
 
@@ -58,6 +71,8 @@ class PackedTensor:
         if self.memory is None:
             return self._alias
         storage = self._keeper.needed(self.memory)
+        if self._alias.untyped_storage()._cdata == storage._cdata:
+            return self._alias.detach()
         values = torch.empty(0, dtype=self._alias.dtype, device=self._alias.device)
         tensor = self._alias.detach()
         tensor.data = values.set_(storage, *self._layout)
@@ -67,12 +82,16 @@ class PackedTensor:
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of a tensor that shares its count of changes in place, and holds no memory."""
-    kind = tensor.dtype, tensor.device
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with the memory of another and its count of changes."""
+    with unseen():
+        return tensor.detach()
+
+
+def let_go_of(alias: torch.Tensor) -> None:
+    """Let an alias of a tensor, which shares its count of changes in place, hold no memory."""
+    kind = alias.dtype, alias.device
     if kind not in _empty:
         with unseen():  # by the tape of a block that is running
             _empty[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
-    alias = tensor.detach()
     alias.data = _empty[kind]
-    return alias

@@ -32,8 +32,8 @@ MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
 class Checkpoint(Protocol):
     """A way to drop what the first run of a block would save, and to make the second run when it is needed."""
 
-    def is_wanted(self) -> bool:
-        """Whether a block that is about to run is to run in this way."""
+    def is_wanted(self, block: Any) -> bool:
+        """Whether a block (a module) that is about to run is to run in this way."""
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape, /) -> Any:
         """The results of `run(*values)`, recorded on the tape, which a later run repeats."""
@@ -42,7 +42,7 @@ class Checkpoint(Protocol):
 class AlwaysRecomputed:
     """torch's checkpoint: everything is dropped at once, and recomputed when backward first asks for any of it."""
 
-    def is_wanted(self) -> bool:
+    def is_wanted(self, block: Any) -> bool:
         """Always true."""
         return True
 
@@ -70,7 +70,7 @@ class RecomputedForward:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
             return self.original(*args, **kwargs)
-        if in_program_checkpoint() or not self._checkpoint.is_wanted() or self._is_hooked():
+        if in_program_checkpoint() or not self._checkpoint.is_wanted(self._block) or self._is_hooked():
             return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])

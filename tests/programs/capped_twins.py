@@ -9,7 +9,8 @@ import dataclasses
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stalloc import device
@@ -85,6 +86,26 @@ class Checkpointed(Block):
         return self.dropout(self.second(x))
 
 
+class Hooked(Block):
+    """Has hooks inside that must not be called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.first.register_forward_hook(self._scaled)
+
+    def _scaled(self, _: nn.Module, __: object, result: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return result * (1 + 0.1 * self.calls)
+
+
+def sequence() -> nn.Module:
+    """Thirty layers in a row."""
+    return nn.Sequential(
+        *[one for _ in range(10) for one in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.1))]
+    )
+
+
 class Net(nn.Module):
     def __init__(self, kind: Callable[[], nn.Module], run: Run) -> None:
         super().__init__()
@@ -109,6 +130,34 @@ def in_checkpoint(net: Net, x: torch.Tensor) -> torch.Tensor:
 def with_autocast(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return straight(net, x).float()
+
+
+def shared(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return net.layers[0](net.layers[1](net.layers[0](x))).square().mean()
+
+
+def stopped(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Layers are called by a generator that nobody asks for the last."""
+
+    def after_each() -> Iterator[torch.Tensor]:
+        here = x
+        for layer in net.layers:
+            here = layer(here)
+            yield here
+
+    found = after_each()
+    return (next(found) * next(found)).mean()
+
+
+def in_threads(net: Net, x: torch.Tensor) -> torch.Tensor:
+    is_enabled = torch.is_grad_enabled()
+
+    def call(layer: nn.Module) -> torch.Tensor:
+        with torch.set_grad_enabled(is_enabled):
+            return layer(x)
+
+    with ThreadPoolExecutor(3) as pool:
+        return torch.stack(list(pool.map(call, net.layers))).square().mean()
 
 
 def changed_in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -141,6 +190,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Run, Callable[[Net, torch.Tensor
     "recursive": (Recursive, straight, once),
     "checkpoint inside": (Checkpointed, straight, once),
     "in a checkpoint": (Block, in_checkpoint, once),
+    "hooked": (Hooked, straight, once),
+    "sequence": (sequence, straight, once),
+    "shared": (Block, shared, once),
+    "stopped generator": (Block, stopped, once),
+    "threads": (Recursive, in_threads, once),
     "retained": (Block, straight, twice),
     "double backward": (Recursive, straight, of_gradients),
     "changed in place": (Block, changed_in_place, once),
@@ -206,7 +260,7 @@ def forced(name: str, *, drops: bool, host_bytes: int | None) -> tuple[list[Any]
 
     def watch(module: nn.Module, *_: Any) -> None:
         for one in module.parameters():
-            if id(one) not in known:
+            if id(one) not in known and one.requires_grad:
                 known.add(id(one))
                 one.register_post_accumulate_grad_hook(evict)
 
