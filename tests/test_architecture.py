@@ -137,6 +137,12 @@ def test_imports_for_types_go_in_no_circle_but_the_runtimes():
         assert {name.rpartition(".")[0] for name in circle} == {"stalloc.runtime"}
 
 
+def test_modules_that_the_page_names_are_there():
+    named = re.findall(r"`(\w+\.(?:py|c))`", (ROOT / "docs" / "architecture.md").read_text())
+    there = {path.name for folder in ("stalloc", "kernels") for path in (ROOT / folder).rglob("*.*")}
+    assert set(named) - there == set()
+
+
 def test_a_name_stands_for_one_module():
     names = Counter(path.name for path in sources().values())
     twice = {name for name, count in names.items() if count > 1} - {"__init__.py"}
