@@ -32,7 +32,7 @@ MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, REFUSED, NEED_PAGES, OUT_OF
 POLL_FOR_PLACE, NEED_EVENTS = 9, 10  # freed blocks wait, maybe in the place of a request; streams use more blocks
 IN_CAPTURE = 11  # a graph is captured of which nobody told, or one that was is maybe over
 OVER_CAP = 12  # allocated_bytes are about to become more than State.triggers.ask_above
-IS_LENT, IS_LOAN = 1, 2  # Outcome.reason of what was served: from a lease, from memory of CUDA graphs
+IS_LOAN = 1  # Outcome.reason of what was served from memory of CUDA graphs
 REASON_BITS = 4  # of what Python gets; above it is what the reason is about
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
 

@@ -7,7 +7,7 @@ Contract, upheld under one lock a device:
 - a request that is not the expected one, or whose intervals are taken, is served by the heap: a deviation costs memory,
   never correctness;
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
-  device, a look at what was recorded, the switch to a plan.
+  device, a search of the record, the switch to a plan.
 
 A planned request that meets empty intervals costs one atomic exchange, about 32 loads (five of them of four words) and
 22 tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines
@@ -29,7 +29,6 @@ from stalloc.core.constants import (
     GOT_PAGES,
     HEAP_ONLY,
     IN_CAPTURE,
-    IS_LENT,
     IS_LOAN,
     LITTLE,
     MAX_REQUEST,
@@ -85,7 +84,8 @@ def malloc(device, requested, handle):
             if state.hot.recording == 1 and outcome.reason != IS_LOAN:
                 _record(state, stream, outcome.address, size, requested)
             unlock(state)
-            if handle != 0 and stage == FIRST_TRY and _is_captured(state, handle, outcome):
+            # nobody can capture the legacy default stream, 0; a plan's address too is the graph's for good
+            if handle != 0 and stage == FIRST_TRY and state.hot.private_kind == 0 and is_captured(state, handle):
                 _give_up(state, outcome.address)
                 stage = _ask(state, IN_CAPTURE, 0, size, stage)
                 continue
@@ -159,7 +159,7 @@ def _serve_unplanned(state, stream, size, requested, row):
     address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
         state.dynamic.num_lent += 1
-        return Outcome(address, IS_LENT, 0)
+        return Outcome(address, 0, 0)
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
@@ -173,7 +173,7 @@ def _serve_unplanned(state, stream, size, requested, row):
         address = lend(state, stream, size, requested, row, True)
         if address != 0:
             state.dynamic.num_lent += 1
-            return Outcome(address, IS_LENT, 0)
+            return Outcome(address, 0, 0)
     return outcome
 
 
@@ -209,18 +209,6 @@ def _secure(state, address):
     state.driver.num_waits += waits
     unlock(state)
     return True
-
-
-@inner()
-def _is_captured(state, handle, outcome):
-    """Whether what was served may be for a graph that is captured, of which nobody has told.
-
-    The driver is asked where the plan does not serve, and at the first request of each iteration where it does.
-    """
-    if state.hot.private_kind != 0:
-        return False
-    is_planned = outcome.reason != IS_LENT and in_arena(state, outcome.address)
-    return (not is_planned or state.follow.cursor == state.follow.cycle_start + 1) and is_captured(state, handle)
 
 
 @inner()

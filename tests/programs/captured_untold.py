@@ -1,7 +1,8 @@
 """A graph is captured by the driver's calls alone, as Warp and cuda-python do it, while a program uses several streams.
 
 What the checker of the order of work found, as JSON, whether memory that the graph writes was given to a tensor outside
-of it, and how many requests a plan served before: `planned` captures a step that a plan serves, `heap` what none does.
+of it, and how many requests a plan served before and after: `planned` captures a step that a plan serves, `within` the
+end of one, and `heap` what none does.
 """
 
 import json
@@ -18,7 +19,7 @@ import stalloc  # noqa: E402
 from stalloc.device import virtual  # noqa: E402
 from stalloc.integrations import Settings  # noqa: E402
 
-PLANNED = sys.argv[1] == "planned"
+PLANNED, WITHIN = sys.argv[1] != "heap", sys.argv[1] == "within"
 runtime = stalloc.install(settings=Settings(plan=PLANNED))
 side, other = torch.cuda.Stream(), torch.cuda.Stream()
 MIB = 1 << 20
@@ -54,6 +55,9 @@ with torch.cuda.stream(other):
     waiting[0].add_(1)
 del waiting
 written: Blocks = []
+if WITHIN:
+    with torch.cuda.stream(side):
+        blocks(5)
 with torch.cuda.stream(side):
     cupy.cuda.runtime.streamBeginCapture(side.cuda_stream, 0)
     blocks(5, written)
