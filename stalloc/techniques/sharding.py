@@ -5,6 +5,7 @@ divided when it is called first, block by block, and its optimizer given the par
 program with one sentence, before it has trained. Recomputation that is applied before lies inside.
 """
 
+import atexit
 import gc
 import inspect
 import os
@@ -74,6 +75,7 @@ class Sharding:
         device = next(model.parameters()).device
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            atexit.register(_leave_job)
         _agree(model)
         if self.layout.executor == "ddp":
             self._replicate(model, device)
@@ -117,6 +119,12 @@ class Sharding:
             group = _group(self.layout, self.num_ranks)
             for optimizer in self._optimizers:
                 _divide(optimizer, group, [dict(one) for one in optimizer.param_groups])
+
+
+def _leave_job() -> None:
+    """At exit, while Python is whole: the threads of a process group abort a process that no longer is."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def units_within(model: Any, blocks: list[Block]) -> list[Block]:
