@@ -84,19 +84,24 @@ def test_what_outlives_four_periods_is_not_planned():
     assert schedule.cycle_length == schedule.period_requests
 
 
+def vary(program: "Program", step: int) -> None:
+    """Free a block early in one step and late in the next."""
+    program.alloc("varies", HELD)
+    program.alloc("work", WORK)
+    if step % 2:
+        program.free("varies")
+    for _ in range(5):
+        program.alloc("work", WORK)
+    if not step % 2:
+        program.free("varies")
+    program.free("work")
+
+
 def test_a_lifespan_that_varies_is_not_planned():
     program = Program()
     for step in range(9):
         program.mark()
-        program.alloc("varies", HELD)
-        program.alloc("work", WORK)
-        if step % 2:
-            program.free("varies")
-        for _ in range(5):
-            program.alloc("work", WORK)
-        if not step % 2:
-            program.free("varies")
-        program.free("work")
+        vary(program, step)
     schedule = fold(program.trace())
     assert schedule is not None
     assert schedule.period_requests == 7
@@ -111,15 +116,7 @@ def test_a_lifespan_that_varies_is_planned_where_its_longest_adds_nothing_to_the
         program.mark()
         program.alloc("big", 100 * MIB)
         program.free("big")
-        program.alloc("varies", HELD)
-        program.alloc("work", WORK)
-        if step % 2:
-            program.free("varies")
-        for _ in range(5):
-            program.alloc("work", WORK)
-        if not step % 2:
-            program.free("varies")
-        program.free("work")
+        vary(program, step)
     schedule = fold(program.trace())
     assert schedule is not None
     assert schedule.planned.all()

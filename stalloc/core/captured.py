@@ -7,8 +7,8 @@ captured too. Events are asked for with this thread's mode relaxed: then no capt
 from stalloc.compiled import inner
 from stalloc.core.intrinsics import address_of, answer_of, call3
 from stalloc.core.records import mode_of_asker
+from stalloc.device.capture import HANDLE_BITS, PER_THREAD
 
-_PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread, by which the driver knows what has a name of ours here
 _RELAXED = 2
 
 
@@ -17,7 +17,7 @@ def is_captured(state, handle):
     """Whether a stream is being captured, or (the default one) may not be asked since another one is."""
     if state.driver.is_capturing == 0:
         return False
-    return answer_of(state.driver.is_capturing, _PER_THREAD if handle & _HANDLE_BITS == _PER_THREAD else handle) != 0
+    return answer_of(state.driver.is_capturing, PER_THREAD if handle & HANDLE_BITS == PER_THREAD else handle) != 0
 
 
 @inner()

@@ -38,10 +38,8 @@ class DeviceArena:
         self.pages = np.zeros(0, np.int64)  #: a bit for each page of the arena, 1 if it has memory
         self._previous_users = np.zeros(0, np.int64)
         self._last_schedule: tuple[ScheduleTables | None, Words] = (None, self._previous_users)
-        self._made: tuple[ArenaSchedule | None, ScheduleTables | None] = (
-            None,
-            None,
-        )  # of what was installed last, untouched
+        # of what was installed last, untouched
+        self._made: tuple[ArenaSchedule | None, ScheduleTables | None] = None, None
 
     def install(self, schedule: ArenaSchedule, cursor: int = 0) -> None:
         """Put a schedule in place and follow it from entry `cursor`, without serving it yet.

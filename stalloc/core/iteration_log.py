@@ -72,9 +72,8 @@ def end_iteration(state):
     )
     _write_row(state, hits)
     if state.plan.arena_pages != 0 and num_displaced(state) > 0:
-        state.triggers.ask_at_boundary = max(
-            state.triggers.ask_at_boundary, 1
-        )  # should it go on, the arena moves away from there
+        # should it go on, the arena moves away from there
+        state.triggers.ask_at_boundary = max(state.triggers.ask_at_boundary, 1)
     state.iterations.bad_iterations = state.iterations.bad_iterations + 1 if _BAD_SHARE * lost > lost + hits else 0
     if state.iterations.bad_iterations >= _MAX_BAD_ITERATIONS:
         # some requests still match, so misses alone might never outnumber matches: let the next one ask

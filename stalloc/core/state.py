@@ -154,6 +154,11 @@ class DeviceState:
         return sum(part.requested_ever for part in self._parts)
 
     @property
+    def num_unserved(self) -> int:
+        """Requests that the plan did not serve since it was put in force: misses, and those that it has elsewhere."""
+        return self.record.iterations.misses + self.record.iterations.conflicts
+
+    @property
     def num_displaced(self) -> int:
         """Requests of this iteration over the plan that have a place and were served elsewhere."""
         record = self.record

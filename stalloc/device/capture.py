@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from stalloc.device.ordering import ordering
 
 _RELAXED = 2
-_PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread; handles are addresses
+PER_THREAD = 2  # cudaStreamPerThread: one handle, a stream for each thread
+HANDLE_BITS = 0xF  # which are PER_THREAD in a name of ours for that stream, too; other handles are addresses
+
+
+def is_per_thread(stream: int) -> bool:
+    """Whether a stream, by its handle or by a name of ours, is the default one of a thread."""
+    return stream & HANDLE_BITS == PER_THREAD
 
 
 def is_captured(stream: int) -> bool:
@@ -19,8 +25,8 @@ def is_captured(stream: int) -> bool:
     functions = ordering()
     if functions is None:
         return False
-    if stream & _HANDLE_BITS == _PER_THREAD:  # a name of ours: the driver has one handle for all threads
-        stream = _PER_THREAD
+    if is_per_thread(stream):  # maybe a name of ours: the driver has one handle for all threads
+        stream = PER_THREAD
     status = ctypes.c_int(0)
     ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(functions.is_capturing)
     return ask(stream, ctypes.byref(status)) != 0 or status.value != 0

@@ -19,21 +19,9 @@ if TYPE_CHECKING:
 _WRITING = ("copyto", "put", "place", "putmask", "fill_diagonal", "put_along_axis")  # their first argument
 _READING_METHODS = (
     *("__array__", "__bool__", "__contains__", "__copy__", "__deepcopy__", "__float__", "__format__", "__index__"),
-    *(
-        "__int__",
-        "__reduce__",
-        "__reduce_ex__",
-        "all",
-        "any",
-        "argmax",
-        "argmin",
-        "argsort",
-        "astype",
-        "copy",
-        "cumsum",
-    ),
-    *("dump", "dumps", "flatten", "item", "max", "mean", "min", "nonzero", "prod", "repeat", "round", "searchsorted"),
-    *("std", "sum", "take", "tobytes", "tofile", "tolist", "trace", "var"),
+    *("__int__", "__reduce__", "__reduce_ex__", "all", "any", "argmax", "argmin", "argsort", "astype", "copy"),
+    *("cumsum", "dump", "dumps", "flatten", "item", "max", "mean", "min", "nonzero", "prod", "repeat", "round"),
+    *("searchsorted", "std", "sum", "take", "tobytes", "tofile", "tolist", "trace", "var"),
 )
 _WRITING_METHODS = ("byteswap", "fill", "partition", "put", "resize", "sort")
 

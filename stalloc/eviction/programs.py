@@ -16,7 +16,7 @@ from stalloc.trace.sources.log_text import unpacked
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The same program in both ways to change a tensor; a recording knows only changes in place."""
+    """A program with tensors changed by copies, and in place; a recording knows only changes in place."""
 
     device: int
     copied: Instructions  #: a change makes a new storage

@@ -65,8 +65,8 @@ class Replayed:
 
 
 _NAMES = tuple(POLICIES)
-_, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
-_BY_AGE = (_EQ - 1, _EQ, _LOCAL, _DTE)  #: policies by which what was used this very moment has no score
+_DTR, _EQ, _LOCAL, _LRU, _SIZE, _MSPS, _RANDOM, _DTE, _COOP = range(len(_NAMES))
+_BY_AGE = (_DTR, _EQ, _LOCAL, _DTE)  #: policies by which what was used this very moment has no score
 _NOTHING, _NEIGHBOURS, _CLASSES, _SOURCES = (int(one) for one in Around)
 _CONSTANT, _CALL, _HOLD, _LET_GO, _KEEP = (int(one) for one in Step)
 _COMPLETE, _TOO_LONG, _OUT_OF_MEMORY, _FRAGMENTED = (int(one) for one in Ending)

@@ -41,7 +41,7 @@ def dtr(one: Candidate) -> float:
 
 
 def local_cost(one: Candidate) -> float:
-    """The same without what is around it (h_DTR^local)."""
+    """Cost without what is around it, for each byte and each tick that nobody used it (h_DTR^local)."""
     return one.cost / (one.size * one.age)
 
 

@@ -13,13 +13,12 @@ from typing import Any
 
 from stalloc.core import constants
 from stalloc.core.entry import cupy_entries
+from stalloc.device.capture import PER_THREAD
 from stalloc.integrations.cupy_captures import forget_captures, heed_captures
 from stalloc.integrations.cupy_default_pool import call_outside, hand_out, take_back
 from stalloc.integrations.installation import installation
 from stalloc.runtime import Runtime
 from stalloc.sizes import aligned
-
-_PER_THREAD = 2  # cudaStreamPerThread
 
 
 def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
@@ -47,7 +46,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         if may_have_hooks and not heard and _has_memory_hooks():
             return _allocate_with_hooks(runtime, allocate, operator.index(nbytes))
         stream = get_current_stream().ptr
-        if stream == _PER_THREAD:
+        if stream == PER_THREAD:
             stream = _name_of_thread()
         memory = pool_memory(nbytes, stream, malloc, free, get_device_id())
         if not memory.ptr:
@@ -71,7 +70,7 @@ def _name_of_thread() -> int:
 
     It is told from handles, which are addresses, by its last bits.
     """
-    return threading.get_ident() << 4 | _PER_THREAD
+    return threading.get_ident() << 4 | PER_THREAD
 
 
 def _memory_class(free: int) -> Any:

@@ -18,7 +18,7 @@ _RAW = "raw_cuda_graph", "raw_cuda_graph_exec"  # in versions of torch that have
 
 
 class Replays:
-    """Of this process."""
+    """Sees the replays and captures of torch's CUDA graphs in this process."""
 
     def __init__(self, torch: Any, runtime: Runtime) -> None:
         """Hear of each replay and capture of torch's from here on."""
@@ -40,7 +40,7 @@ class Replays:
             time.sleep(0)
 
     def _pools_of(self, graph: Any) -> list[tuple[Loans, int, int]]:
-        """Of each device that knows the pool of a graph: its loans, the kind of pool, the current stream (handle)."""
+        """Loans, kind of pool and current stream (handle) on each device that knows the pool of a graph."""
         try:
             pool = graph.pool()
         except RuntimeError:  # nothing was captured

@@ -15,6 +15,7 @@ import numpy as np
 
 from stalloc import kernels
 from stalloc.device import Device
+from stalloc.device.capture import PER_THREAD, is_per_thread
 from stalloc.device.current_device import AtDevice
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 Ranges = Sequence[tuple[int, int]]  #: address and bytes of each
 
-_PER_THREAD = 2  # cudaStreamPerThread
 _PIECE = 32 << 20  # bytes read to the host at a time where no kernel can look
 
 
@@ -152,6 +152,6 @@ def _handle(stream: int) -> int | None:
 
     Those have one handle for all threads, and go by a name of the thread's (stalloc.integrations.cupy_allocator).
     """
-    if stream & 7 != _PER_THREAD:
+    if not is_per_thread(stream):
         return stream
-    return _PER_THREAD if stream >> 4 == threading.get_ident() else None
+    return PER_THREAD if stream >> 4 == threading.get_ident() else None

@@ -350,7 +350,7 @@ class Controller:
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
         status, record = self.status, self.state.record
-        hits, misses = record.follow.hits, record.iterations.misses + record.iterations.conflicts
+        hits, misses = record.follow.hits, self.state.num_unserved
         with status.cpu_budget.counted():
             if not self.arenas.put_in_force(schedule):
                 return False

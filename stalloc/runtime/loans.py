@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core import graph_loans
+from stalloc.device.capture import is_per_thread
 from stalloc.errors import GraphMemoryError
 from stalloc.figures import human_bytes
 from stalloc.trace.sites import UNKNOWN
@@ -21,11 +22,10 @@ if TYPE_CHECKING:
 
 _ALL = 0  # no row of a GraphPool
 _MAX_NAMED = 3  # loans in an error
-_PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread: one handle, a stream for each thread
 
 
 class Loans:
-    """Of one device. Streams are raw handles, kinds those of private pools."""
+    """The loans of graph memory on one device. Streams are raw handles, kinds those of private pools."""
 
     def __init__(self, memory: "DeviceMemory") -> None:
         self._memory = memory
@@ -48,7 +48,7 @@ class Loans:
 
     def begin(self, stream: int) -> bool:
         """Let this thread borrow on a stream until `end`; False: it or another thread does already."""
-        if stream & _HANDLE_BITS != _PER_THREAD:
+        if not is_per_thread(stream):
             self._order(stream)
         return int(graph_loans.begin_borrowing(self._address, threading.get_ident())) == 0
 
@@ -70,7 +70,7 @@ class Loans:
         row = self._rows.get(kind, 0)
         if not row:
             return False
-        stream = -1 if stream & _HANDLE_BITS == _PER_THREAD else stream
+        stream = -1 if is_per_thread(stream) else stream
         num_loans, waits = graph_loans.begin_launch(self._address, row, stream)
         if num_loans:  # some may be freed, and wait for other streams
             self._memory.wait_for_deferred()

@@ -128,11 +128,8 @@ def run_peaks(controller: "Controller") -> tuple[int, int]:
 
 def run_counts(controller: "Controller") -> tuple[int, int]:
     """Requests that plans have served over the whole run, and those that they did not while they were in force."""
-    record, status = controller.state.record, controller.status
-    return (
-        status.earlier_hits + record.follow.hits,
-        status.earlier_misses + record.iterations.misses + record.iterations.conflicts,
-    )
+    state, status = controller.state, controller.status
+    return status.earlier_hits + state.record.follow.hits, status.earlier_misses + state.num_unserved
 
 
 def report(controller: "Controller") -> Report:

@@ -22,10 +22,7 @@ class StepMisses:
 
     def of_step(self, num_plans: int) -> tuple[int, float]:
         """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
-        counts = (
-            self._state.record.follow.hits,
-            self._state.record.iterations.misses + self._state.record.iterations.conflicts,
-        )
+        counts = self._state.record.follow.hits, self._state.num_unserved
         fresh = self._plans == num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans

@@ -55,7 +55,7 @@ def whole_bytes(step: StepMarks) -> tuple[int, int]:
 
 
 def _state_bytes(one: Parameter, num_items: int) -> int:
-    """Of one parameter's state, where so many of its items are here."""
+    """Bytes of the optimizer's state of a parameter of which so many items are here."""
     return sum(size * num_items // max(1, one.num_items) for size in one.state_bytes) + one.rest_bytes
 
 

@@ -39,7 +39,7 @@ class ShardRuns:
         self._program, self._files, self._limit_seconds = program, files, limit_seconds
 
     def marks(self, work: RankWork) -> StepMarks:
-        """Of a step as it is. Raises SetupError where the program cannot be recorded."""
+        """The marks of a step as it is. Raises SetupError where the program cannot be recorded."""
         text, output = self._run(work)
         if text is None:
             raise SetupError(f"the program failed where its step was to be recorded: {_why(output)}")
@@ -52,7 +52,7 @@ class ShardRuns:
         return found
 
     def rank(self, work: RankWork) -> RankSeen:
-        """Of one rank."""
+        """What one rank, run by itself, was seen to need."""
         text, output = self._run(work)
         if text is None:
             return RankSeen(_why(output))

@@ -74,7 +74,7 @@ def _cost(way: Way) -> tuple[float, int, Layout]:
 
 
 def cheapest(ways: Sequence[Way], budget_bytes: int, *, can_run: bool = False) -> Way | None:
-    """Of those within the budget, which `can_run` where that is asked; None: none is."""
+    """The cheapest way within the budget, with `can_run` of those that can be run; None: there is none."""
     within = [one for one in ways if one.foreseen.needed_bytes <= budget_bytes and (one.can_run or not can_run)]
     return min(within, key=_cost, default=None)
 

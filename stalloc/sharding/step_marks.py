@@ -27,7 +27,7 @@ class Parameter:
 
     @property
     def num_items(self) -> int:
-        """Of all ranks."""
+        """The items of the whole parameter, on all ranks together."""
         count = 1
         for length in self.shape:
             count *= length
@@ -35,7 +35,7 @@ class Parameter:
 
     @property
     def size_bytes(self) -> int:
-        """Of all ranks."""
+        """The bytes of the whole parameter, on all ranks together."""
         return self.num_items * self.item_bytes
 
     def part_items(self, num_ranks: int) -> int:

@@ -12,7 +12,7 @@ from stalloc.sharding.step_marks import StepMarks
 from stalloc.techniques.shard_settings import Layout, quantised_bytes
 
 NETWORK_BYTES_PER_SECOND = 50e9
-"""Of each GPU to other machines: 400 Gbit/s, as in NVIDIA's DGX H100 (a ConnectX-7 for each GPU, its user guide)."""
+"""Each GPU's rate to other machines: 400 Gbit/s, as in NVIDIA's DGX H100 (its user guide: a ConnectX-7 a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Bytes of all kinds of collectives together."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.broadcast
 
     def seconds(self, within_rate: float, between_rate: float) -> float:
@@ -44,13 +44,13 @@ class _Group:
     per_node: int
 
     def received(self, whole: float) -> tuple[float, float]:
-        """Of what is whole: how much each gets from the others, and from those of other nodes."""
+        """How much of `whole` bytes each rank gets from the others, and from those of other nodes."""
         near = min(self.size, max(1, self.per_node // self.stride))
         return whole * (self.size - 1) / self.size, whole * (self.size - near) / self.size
 
 
 def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, quantised: bool = False) -> Traffic:
-    """Of one step with as many forward passes as were recorded.
+    """The traffic of one step with as many forward passes as were recorded.
 
     `quantised`: parameters are gathered for the forward pass as int8 with a scale for each block (ZeRO++, qwZ).
     """

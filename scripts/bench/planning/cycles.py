@@ -13,8 +13,8 @@ from stalloc.planner.budget import Budget
 from .baselines.gaps import Column
 from .targets import Row, at_least
 
-NUM_RINGS = 50
-_PASSES = 3
+NUM_CYCLES = 50
+_ITERATIONS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Cycle:
         lives = [
             (begin + shift * period, stop + shift * period, low, low + need, row)
             for row, (begin, stop, need, low) in enumerate(zip(self.start, self.end, self.size, offset, strict=True))
-            for shift in range(_PASSES if begin >= self.cycle_start else 1)
+            for shift in range(_ITERATIONS if begin >= self.cycle_start else 1)
         ]
         return [
             (one[4], other[4])
@@ -62,12 +62,12 @@ def random_cycle(seed: int, count: int = 60) -> Cycle:
 def of_cycles() -> list[Row]:
     """Made-up cycles by annealing: all valid, and how many at the load."""
     valid = at_bound = 0
-    for seed in range(NUM_RINGS):
+    for seed in range(NUM_CYCLES):
         cycle = random_cycle(seed)
         offset, peak, bound = cycle.place("annealing")
         valid += not cycle.overlaps(offset)
         at_bound += peak == bound
     return [
-        at_least("annealing: valid of 50 made-up cycles", valid, NUM_RINGS),
+        at_least("annealing: valid of 50 made-up cycles", valid, NUM_CYCLES),
         Row("annealing: of these at the load", at_bound),
     ]
