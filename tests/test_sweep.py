@@ -76,7 +76,9 @@ def test_what_cannot_be_asked_is_refused() -> None:
         stalloc.sweep([["a.py"]], ["--json", "-"])
 
 
-ENDS_ITS_WORKER = PROGRAM + """
+ENDS_ITS_WORKER = (
+    PROGRAM
+    + """
 import os, pathlib, signal
 marker, workers = pathlib.Path(sys.argv[2]), {int(word) for word in sys.argv[3:]}
 if workers and not marker.exists():
@@ -86,6 +88,7 @@ if workers and not marker.exists():
         one = int(pathlib.Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
     os.kill(one, signal.SIGKILL)
 """
+)
 
 
 @pytest.fixture
