@@ -18,8 +18,8 @@ all tries every divisor of the number of ranks (AMSP) instead of 1, a node and a
 
 What is needed is what PyTorch counts as allocated: whole blocks, a little more than what the program asks for. It
 reserves more than that (`reserved_bytes` of a run). Seconds are estimates: computing, then communication, nothing
-beside each other. --export prints what a way is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a
-torchtitan TOML. To train in shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
+beside each other. --export prints what a way is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate
+YAML, a torchtitan TOML. To train in shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
 `needed_bytes`, `step_bytes` and `making_bytes` (asked for in a step, and before), `step_allocated`, `making_allocated`,

@@ -147,7 +147,7 @@ class StepWatch:
         if optimizer is self._optimizer:
             self._mark("updated")
             moment = self._marks[-1].event
-            for row, (_, _, one) in enumerate(self._parameters):
+            for row, (*_named, one) in enumerate(self._parameters):
                 for value in _on_device(self._optimizer.state.get(one, {})):
                     told = StateTensor(row, value.shape == one.shape)
                     self._state.append((moment, _address(value), told))
