@@ -44,20 +44,22 @@ class StepWatch:
         register_optimizer_step_post_hook(self._updated)
 
     def told(self) -> StepMarks:
-        """What was recorded."""
+        """What was recorded; without marks if there were too few steps."""
         state, found = getattr(self._optimizer, "state", {}), self._history.requests()
         marks = [
             replace(mark, request=found.at(mark.event, self._gradients[row])) if row in self._gradients else mark
             for row, mark in enumerate(self._marks)
         ]
         ends = [row + 1 for row, mark in enumerate(marks) if mark.kind == "updated"]
+        if len(ends) <= WATCHED_STEP:
+            marks = []
         called, addresses = self._addresses
         program = Program(
             events=tuple(found.events[: marks[-1].event if marks else 0]),
             sizes=tuple(found.sizes),
             streams=tuple(found.streams),
             parameters=tuple({found.at(called, address) for address in addresses} - {-1}),
-            state={found.at(seen, address): one for seen, address, one in self._state},
+            state={row: one for seen, address, one in self._state if (row := found.at(seen, address)) >= 0},
             conf=conf_text(conf_in_force()[1]),
         )
         return StepMarks(
@@ -65,7 +67,7 @@ class StepWatch:
             parameters=tuple(_parameter(name, unit, one, state.get(one, {})) for name, unit, one in self._parameters),
             program=program,
             marks=tuple(marks),
-            steady=ends[-2] if len(ends) > 1 else 0,
+            steady=ends[-2] if marks else 0,
             block_kind=type(self._units[0][1]).__name__ if len(self._units) > 1 else "",
         )
 
