@@ -125,6 +125,13 @@ def test_what_cannot_be_is_one_sentence(words: tuple[str, ...], said: str) -> No
     assert said in done.stderr
 
 
+def test_a_model_that_is_not_on_the_gpu_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CONVOLUTIONS.replace(".cuda()", "").replace(', device="cuda"', ""))
+    done = run_stalloc("shard", "--ranks", 2, "--runs", 0, tmp_path / "train.py")
+    assert done.returncode != 0
+    assert "no parameters on the GPU" in done.stderr
+
+
 def test_only_ranks_can_be_told_to_shard() -> None:
     done = run_stalloc("run", "--device", "virtual", "--shard", "zero-3", *TINY)
     assert done.returncode == 125

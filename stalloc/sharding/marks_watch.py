@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stalloc.allocator_conf import conf_in_force, conf_text
+from stalloc.errors import SetupError
 from stalloc.sharding.asked_history import AskedHistory
 from stalloc.sharding.step_marks import Mark, MarkKind, Parameter, Program, StateTensor, StepMarks
 from stalloc.techniques.appearing import when_models_appear
@@ -44,7 +45,7 @@ class StepWatch:
         register_optimizer_step_post_hook(self._updated)
 
     def told(self) -> StepMarks:
-        """What was recorded; without marks if there were too few steps."""
+        """What was recorded; without marks if there were too few steps. Raises SetupError for a model elsewhere."""
         state, found = getattr(self._optimizer, "state", {}), self._history.requests()
         marks = [
             replace(mark, request=found.at(mark.event, self._gradients[row])) if row in self._gradients else mark
@@ -62,6 +63,8 @@ class StepWatch:
             state={row: one for seen, address, one in self._state if (row := found.at(seen, address)) >= 0},
             conf=conf_text(conf_in_force()[1]),
         )
+        if marks and not program.parameters:
+            raise SetupError("its model has no parameters on the GPU when it is called first")
         return StepMarks(
             units=tuple(name for name, _ in self._units),
             parameters=tuple(_parameter(name, unit, one, state.get(one, {})) for name, unit, one in self._parameters),
