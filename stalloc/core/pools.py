@@ -11,8 +11,8 @@ from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import (
     BLOCK_FREE,
     GENERAL_KIND,
-    LASTING_BIT,
     GRANULE,
+    LASTING_BIT,
     LEASED_KIND,
     POOL_ASLEEP,
     POOL_PINNED,

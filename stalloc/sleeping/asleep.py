@@ -104,6 +104,7 @@ def fall_asleep(
                     _unmap(owner, pages)
                 for owner, page, _, _ in sleep.shared:
                     owner.unmap(page, GRANULE)
+                memory.asleep_bytes += sleep.held_bytes
         memory.source.collect()
     return found
 
@@ -131,6 +132,7 @@ def wake_up(sleep: Sleep) -> None:
                 owner.share(page, other, other_page)
         sleep.keeper.bring_back([run for run in sleep.kept if _is_there(run, mapped)])
         memory.source.wait()
+        memory.asleep_bytes -= sleep.held_bytes
         memory.paging.match()  # what was freed meanwhile
 
 

@@ -1,4 +1,4 @@
-"""An engine that sleeps by tags while a trainer in the same process uses what it gave back: what became of both, as JSON.
+"""An engine sleeps by tags while a trainer in its process uses what it gave back: what became of both, as JSON.
 
 The virtual GPU has 288 MiB, fewer than both need at once, and keeps the bytes of every copy.
 """
@@ -6,6 +6,7 @@ The virtual GPU has 288 MiB, fewer than both need at once, and keeps the bytes o
 import json
 import random
 import sys
+from functools import partial
 from typing import Any
 
 from stalloc import device
@@ -79,8 +80,26 @@ for _ in range(3):
         one.copy_(torch.randn(one.numel()))
     sleep()
 
+train()
+train()
+gradients = [one.grad for one in trainer.parameters()]  # which have places of the plan
+for one in gradients:
+    one.copy_(torch.randn(one.shape))
+stalloc.tag("gradients", *gradients)
+before = [bytes_of(one) for one in gradients]
+told["planned_given_back"] = stalloc.sleep(tags="gradients").given_back_bytes
+optimizer.zero_grad()
+train()
+told["phases"].append(stalloc.statistics()[0].phase)
+optimizer.zero_grad()
+optimizer.state.clear()
+stalloc.wake(tags="gradients")
+told["planned_whole"] = [bytes_of(one) for one in gradients] == before
+del gradients
+
 taken = [filled(30) for _ in range(4)]
 told["no_room"] = refused(stalloc.wake)
+told["refused_asleep"] = refused(lambda: filled(150))
 told["others_go_on"] = refused(lambda: filled(10))
 before = [bytes_of(one) for one in taken]
 del cache[0]  # what is freed while it sleeps
@@ -89,8 +108,7 @@ told["others_whole"] = [bytes_of(one) for one in taken] == before and more.data_
 del taken, more
 stalloc.wake()
 told["weights_whole"] = [bytes_of(one) for one in weights] == values
-told["after_all"] = refused(lambda: [filled(15.3) for _ in range(6)])
-used, reserved = virtual.used_bytes(), torch.cuda.memory_reserved()
+told["after_all"] = refused(lambda: [filled(15.3) for _ in range(4)])
 torch.cuda.empty_cache()
 told["held_at_end"] = virtual.used_bytes() - torch.cuda.memory_allocated()
 
@@ -107,12 +125,13 @@ for number in range(NUM_OPERATIONS):
         refused(lambda: others.append([one := filled(rng.choice([0.001, 0.3, 1, 3, 11])), bytes_of(one)]))
     elif what < 0.7 and others:
         others.pop(rng.randrange(len(others)))
-    elif what < 0.8 and asleep and not refused(lambda: stalloc.wake(tags=min(asleep))):
-        asleep.remove(min(asleep))
-    elif what < 0.9:
-        if not asleep:
-            asleep = {name for name in engine if rng.random() < 0.7 and not refused(lambda n=name: stalloc.sleep(tags=n))}
-    else:
+    elif what < 0.8:
+        asleep = {name for name in asleep if name != min(asleep) or refused(partial(stalloc.wake, tags=name))}
+    elif what < 0.9 and not asleep:
+        asleep = {name for name in engine if rng.random() < 0.7}
+        for name in asleep:
+            stalloc.sleep(tags=name)
+    elif what >= 0.9:
         name = rng.choice("abc")
         del engine[name][:1]
         if name not in asleep and not refused(lambda: others.append([one := filled(2), bytes_of(one)])):
