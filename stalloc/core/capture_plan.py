@@ -13,47 +13,24 @@ from stalloc.core.records import block_at, capture_entry_at, segment_at
 
 
 @inner()
-def _next_entry(state, size):
-    """The first entry of a size that the capture has not asked for; the length of the plan if there is none."""
+def planned_place(state, pool, size):
+    """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
     capture = state.capture
     while capture.capture_plan_first < capture.capture_plan_length:
         if capture_entry_at(state, capture.capture_plan_first).size_bytes != 0:
             break
         capture.capture_plan_first += 1
-    i = capture.capture_plan_first
-    while i < capture.capture_plan_length and capture_entry_at(state, i).size_bytes != size:
-        i += 1
-    return i
-
-
-@inner()
-def planned_place(state, pool, size):
-    """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
-    i = _next_entry(state, size)
-    if i == state.capture.capture_plan_length:
-        return 0
-    entry = capture_entry_at(state, i)
-    address = state.capture.capture_plan_base + entry.offset
-    row = _unused_block(state, pool, address, size)
-    if row < 0:
-        state.capture.capture_plan_lacks = address
-        return -1
-    entry.size_bytes = 0
-    return cut_out(state, row, address, size) if row != 0 and has_rows(state, 2) else 0
-
-
-@inner()
-def lasts_as_planned(state, size):
-    """Whether the next request of a size is expected to outlive the capture, as its like did the one before."""
-    i = _next_entry(state, size)
-    return i < state.capture.capture_plan_length and capture_entry_at(state, i).offset < 0
-
-
-@inner()
-def note_lasting(state, size):
-    """A request got memory among what outlives captures: it is not expected any more, if it was."""
-    if lasts_as_planned(state, size):
-        capture_entry_at(state, _next_entry(state, size)).size_bytes = 0
+    for i in range(capture.capture_plan_first, capture.capture_plan_length):
+        entry = capture_entry_at(state, i)
+        if entry.size_bytes == size:
+            address = state.capture.capture_plan_base + entry.offset
+            row = _unused_block(state, pool, address, size)
+            if row < 0:
+                state.capture.capture_plan_lacks = address
+                return -1
+            entry.size_bytes = 0
+            return cut_out(state, row, address, size) if row != 0 and has_rows(state, 2) else 0
+    return 0
 
 
 @inner()
@@ -85,31 +62,15 @@ def _block_with(state, pool, address):
     return 0
 
 
-@inner()
-def _behind_all(state, segment):
-    """The address behind all that lives in a segment."""
-    address, row = segment.address, segment.first
-    while row != 0:
-        block = block_at(state, row)
-        if block.state not in (BLOCK_FREE, BLOCK_UNMAPPED):
-            address = block.address + block.size_bytes
-        row = block.next
-    return address
-
-
 @njit()
 def find_range(device, pool, size):
-    """Where addresses of a pool begin, behind what lives there, of which there are so many bytes; 0: nowhere.
-    For Python.
-    """
+    """Where addresses of a pool begin, of which there are so many bytes in one piece; 0: there are none. For Python."""
     state = locked(device)
     address = 0
     for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
-        if segment.address != 0 and segment.pool == pool and segment.is_paged == 1:
-            begin = _behind_all(state, segment)
-            if segment.address + segment.size_bytes - begin >= size:
-                address = begin
+        if segment.address != 0 and segment.pool == pool and segment.is_paged == 1 and segment.size_bytes >= size:
+            address = segment.address
     unlock(state)
     return address
 
@@ -125,12 +86,12 @@ def find_place(device, pool, size):
 
 
 @njit()
-def num_live(device, pool):
-    """How many blocks of a pool are not free. For Python."""
+def is_idle(device, pool):
+    """Whether nothing lives in a pool. For Python."""
     state = locked(device)
-    count = 0
+    idle = True
     for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
-        count += segment.num_live if segment.address != 0 and segment.pool == pool else 0
+        idle = idle and not (segment.address != 0 and segment.pool == pool and segment.num_live != 0)
     unlock(state)
-    return count
+    return idle

@@ -36,12 +36,12 @@ class DeviceHeap:
         return int(capture_plan.find_place(self._tables.address, pool, size_bytes))
 
     def find_range(self, pool: int, size_bytes: int) -> int:
-        """Where a pool has addresses for so many bytes behind what lives there, with memory or without; 0: nowhere."""
+        """Where a pool has addresses for so many bytes, with memory or without; 0: nowhere."""
         return int(capture_plan.find_range(self._tables.address, pool, size_bytes))
 
-    def num_live(self, pool: int) -> int:
-        """How many blocks of a pool are not free."""
-        return int(capture_plan.num_live(self._tables.address, pool))
+    def is_idle(self, pool: int) -> bool:
+        """Whether nothing lives in a pool."""
+        return bool(capture_plan.is_idle(self._tables.address, pool))
 
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""

@@ -8,7 +8,7 @@ not shut in.
 from typing import NamedTuple
 
 from stalloc.compiled import inner
-from stalloc.core.capture_plan import lasts_as_planned, note_lasting, planned_place
+from stalloc.core.capture_plan import planned_place
 from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
@@ -93,7 +93,7 @@ def _outlives_capture(state, size):
     lasts = False
     for i in range(state.capture.num_persistent_sizes):
         lasts = lasts or persistent_size_at(state, i).value == size
-    return lasts or lasts_as_planned(state, size)
+    return lasts
 
 
 @inner()
@@ -192,7 +192,6 @@ def heap_allocate(state, stream, size, requested, stage):
         state.hot.private_kind != 0
         and pool_at(state, pool).kind == state.hot.private_kind
         and state.capture.capture_plan_length != 0
-        and state.capture.capture_plan_base >= 0
     ):
         if state.capture.capture_plan_base == 0:
             return Outcome(0, NEED_SEGMENT, pool)
@@ -203,8 +202,6 @@ def heap_allocate(state, stream, size, requested, stage):
             return Outcome(begin_life(state, planned, requested), 0, 0)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
-    if state.hot.private_kind != 0:
-        note_lasting(state, size)
     return Outcome(take_block(state, row, size, requested), 0, 0)
 
 

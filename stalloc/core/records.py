@@ -155,7 +155,7 @@ class CaptureEntry(Record):
     """A request of the warm-up of a capture, and its place."""
 
     size_bytes: int  # 0: the capture has asked for it
-    offset: int  # negative: it is expected to outlive the capture
+    offset: int
 
 
 class Slot(Record):

@@ -14,7 +14,6 @@ from stalloc.runtime.warm_ups import WarmUps
 
 _KINDS_APART = constants.LASTING_BIT + 1  # the bit is not a part of their names
 _NONE = 0  # no kind of pool
-_NOWHERE = -1  # the places of a plan have no address
 _UNTOLD = -2, -1  # torch's pools begin with 0
 OF_CUPY = -1, -1  #: the pool of CuPy's captures
 _UNSEEN = _UNTOLD, OF_CUPY  # their graphs are launched without a word
@@ -40,6 +39,7 @@ class Captures:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until `end`."""
         me = threading.get_ident()
         with self._memory.lock:
+            self._warm_ups.look()
             kind, users = self.pools.get(graph_pool, (0, 0))
             if not self._counted.get(me):
                 if users == 0 and graph_pool in _UNSEEN:
@@ -57,7 +57,6 @@ class Captures:
                         self._shared_kind = kind
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
-            self._warm_ups.look(kind)
             self._is_seen = graph_pool not in _UNSEEN
             self._state.record.hot.private_kind = kind
             self._state.record.capture.capture_is_unannounced = 0
@@ -74,26 +73,27 @@ class Captures:
     def place_plan(self, pool: int, size_bytes: int) -> bool:
         """At a request (bytes, rounded): do what its planned place lacks; False if that is nothing.
 
-        The places get memory as they are asked for, since a capture may be unlike its warm-up. Where more lives in the
-        pool than the first capture left there nothing is placed, since best fit uses what is free around it.
+        The places get memory as they are asked for, since a capture may be unlike its warm-up. Where something lives in
+        the pool nothing is planned, since best fit uses what is free around it.
         """
         record, paging = self._state.record, self._memory.paging
         if not record.capture.capture_plan_length or self._state.heap.pool_kind(pool) != record.hot.private_kind:
             return False
         if not record.capture.capture_plan_base:
-            self._state.write(capture_plan_base=self._base(pool, int(record.capture.capture_plan_bytes)) or _NOWHERE)
+            base = self._base(pool, int(record.capture.capture_plan_bytes))
+            self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
             return True
         address = int(record.capture.capture_plan_lacks)
         if address:
             self._state.write(capture_plan_lacks=0)
             if not paging.fill(address, size_bytes):
-                self._state.write(capture_plan_base=_NOWHERE)
+                self._state.write(capture_plan_length=0)
         return address != 0
 
     def _base(self, pool: int, size_bytes: int) -> int:
         """Where a plan of so many bytes may begin; 0: nowhere."""
         heap, memory = self._state.heap, self._memory
-        if heap.num_live(pool) > self._warm_ups.num_lasting:
+        if not heap.is_idle(pool):
             return 0
         base = heap.find_place(pool, size_bytes)
         if base or not memory.source.paged or memory.source.refusal:
@@ -127,7 +127,6 @@ class Captures:
                     is_last = self._num_pools(kind) == 1
                     if is_last:
                         self._state.heap.unpin_pools(kind)
-                        self._warm_ups.forget(kind)
                     del self.pools[graph_pool]
                     if is_last and kind != self._shared_kind:
                         self._spare_kinds += (kind,)

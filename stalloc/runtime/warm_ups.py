@@ -2,10 +2,8 @@
 
 Contract: a wrong guess costs memory, never correctness. The warm-up's requests are planned, and the capture's get
 these places, by size and order. What outlives a capture is apart: a size of which nothing was ever freed is taken to
-last, as the workspace that a library makes once does. Where a capture needs more than all before it in its pool, so that
-it does not fit between what they left, so is a request in the place, from the end, of one that outlived the last one:
-an output that is kept. All of it is known as far as requests are recorded, which they are while stalloc looks for
-steps; without a record a capture is served best fit.
+last, as the workspace that a library makes once does. All of it is known as far as requests are recorded, which they
+are while stalloc looks for steps; without a record a capture is served best fit.
 """
 
 from typing import NamedTuple
@@ -16,12 +14,8 @@ from stalloc.columns import Column
 from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, ALIGNMENT
 from stalloc.core.records import CaptureEntry, table
 from stalloc.core.state import DeviceState
-from stalloc.lifespans.load_curves import peak_load
 from stalloc.runtime.decisions import is_planned_for_capture
 from stalloc.sizes import aligned
-
-
-_LASTS = -1  # CaptureEntry.offset
 
 
 class Requests(NamedTuple):
@@ -54,20 +48,6 @@ def last_run(action: Column, address: Column, size: Column) -> Requests:
     return Requests(size[start[part]], start[part], end[part])
 
 
-def _living(action: Column, address: Column) -> dict[int, int]:
-    """Of events (m,): the address of each request that was not freed, and how many were made after it.
-
-    Without those that all came first, as the numbers of the random state do.
-    """
-    made, living = np.cumsum(action == ACTION_ALLOC).tolist(), dict[int, int]()
-    for one, at, number in zip(action.tolist(), address.tolist(), made, strict=True):
-        if one == ACTION_ALLOC:
-            living[at] = made[-1] - number
-        elif one == ACTION_FREE_COMPLETED:
-            living.pop(at, None)
-    return {at: after for count, (at, after) in enumerate(living.items()) if after != made[-1] - 1 - count}
-
-
 class WarmUps:
     """Reads what one device was asked for before a capture, and tells the core what to expect of it."""
 
@@ -76,28 +56,21 @@ class WarmUps:
         self._requested: set[int] = set()  # sizes, bytes rounded as the core does it
         self._freed: set[int] = set()
         self._begin = 0  # the first event that was not looked at
-        self._outputs: dict[int, int] = {}  # what lived as the last capture ended: requests after it, by address
-        self.num_lasting = 0  #: requests of the next capture that are expected to outlive it by their places
-        self._most: dict[int, int] = {}  # bytes that the largest warm-up so far needed, by kind of pool
         self._sizes = np.empty(0, np.int64)  # which the core reads
         self._entries = table(CaptureEntry, 1)
 
-    def look(self, kind: int) -> None:
-        """Look at what was recorded since the last capture, and tell the core what to expect of the next, into a kind
-        of pool."""
+    def look(self) -> None:
+        """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
         action, address, size = self._take_unseen()
         sizes = np.array(sorted(self._requested - self._freed), np.int64)
         self._state.write(persistent_sizes=sizes.ctypes.data, num_persistent_sizes=len(sizes))
         self._sizes = sizes
-        for freed in address[action == ACTION_FREE_COMPLETED].tolist():
-            self._outputs.pop(freed, None)
-        self._plan(last_run(action, address, size), kind)
+        self._plan(last_run(action, address, size))
 
     def skip(self) -> None:
         """A capture is over: what it requested is no warm-up of the next one."""
         self._state.write(capture_plan_length=0, num_persistent_sizes=0)
-        action, address, _ = self._take_unseen()
-        self._outputs = _living(action, address)
+        self._take_unseen()
 
     def _take_unseen(self) -> tuple[Column, Column, Column]:
         """Action, address and rounded bytes of the events that were not looked at, and note their sizes."""
@@ -110,31 +83,15 @@ class WarmUps:
         self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
         return action, address, size
 
-    def forget(self, kind: int) -> None:
-        """All graphs of a kind of pool are gone."""
-        self._most.pop(kind, None)
-
-    def _outlive(self, run: Requests, kind: int) -> Column:
-        """Which of the requests (n,) of a run are expected to outlive the capture by their place; (n,) booleans."""
-        needed = peak_load(run.start, run.end, run.size)
-        grows = needed > self._most.get(kind, 0)
-        self._most[kind] = max(needed, self._most.get(kind, 0))
-        after = np.arange(len(run.size))[::-1]
-        return grows & np.isin(after, list(self._outputs.values())) & ~np.isin(run.size, self._sizes)
-
-    def _plan(self, run: Requests, kind: int) -> None:
+    def _plan(self, run: Requests) -> None:
         self._state.write(capture_plan_length=0)
-        lasts = self._outlive(run, kind)
-        self.num_lasting = int(np.count_nonzero(lasts))
         if not is_planned_for_capture(len(run.size)):
             return
         from stalloc.planner.layout import plan_arrays
 
-        placed = ~lasts
-        layout = plan_arrays(run.start[placed], run.end[placed], run.size[placed], alignment=ALIGNMENT)
+        layout = plan_arrays(run.start, run.end, run.size, alignment=ALIGNMENT)
         entries = table(CaptureEntry, len(run.size))
-        entries["size_bytes"], entries["offset"][lasts] = run.size, _LASTS
-        entries["offset"][placed] = layout.offset
+        entries["size_bytes"], entries["offset"] = run.size, layout.offset
         self._entries = entries
         self._state.write(
             capture_plan=entries.ctypes.data,
