@@ -96,6 +96,10 @@ def test_waking_without_room_says_how_much_is_missing_and_loses_nothing(colocate
     assert colocated["weights_whole"]
 
 
+def test_nothing_is_moved_while_some_of_the_memory_sleeps(colocated: dict[str, Any]) -> None:
+    assert colocated["compact"].startswith("SetupError: memory of device 0 is asleep, and nothing moves meanwhile")
+
+
 def test_after_all_is_awake_memory_is_one_again(colocated: dict[str, Any]) -> None:
     assert colocated["after_all"] == ""
     assert colocated["held_at_end"] <= 12 << 20  # six sizes, each with a part of a page

@@ -100,6 +100,7 @@ del gradients
 taken = [filled(30) for _ in range(4)]
 told["no_room"] = refused(stalloc.wake)
 told["refused_asleep"] = refused(lambda: filled(150))
+told["compact"] = refused(lambda: stalloc.compact(trainer))
 told["others_go_on"] = refused(lambda: filled(10))
 before = [bytes_of(one) for one in taken]
 del cache[0]  # what is freed while it sleeps
