@@ -116,6 +116,7 @@ def _begins_anew(state, key, least):
                 i += 1
             if i > back:
                 go_to(state, begin, end, begin + back)
+                state.follow.left_out = 0  # all of the step is to come, whatever was asked for before it
                 return begin + back
     return -1
 

@@ -119,6 +119,7 @@ class Arenas:
             "misses_over_matches": follow.misses_over_matches,
             "last_miss": record.iterations.last_miss,
             "bad_iterations": record.iterations.bad_iterations,
+            "conflicts_before": record.iterations.conflicts - record.iterations.iteration_unplanned,  # none any more
         }
         self.drop_schedule()
         if self.arena is not None:  # it could not be dissolved

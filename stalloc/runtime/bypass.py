@@ -3,7 +3,8 @@
 Contract: what matches the plan by chance would be scattered over the arena, and keep parts of pages from everything
 else. So the plan is bypassed from there to the next mark, or to an iteration that begins as planned: its arena moves to
 addresses without memory, and the heap has all that is free where it was. After many such steps in a row there is one in
-which it serves what it can.
+which it serves what it can. A step that asks for what is planned, and finds its places taken by what another step left
+there, is not another one: the arena moves, and the plan goes on; if that does not help, the next step is bypassed.
 """
 
 from typing import TYPE_CHECKING
@@ -25,16 +26,16 @@ class Bypass:
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
-        # since the last mark: it was bypassed; another plan came into force
-        self._was_bypassed = self._came_late = False
+        # since the last mark: the arena moved, so that this is not asked again; another plan came into force
+        self._has_moved = self._came_late = False
         # at the last mark, or when another plan came into force after it:
-        self._place = self._left_out = 0  # entries from where the cycle begins; entries that were left out, ever
+        self._place = 0  # entries from where the cycle begins
         self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
 
     def begins(self) -> bool:
-        """A request needs pages: whether the plan is bypassed from now on, so that there may be some."""
+        """A request needs pages: whether the arena moves out of the way, so that there may be some."""
         record = self._state.record
-        if self._was_bypassed or not decisions.may_bypass(self._in_a_row) or self._status.phase is not Phase.PLANNED:
+        if self._has_moved or not decisions.may_bypass(self._in_a_row) or self._status.phase is not Phase.PLANNED:
             return False
         if record.hot.has_handovers or self._arenas.memory.is_capturing or not self._recording.step_times_ns:
             return False
@@ -45,12 +46,16 @@ class Bypass:
             self._came_late = True
         if not (self._is_another() and self._matters()):
             return False
+        lost, hits = self._lost_and_hit
+        is_planned = not self._leaves_out and not decisions.is_third_lost(lost - self._state.num_displaced, hits)
+        goes_on = is_planned and self._in_a_row == 0
         with self._status.cpu_budget.counted():
             if not self._arenas.move():
                 return False
         self._in_a_row += 1
-        self._was_bypassed = True
-        self._state.write(bypassed=BYPASS)
+        self._has_moved = True
+        if not goes_on:
+            self._state.write(bypassed=BYPASS)
         return True
 
     def _is_another(self) -> bool:
@@ -61,9 +66,14 @@ class Bypass:
         record = self._state.record
         length = record.follow.cycle_end - record.follow.cycle_start
         goes_on = self._came_late and record.follow.miss_run == 0 and not decisions.is_third_lost(*self._lost_and_hit)
-        leaves_out = decisions.leaves_out_much(record.follow.left_out - self._left_out, length) and not goes_on
-        is_another = leaves_out or decisions.leaves_out_much(self._state.num_displaced, length)
+        is_another = (self._leaves_out and not goes_on) or decisions.leaves_out_much(self._state.num_displaced, length)
         return bool(record.iterations.iteration_count > 0 and is_another)
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether much of what is planned for this step was not asked for."""
+        follow = self._state.record.follow
+        return decisions.leaves_out_much(follow.left_out, follow.cycle_end - follow.cycle_start)
 
     @property
     def _place_now(self) -> int:
@@ -111,8 +121,8 @@ class Bypass:
 
     def end(self) -> None:
         """The program marks a step, and where it is on its schedule is known."""
-        if self._was_bypassed:
-            self._was_bypassed = False
+        if self._has_moved:
+            self._has_moved = False
             self._state.write(bypassed=0)
         else:
             self._in_a_row = 0
@@ -122,13 +132,14 @@ class Bypass:
     @property
     def is_far(self) -> bool:
         """Whether the last step was served as far as it was planned."""
-        return not (self._was_bypassed or self._in_a_row)
+        return not (self._has_moved or self._in_a_row)
 
     def skip(self, steps: "SteadySteps") -> None:
         """Steps went by as planned."""
         self._place, self._allocated_bytes = steps.place, steps.allocated_bytes
 
     def _note_place(self) -> None:
-        self._place, self._left_out = self._place_now, int(self._state.record.follow.left_out)
+        self._place = self._place_now
+        self._state.write(left_out=0)
         self._allocated_bytes = int(self._state.record.total.allocated_bytes)
         self._num_plans = self._status.num_plans

@@ -57,7 +57,7 @@ RULES = (
         "a step that is not as planned is served by the heap to its end",
         _returns(
             RUNTIME + "bypass.py",
-            "        record = self._state.record\n        if self._was_bypassed or not decisions",
+            "        record = self._state.record\n        if self._has_moved or not decisions",
             "False",
         ),
     ),
