@@ -82,7 +82,7 @@ def fall_asleep(
 
     In the latter case others can have memory again once this returns, until `wake_up` and, at last, `wake_pools`.
     `without`: addresses of blocks whose bytes need not be kept; `tags`: those of blocks that have any, by address.
-    Raises SetupError if there is no room for the bytes: the job is awake then.
+    Raises SetupError if there is no room for the bytes, or the plan is in the way: the job is awake then.
     """
     memory = controller.memory
     with controller.lock:
@@ -91,7 +91,11 @@ def fall_asleep(
         found = _find_pages(controller, keeper, _living(controller, tags), without, wanted)
         arena = controller.arenas.arena
         if wanted is not None and any(owner is arena for sleep in found for owner, _ in sleep.mapped):
-            controller.arenas.move()
+            if not controller.arenas.move():
+                raise SetupError(
+                    f"what is tagged lies where device {controller.device.index} has its plan, which cannot move now: "
+                    "call it again after a step."
+                )
             found = _find_pages(controller, keeper, _living(controller, tags), without, wanted)
         with memory.source.at_device(capturing=False):
             memory.source.wait()
