@@ -12,7 +12,9 @@ BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 from ablation.judging import judge  # noqa: E402
+from ablation.probes import PROBES  # noqa: E402
 from ablation.rules import RULES  # noqa: E402
+from ablation.trials import CHANGED_IN_PLACE  # noqa: E402
 from changed import Checkout  # noqa: E402
 
 FIGURES = {"completes": True, "peak_bytes": 100 << 20, "known_hit_rate": 1.0, "steady_calls": 0, "steps": 20}
@@ -25,6 +27,13 @@ def test_every_rule_fits_the_sources() -> None:
     checkout.root = ROOT
     checkout.check(*(change for rule in RULES for change in rule.changes))
     assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def test_every_probe_is_where_changes_need_no_copy_so_that_all_are_in_force_at_once() -> None:
+    checkout = Checkout(ROOT)
+    checkout.root = ROOT
+    checkout.check(*PROBES)
+    assert all(probe.file.startswith(CHANGED_IN_PLACE) for probe in PROBES)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """What is tried with rules switched off: python trials.py FOLDER, with changes and trials on standard input.
 
-Contract: a line of JSON for each trial, as it comes to its end. Changes of the runtime are made as its modules are
-imported; those of anything else need a copy of the checkout.
+Contract: a line of JSON for each trial, as it comes to its end. Changes of the runtime and of the planner are made as
+their modules are imported; those of anything else need a copy of the checkout.
 """
 
 import builtins
@@ -22,7 +22,13 @@ from harm.judging import SEEN_BEFORE, hit_rates
 from harm.running import Setting, run
 
 AMPLE_BYTES = 80 << 30
-_WITH_RUNTIME = ("stalloc.runtime", "stalloc.replay", "ablation.replaying")  #: what holds any of it
+CHANGED_IN_PLACE = ("stalloc/runtime/", "stalloc/planner/")  #: whose modules are imported anew for each change
+_IMPORTED_ANEW = (
+    "stalloc.runtime",
+    "stalloc.planner",
+    "stalloc.replay",
+    "ablation.replaying",
+)  #: they, and what has them
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 
 
 def change(changes: list[dict[str, str]]) -> None:
-    """Let modules of the runtime, none of which is imported, have changed texts."""
+    """Let modules of the runtime and of the planner, none of which is imported, have changed texts."""
     texts: dict[str, str] = {}
     for one in changes:
         text = texts.setdefault(one["file"], (ROOT / one["file"]).read_text(encoding="utf-8"))
@@ -150,7 +156,7 @@ def main() -> None:
     for trial in warm:
         figures(trial, recordings)  # compiled code is loaded once for all
     for name in list(sys.modules):
-        if name.startswith(_WITH_RUNTIME):
+        if name.startswith(_IMPORTED_ANEW):
             del sys.modules[name]
     for line in sys.stdin:
         asked = json.loads(line)
