@@ -71,7 +71,6 @@ for _ in range(3):
         train()
     told["phases"].append(stalloc.statistics()[0].phase)
     optimizer.zero_grad()
-    moments = [one["exp_avg"].cpu() for one in optimizer.state.values()]
     optimizer.state.clear()
     stalloc.wake()
     awake = [one.data_ptr() for one in (*weights, *cache)] == places
