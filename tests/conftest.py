@@ -27,7 +27,7 @@ _BEGAN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Lets a run be as long as there is time, and begin at another place than others."""
+    """Lets a run be as long as there is time, and begin where the last one did not."""
     text = "begin no test after so many minutes: those that are left are skipped"
     parser.addoption("--minutes", type=float, default=float("inf"), help=text)
     text = "begin with a test that this word decides and go round: --minutes then skips other tests for another word"
