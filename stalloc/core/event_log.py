@@ -2,13 +2,12 @@
 
 Contract: the lock is held. Python is to hear of a full table. It ends the recording, or (`events_wrap`) is a ring from
 then on: event i is in row i % events_capacity, and the last `events_capacity` ones are there. The clock takes longer
-than all else here, so what is freed has the time of what was asked for before it: 0 in the table. With the coarse clock
-the thread is not asked for either: 0 in the table.
+than all else here, so what is freed has the time of what was asked for before it: 0 in the table.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, CLOCK, TINY
-from stalloc.core.intrinsics import locked, now_ns, this_thread, unlock
+from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, TINY
+from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import event_at, state_at
 
 
@@ -29,7 +28,7 @@ def record(state, action, stream, address, size):
     event.address = address
     event.requested_bytes = size
     event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state, state.log.events_clock)
-    event.thread = this_thread() if state.log.events_clock == CLOCK else 0
+    event.is_noise = 0
     state.log.num_events = count + 1
 
 
@@ -50,7 +49,7 @@ def narrow(device, capacity, moved):
 
 
 @njit(**BORROWING)
-def copy_requests(device, begin, end, sizes, streams, threads):
+def copy_requests(device, begin, end, sizes, streams, is_noise):
     """Write the requests above TINY among the events [begin, end), which the record has; how many. For Python."""
     state, count = state_at(device), 0
     for i in range(begin, end):
@@ -58,7 +57,7 @@ def copy_requests(device, begin, end, sizes, streams, threads):
         if event.action & 0xFF == ACTION_ALLOC and event.requested_bytes > TINY:
             sizes[count] = event.requested_bytes
             streams[count] = event.action >> 8
-            threads[count] = event.thread
+            is_noise[count] = event.is_noise
             count += 1
     return count
 
@@ -69,4 +68,4 @@ def _copy(event, to):
     to.address = event.address
     to.requested_bytes = event.requested_bytes
     to.time_ns = event.time_ns
-    to.thread = event.thread
+    to.is_noise = event.is_noise

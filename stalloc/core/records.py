@@ -133,7 +133,7 @@ class Event(Record):
     address: int
     requested_bytes: int  # of a segment: its bytes
     time_ns: int  # monotonic; 0 of a completed free
-    thread: int  # that did it, as the C library calls it
+    is_noise: int  # 1: a request of any size, which is no part of a step; Python says so
 
 
 class ScheduleEntry(Record):

@@ -239,18 +239,18 @@ class DeviceState:
         self.write(events_clock=CLOCK if exact_times else COARSE_CLOCK)
 
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
-        """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""
+        """Of the requests above TINY among events [begin, end): sizes in bytes, streams, and whether they are noise."""
         begin = max(begin, self.first_event)
-        sizes, streams, threads = np.empty((3, max(0, end - begin)), np.int64)
-        count = event_log.copy_requests(self.address, begin, end, sizes, streams, threads)
-        return sizes[:count], streams[:count], threads[:count]
+        sizes, streams, is_noise = np.empty((3, max(0, end - begin)), np.int64)
+        count = event_log.copy_requests(self.address, begin, end, sizes, streams, is_noise)
+        return sizes[:count], streams[:count], is_noise[:count]
 
-    def note_thread(self, begin: int, end: int, chosen: np.ndarray, thread: int) -> None:
-        """Have some of the requests above TINY among the recorded events [begin, end) be another thread's.
+    def note_noise(self, begin: int, end: int, chosen: np.ndarray) -> None:
+        """Note that some of the requests above TINY among the recorded events [begin, end) are noise.
 
         `chosen` (m,) bool says which; with all of these events still in the record.
         """
         table: np.ndarray = self.tables.events.view(np.ndarray)
         rows = np.arange(begin, end) % int(self.record.log.events_capacity)
         is_request = ((table["action"][rows] & 0xFF) == ACTION_ALLOC) & (table["requested_bytes"][rows] > TINY)
-        table["thread"][rows[is_request][chosen]] = thread
+        table["is_noise"][rows[is_request][chosen]] = 1

@@ -519,19 +519,15 @@ class Controller:
         return False
 
     def _recur_in_part(self) -> bool:
-        """No marked step recurs: whether they do without requests of any size.
-
-        If not, what they have in common is planned; or see whether a thread is to blame, or take what is held as held
-        for good.
-        """
+        """No marked step recurs: whether they do without noise; if not, plan what they have in common, or settle."""
         num_marks = len(self.recording.step_events)
         is_doubted, may_be_aligned = decisions.is_doubted(num_marks), decisions.may_be_aligned(num_marks - 1)
         if not (is_doubted or may_be_aligned) or self.status.settings.keep_recording:
             self._settle()
         elif self.steps.recorded.leave_out_noise():
             return True
-        elif not (may_be_aligned and self._follow_aligned()) and is_doubted and self.recording.leave_out_threads():
-            self.steps.forget()
+        elif may_be_aligned:
+            self._follow_aligned()
         return False
 
     def _settle(self) -> None:

@@ -17,8 +17,6 @@ from stalloc.core.constants import MAX_STREAMS
 from stalloc.core.state import DeviceState
 from stalloc.runtime.recording import Recording
 
-NOISE = int(np.iinfo(np.int64).min)  # noted as the thread of such a request in the record; no thread is called so
-
 _MOST = 8  # one request of a step in so many, at most
 _RECENT = 16  # steps like no other, with which the next one is compared
 _MAX_KINDS = 64  # that are remembered
@@ -67,13 +65,13 @@ class NoiseRequests:
             self._kinds.clear()
             self._recent.clear()
             return False
-        self._recording.left_out.add(NOISE)
+        self._recording.leaves_out_noise = True
         self._note(found)
         return True
 
     def look(self, begin: int, end: int) -> None:
         """A step was recorded, as the events [begin, end): see what noise it has, where these are left out."""
-        if NOISE in self._recording.left_out:
+        if self._recording.leaves_out_noise:
             self._note(self._found(begin, end))
 
     def _note(self, found: list[tuple[_Step, Column]]) -> None:
@@ -82,13 +80,13 @@ class NoiseRequests:
 
     def _leave_out(self, begin: int, end: int, chosen: Column) -> None:
         """Leave out some requests of those of the events [begin, end) that are not left out so far."""
-        _, _, thread = self._state.recorded_requests(begin, end)
-        rows = np.flatnonzero(~np.isin(thread, list(self._recording.left_out)))
+        *_, is_noise = self._state.recorded_requests(begin, end)
+        rows = np.flatnonzero(is_noise == 0)
         if len(rows) != len(chosen):
             return  # the record began anew since that step
-        noise = np.zeros(len(thread), bool)
+        noise = np.zeros(len(is_noise), bool)
         noise[rows[chosen]] = True
-        self._state.note_thread(begin, end, noise, NOISE)
+        self._state.note_noise(begin, end, noise)
 
     def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
         """The step of these events, if it is like another one but for noise, and that one if it was like none so far.

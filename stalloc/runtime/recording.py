@@ -4,7 +4,6 @@ Contract: the core writes events while `recording` is set; marks are kept beside
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime import decisions
-from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
 from stalloc.torch_release import known_release
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
@@ -75,7 +73,7 @@ class Recording:
         self.num_planned = 0  #: of those, while a plan was in force, whichever
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
-        self.left_out: set[int] = set()  #: threads whose requests are no part of the steps
+        self.leaves_out_noise = False  #: requests of any size are no part of the steps: noise_requests.py
         self._before_marks: tuple[Column, Column] | None = None
         self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
@@ -175,29 +173,16 @@ class Recording:
         return (self.step_events[-2], self.step_events[-1]) if len(self.step_events) > 1 else None
 
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
-        """Sizes and streams of the requests among events [begin, end), without those of threads that are left out."""
-        return self._regular_requests(begin, end)[:2]
+        """Sizes and streams of the requests among events [begin, end), without noise."""
+        size, stream, is_noise = self._state.recorded_requests(begin, end)
+        kept = is_noise == 0 if self.leaves_out_noise else slice(None)
+        return size[kept], stream[kept]
 
     def requests_before_marks(self) -> tuple[Column, Column]:
-        """Sizes and streams of the requests before the first mark of a step, without threads that are left out."""
+        """Sizes and streams of the requests before the first mark of a step, without noise."""
         if self._before_marks is None:
             self._before_marks = self.requests(0, self.step_events[0])
         return self._before_marks
-
-    def _regular_requests(self, begin: int, end: int) -> tuple[Column, Column, Column]:
-        """Sizes, streams and threads of the requests among events [begin, end), without threads that are left out."""
-        size, stream, thread = self._state.recorded_requests(begin, end)
-        kept = ~np.isin(thread, list(self.left_out)) if self.left_out else slice(None)
-        return size[kept], stream[kept], thread[kept]
-
-    def leave_out_threads(self) -> bool:
-        """Leave out threads, in a record that begins anew here, if steps recur only so; whether there are any."""
-        steps = [self._regular_requests(begin, end) for begin, end in itertools.pairwise(self.step_events)]
-        found = irregular_threads(steps)
-        if found:
-            self.left_out |= found
-            self.begin_at_step()
-        return bool(found)
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
@@ -213,12 +198,12 @@ class Recording:
         return dataclasses.replace(trace, extra=trace.extra | more)
 
     def regular_trace(self, first_step: int = 0) -> "Trace":
-        """The record, or what follows from step `first_step` on, as a Trace without threads that are left out."""
+        """The record, or what follows from step `first_step` on, as a Trace without noise."""
         begin = self.step_events[first_step] if first_step else 0
         events, marks = self._state.recorded(begin), self._marks_from(begin)
-        if not self.left_out:
+        if not self.leaves_out_noise:
             return self._trace(events, marks)
-        kept = events_of_others(events["action"] & 0xFF, events["address"], events["thread"], self.left_out)
+        kept = _without_noise(events["action"] & 0xFF, events["address"], events["is_noise"])
         before = np.concatenate([[0], np.cumsum(kept)]).tolist()
         return self._trace(events[kept], [(before[event], kind, name) for event, kind, name in marks])
 
@@ -285,3 +270,20 @@ class Recording:
     def observed_trace(self) -> "Trace | None":
         """What was recorded when the plan was made; None if there was no plan."""
         return self.kept.trace() if self.kept is not None else None
+
+
+def _without_noise(action: Column, address: Column, is_noise: Column) -> Column:
+    """(m,) bool: the events of a record that are no noise, nor the end of one.
+
+    `action` (ACTION_ALLOC and so on), `address` and `is_noise` are the columns (m,) of the events.
+    """
+    of_them = (action == ACTION_ALLOC) & (is_noise != 0)
+    if not of_them.any():
+        return ~of_them
+    order = np.argsort(address, kind="stable")
+    place = np.arange(len(order))
+    begins = (action[order] == ACTION_ALLOC) | np.r_[True, np.diff(address[order]) != 0]
+    born = np.maximum.accumulate(np.where(begins, place, 0))  # what lived at the address then began here
+    kept = np.empty(len(order), bool)
+    kept[order] = ~of_them[order][born]
+    return kept

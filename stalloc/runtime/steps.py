@@ -224,7 +224,7 @@ class Steps:
             search.in_force, search.in_force_kinds = self._recording.kept, {*self.planned}
         if only is None:
             search.may_wait, search.pages_move = self.cycles.note_search(pages_move=pages_move), pages_move
-            search.record = None if self._recording.left_out else self.recorded.num_records
+            search.record = None if self._recording.leaves_out_noise else self.recorded.num_records
         self.search = search
         search.start(trace)
 

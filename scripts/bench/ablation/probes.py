@@ -39,7 +39,7 @@ PROBES = (
         "again = self.cycles.is_due(pages_move=pages_move) and self.search is None",
         "again = self.cycles.is_due(pages_move=pages_move) and self.search is None and FIRED",
     ),
-    _before("noise", "noise_requests", "        self._recording.left_out.add(NOISE)"),
+    _before("noise", "noise_requests", "        self._recording.leaves_out_noise = True"),
     _probe(
         "full device",
         "full_device",
@@ -128,6 +128,5 @@ PROBES = (
         "int(self._was_seen_before(size, stream) and FIRED)",
     ),
     _before("steady marks", "steady_marks", "        self._names.append(name)\n"),
-    _before("irregular threads", "recording", "            self.left_out |= found\n"),
 )
 PROBED = {probe.name for probe in PROBES}

@@ -281,16 +281,6 @@ RULES = (
         ),
     ),
     _rule(
-        "irregular threads",
-        54,
-        "threads that allocate beside the steps are left out",
-        (
-            RUNTIME + "recording.py",
-            "found = irregular_threads(steps)",
-            "found: set[int] = set()",
-        ),
-    ),
-    _rule(
         "places of marks",
         10,
         "a mark moves the cursor of a cycle to the next start of a step",
@@ -364,7 +354,7 @@ RULES = (
         "alignment",
         230,
         "what steps have in common that differ in part is planned",
-        (RUNTIME + "controller.py", "elif not (may_be_aligned and self._follow_aligned()) and", "elif"),
+        (RUNTIME + "controller.py", "elif may_be_aligned:", "elif False:"),
     ),
     _rule(
         "alignment again",
