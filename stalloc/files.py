@@ -63,7 +63,7 @@ def write_whole(
         file.write(data)
 
 
-def check_writable(path: str | os.PathLike[str], advice: str = _ADVICE) -> None:
+def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise BadInputError now if the file could not be written after a long run; changes nothing."""
     try:
         place = _led_to(Path(path))
@@ -72,7 +72,7 @@ def check_writable(path: str | os.PathLike[str], advice: str = _ADVICE) -> None:
             os.close(descriptor)
             os.unlink(scratch)
     except OSError as problem:
-        raise BadInputError(f"cannot write {path}: {problem.strerror or problem}: {advice}.") from problem
+        raise BadInputError(f"cannot write {path}: {problem.strerror or problem}: {_ADVICE}.") from problem
 
 
 @contextlib.contextmanager

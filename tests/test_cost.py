@@ -140,7 +140,7 @@ def test_tasks_wait_for_their_queue_and_for_what_they_need() -> None:
     assert made.end == (3.0, 1.0, 5.0, 5.0, 6.0, 6.0)
     assert made.seconds == 6.0
     assert made.busy[Queue.COMPUTE] == 4.0
-    assert made.busy[Queue.PROCESSOR] == 0.0
+    assert made.busy[Queue.DISK] == 1.0
     assert schedule([]).seconds == 0.0
 
 

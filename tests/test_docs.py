@@ -13,6 +13,8 @@ from documented import answers, commands, files, typed
 from warm_programs import run_file, run_stalloc, run_warm, without_compiling
 
 from stalloc.cli import VERBS, main
+from stalloc.fitting import fit_record
+from stalloc.planner import plan_record
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
@@ -93,6 +95,15 @@ def test_links_lead_to_files_and_headings() -> None:
 def test_every_page_has_a_place_in_the_site() -> None:
     placed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")} <= placed
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("Plans", f"`version` ({plan_record.VERSION})"), ("Fits", f'"{fit_record.FORMAT}", {fit_record.VERSION};')],
+)
+def test_the_page_of_files_says_the_versions_that_are_written(part: str, said: str) -> None:
+    text = PAGES["docs/files.md"].split(f"\n## {part}, ")[1].split("\n## ")[0]
+    assert said in text
 
 
 def test_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -438,9 +438,6 @@ def test_a_step_is_estimated_and_measured_times_come_first(
     assert made.seconds >= max(made.schedule.busy.values())
     assert (made.error, made.measured) == (0.25, 0.0)
     assert made.schedule.busy[Queue.TO_DEVICE] > 0
-    slower = estimate_step(trace, rates, launch_seconds=1e-3)
-    assert slower is not None
-    assert slower.seconds >= 1e-3 * len(made.operations)
     shapes = np.full(len(operations.shapes), 5_000_000)
     measured = trace.replace(extra=trace.extra | {"shape_ns": shapes})
     again = estimate_step(measured, rates)

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from warm_programs import run_stalloc, run_warm
 
+from stalloc.errors import BadInputError
+from stalloc.techniques.shard_settings import parse_way
+
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
 TRAIN_GPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
@@ -70,6 +73,8 @@ def test_what_is_foreseen_is_what_a_rank_holds(program: str, way: str, tmp_path:
     assert measured["failure"] == ""
     assert one["step_bytes"] == pytest.approx(measured["step_bytes"], rel=0.005)
     assert one["making_bytes"] == pytest.approx(measured["making_bytes"], rel=0.005)
+    assert one["step_allocated"] == pytest.approx(measured["step_allocated"], rel=0.005)
+    assert one["making_allocated"] == pytest.approx(measured["making_allocated"], rel=0.005)
 
 
 def test_the_cheapest_triple_within_a_budget_is_that_of_all_triples(tmp_path: Path) -> None:
@@ -87,8 +92,8 @@ def test_the_cheapest_triple_within_a_budget_is_that_of_all_triples(tmp_path: Pa
         best = told["ways"][told["best"]]
         quickest = min(one["seconds"] for one in every if one["can_run"] and one["needed_bytes"] <= budget)
         assert best["seconds"] == pytest.approx(quickest)
-        assert best["measured"]["step_bytes"] <= budget
-        assert best["measured"]["making_bytes"] <= budget
+        assert best["measured"]["step_allocated"] <= budget
+        assert best["measured"]["making_allocated"] <= budget
 
 
 def test_a_budget_that_nothing_keeps_is_said_with_exit_code_1(tmp_path: Path) -> None:
@@ -120,10 +125,23 @@ def test_what_cannot_be_is_one_sentence(words: tuple[str, ...], said: str) -> No
     assert said in done.stderr
 
 
+def test_a_model_that_is_not_on_the_gpu_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CONVOLUTIONS.replace(".cuda()", "").replace(', device="cuda"', ""))
+    done = run_stalloc("shard", "--ranks", 2, "--runs", 0, tmp_path / "train.py")
+    assert done.returncode != 0
+    assert "no parameters on the GPU" in done.stderr
+
+
 def test_only_ranks_can_be_told_to_shard() -> None:
     done = run_stalloc("run", "--device", "virtual", "--shard", "zero-3", *TINY)
     assert done.returncode == 125
     assert "--shard is for ranks" in done.stderr
+
+
+@pytest.mark.parametrize(("way", "instead"), [("4/1/4", "mics:4"), ("4/1/8", "4/4/8"), ("8/4/8", "zero-3")])
+def test_a_triple_that_cannot_run_says_which_can(way: str, instead: str) -> None:
+    with pytest.raises(BadInputError, match=f"{way} can be foreseen only.*run {instead} instead"):
+        parse_way(way, 8)
 
 
 def exported(form: str, way: str) -> str:

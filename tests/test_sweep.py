@@ -1,5 +1,6 @@
 """`stalloc.sweep`: dry runs on any executor give the answers of one after the other, and what is lost is done again."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.util import find_spec
@@ -75,13 +76,30 @@ def test_what_cannot_be_asked_is_refused() -> None:
         stalloc.sweep([["a.py"]], ["--json", "-"])
 
 
+ENDS_ITS_WORKER = (
+    PROGRAM
+    + """
+import os, pathlib, signal
+marker, workers = pathlib.Path(sys.argv[2]), {int(word) for word in sys.argv[3:]}
+if workers and not marker.exists():
+    marker.touch()
+    one = os.getpid()
+    while one not in workers:
+        one = int(pathlib.Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+    os.kill(one, signal.SIGKILL)
+"""
+)
+
+
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
     if find_spec("distributed") is None:
         pytest.skip("dask.distributed is not installed")
+    import dask
     from distributed import Client, LocalCluster
 
     with (
+        dask.config.set({"distributed.scheduler.allowed-failures": getattr(request, "param", 3)}),
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as local,
         Client(local) as client,
     ):
@@ -93,3 +111,19 @@ def test_a_local_dask_cluster_gives_the_answers_of_64_runs(program: str, cluster
     sizes = range(2, 130, 2)  # MiB; PyTorch makes odd ones above 10 MiB even
     found = stalloc.sweep([[program, str(size)] for size in sizes], executor=cluster.get_executor())
     assert [allocated(one) for one in found] == [*sizes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [0, 3], indirect=True)
+def test_a_run_whose_dask_worker_is_killed_is_done_again(cluster: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ends.py"
+    file.write_text(ENDS_ITS_WORKER)
+    marker, workers = tmp_path / "marker", [str(pid) for pid in cluster.run(os.getpid).values()]
+    programs = [[str(file), str(size), str(marker), *(workers if size == 4 else [])] for size in (2, 4, 6, 8)]
+    allowed_failures = cluster.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures)
+    found = stalloc.sweep(programs, ["--keep-files"], executor=cluster.get_executor())
+    assert marker.exists()
+    assert [allocated(one) for one in found] == [2, 4, 6, 8]
+    if allowed_failures == 0:  # otherwise Dask itself does it again, and tells nobody
+        assert len(found[1].lost) == 1
+        assert "KilledWorker" in found[1].lost[0]

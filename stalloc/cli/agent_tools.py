@@ -35,12 +35,12 @@ _INSTRUCTIONS = (
 )
 
 File = Annotated[str, Field(description="a memory snapshot, trace, profile or log, in a folder the user allowed")]
-At = Annotated[str, Field(description="the moment: peak, oom, end or an event index; empty: the usual one")]
+At = Annotated[str, Field(description="peak, oom, an event index, or (top) end; empty: the last error, else the peak")]
 Most = Annotated[int, Field(description="items of each list; left_out counts the others", ge=1)]
 Script = Annotated[str, Field(description="the Python program, in a folder the user allowed")]
 Arguments = Annotated[list[str], Field(description="its arguments")]
-Card = Annotated[str, Field(description="a card, as H100 or RTX-4090; empty: an H200")]
-Memory = Annotated[str, Field(description="memory of the card if it is another, as 24GiB")]
+Card = Annotated[str, Field(description="a card, such as H100 or RTX-4090; empty: an H200")]
+Memory = Annotated[str, Field(description="its memory, such as 24GiB; empty: what the card has")]
 
 
 def make_server(folders: Sequence[Path], *, may_run: bool) -> MCPServer:
@@ -64,7 +64,7 @@ class Tools:
         self._may_run = may_run
 
     async def explain(self, file: File, at: At = "", most: Most = 20) -> dict[str, Any]:
-        """Say why memory ran out, or why more is reserved than allocated; takes logs with an error's text, too."""
+        """Say why memory ran out, or why more is reserved than allocated; also from a log with the error."""
         return await self._ask("explain", *_option("at", at), self._file(file), most=most)
 
     async def stats(self, file: File, most: Most = 20) -> dict[str, Any]:
@@ -94,9 +94,9 @@ class Tools:
         checkpoint: bool = False,
         gpu: Card = "",
         memory: Memory = "",
-        find: Annotated[str, Field(description="batch=1..64 or seq=1024..8192:1024: the largest that fits")] = "",
+        find: Annotated[str, Field(description="search the largest of batch=1..64 or seq=1024..8192:1024")] = "",
     ) -> dict[str, Any]:
-        """Estimate what training a language model needs, or with infer what it needs to write, without its weights."""
+        """Estimate the GPU memory that training a language model needs, or generating text with it (infer)."""
         name = model if model.lower() in KNOWN else self._file(model)
         way = ["--infer"] if infer else [f"--train={train}", *(["--checkpoint"] if checkpoint else [])]
         shape = [f"--model={name}", f"--batch={batch}", f"--seq={seq}", f"--dtype={dtype}"]
@@ -109,9 +109,11 @@ class Tools:
         arguments: Arguments,
         gpu: Card = "",
         memory: Memory = "",
-        find: Annotated[str, Field(description="batch=1..64, with {batch} among the arguments, or gpu")] = "",
+        find: Annotated[
+            str, Field(description="batch=1..64: the largest {batch} that fits; gpu: the smallest card")
+        ] = "",
     ) -> dict[str, Any]:
-        """Run a program on a virtual GPU: what it needs, whether it fits, the largest value or smallest card."""
+        """Run a program on a virtual GPU: what it needs, and whether it fits; `find` searches."""
         card = [*_option("gpu", gpu), *_option("memory", memory), *_option("find", find)]
         return await self._ask("dryrun", *card, "--", self._script(script), *arguments)
 
@@ -119,11 +121,11 @@ class Tools:
         self,
         script: Script,
         arguments: Arguments,
-        budget: Annotated[str, Field(description="reserved memory to keep within, as 24GiB")],
-        host: Annotated[str, Field(description="pinned host memory that may be used, as 32GiB; empty: none")] = "",
+        budget: Annotated[str, Field(description="reserved memory to keep within, such as 24GiB")],
+        host: Annotated[str, Field(description="pinned host memory that may be used, such as 32GiB; empty: none")] = "",
         gpu: Card = "",
     ) -> dict[str, Any]:
-        """Find the cheapest way to run a program within a budget; `stalloc run --budget` then does it."""
+        """Find the cheapest way to run a program within a budget, which `stalloc run --budget` then applies."""
         path = self._script(script)
         with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
             words = [

@@ -19,9 +19,8 @@ what was reserved.
   stalloc dryrun --gpu H100 --serve --length 4096 serve.py
   stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
-What the program writes would be zeros: it is discarded, and the report names it. Each run begins with the files as
-they are;
---keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
+What the program writes would be zeros: it is discarded, and the report names it. Each run begins with the files as they
+are; --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
 --find looks for the largest value of a parameter that fits, for each allocator, or for the smallest card. --ranks tries
 what torchrun would start, each rank by itself. Both run the program in forks of one process, side by side.

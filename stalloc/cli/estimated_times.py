@@ -14,7 +14,8 @@ def add_gpu_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="estimate when operations of a recording by record --ops run on this GPU (of the virtual GPU: on its own)",
+        help="schedule the operations of a recording by record --ops on this GPU, with estimated times (default: that "
+        "which the virtual GPU stood for)",
     )
 
 

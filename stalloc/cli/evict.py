@@ -1,4 +1,4 @@
-"""Replay eviction while a program runs: what it costs to stay under a budget by making things again.
+"""Replay policies that evict while a program runs: what it costs to stay under a budget by recomputing.
 
 FILE is a recording by `stalloc record --ops`, of which the last whole step is replayed, or a log of the DTR simulator
 (one JSON object a line, plain or packed). Whenever a request does not fit, a policy chooses what is dropped; what is

@@ -1,4 +1,4 @@
-"""Find the cheapest way to run a program within a memory budget, on the virtual GPU: by running it.
+"""Find the cheapest way to run a program within a memory budget, by trying ways on the virtual GPU.
 
   stalloc fit --gpu RTX-4090 train.py --batch 8
   stalloc fit --budget 24GiB -m package.train
@@ -11,7 +11,7 @@ with a plan, under stalloc and under PyTorch's own allocator; a way that fits wa
 budget. Times are estimates, for comparing ways. Losses and gradients are those of the program as it is, to the last
 bit.
 
-The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away. Each run begins
+In these runs the program sees STALLOC_TRIAL=1 and an empty standard input, and its output is not shown. Each run begins
 with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of
 experiments are silenced, but other requests to other machines are made. It is stopped after the last step.
 The default budget is the memory of the GPU less 512 MiB for the CUDA context.

@@ -1,11 +1,12 @@
 """Show the GPU memory of a program while it runs: allocated, reserved, who holds most.
 
-  stalloc live            the only program that runs, or a list of those that do
+  stalloc live            the program that runs, or a list if there are several
   stalloc live PID
 
 A program under stalloc (`stalloc run`, STALLOC=1, stalloc.install()) can be looked at, and one under PyTorch's own
-allocator that has called `stalloc.watch()`. It is only read: a small file that the program writes twice a second. On a
-terminal the picture is drawn anew until the program ends or Ctrl-C; elsewhere, and with --once, it is printed once.
+allocator that has called `stalloc.watch()`. What is read is a small file that the program writes twice a second;
+nothing else is done to it. On a terminal the picture is drawn anew until the program ends or Ctrl-C; elsewhere, and
+with --once, it is printed once.
 
 JSON: what the program shows at this moment: `pid`, `command`, `began`, `time` (seconds since 1970), `holders` (device,
 name, bytes, number of blocks), and for each of `devices` its bytes, `hit_rate`, `steps` and `step_ms`.

@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FOLDER",
-        help="the agent may have files in this folder read; may be repeated (default: the current folder)",
+        help="let the agent read files in this folder; may be repeated (default: the current folder)",
     )
-    parser.add_argument("--allow-run", action="store_true", help="it may have programs in these folders run, too")
+    parser.add_argument("--allow-run", action="store_true", help="let it run programs in these folders, too")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,13 +35,13 @@ _MAX_EVENTS = 1 << 21  #: of a history
 _EXPANDABLE = "expandable_segments"
 
 
-def native_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str, str]]:
+def native_settings() -> list[tuple[str, str, str]]:
     """The settings of PyTorch to compare with: (key in the report, text for PYTORCH_ALLOC_CONF, what was dropped).
 
     The defaults and expandable segments, each with what else the user has set; only the user's own where they choose
     another backend.
     """
-    found = conf_in_force(environment)[1]
+    found = conf_in_force()[1]
     if found.get("backend", "native") != "native":
         return [("native", conf_text(found), "")]
     is_on = found.pop(_EXPANDABLE, None)

@@ -2,8 +2,8 @@
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
 hardware; replays: on a trace; reports: a figure from a formula. Commands take a program (fit, run, dryrun), a recording
-(simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them. --tests shows, instead of
-what each does, the test of the source tree that fails where that is not so.
+(simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them. --tests shows, in place of
+what each does, the test of the source tree that checks it.
 
 JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`, `test`.
 """
@@ -19,7 +19,7 @@ from stalloc.fitting.systems import SYSTEMS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.add_argument("--tests", action="store_true", help="what holds stalloc to each row")
+    parser.add_argument("--tests", action="store_true", help="show the test that checks each row")
     add_json_argument(parser)
 
 

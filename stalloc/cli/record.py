@@ -1,17 +1,19 @@
-"""Record every allocation of a program in a trace file, for stats, plan and whatever else reads traces.
+"""Record every allocation of a program in a trace file, for `stalloc stats`, `stalloc plan` and other verbs.
 
   stalloc record -o step.trace.npz train.py --steps 4
 
-The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch and CuPy has its call site.
-With --stacks it runs under PyTorch's own allocator and memory history instead, so addresses and segments are those of
+The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch and CuPy has its call site. With
+--stacks it runs under PyTorch's own allocator and memory history instead, so addresses and segments are those of
 PyTorch; requests of CuPy are not recorded then. cuDNN's workspaces are marked: `stalloc info --cudnn-table FILE` shows
 them. --ops does the same, but in place of call sites torch.profiler notes which operation of which module made, read
 and changed each request in the first four steps, and what each request is for. The program asks for the same memory in
 the same order.
-On the virtual GPU files that are there stay as they are, and new ones are kept (--keep-files writes for real).
-JSON: `output`, and for each of `devices` the number of `requests` and `events`, the step marks, and the peaks; `files`,
-on the virtual GPU, what was kept and discarded. The exit code is the program's own; what was recorded until it failed,
-Ctrl-C or SIGTERM is written all the same.
+
+On the virtual GPU existing files stay as they are, and new ones are kept (--keep-files writes for real).
+
+JSON: `output`, and for each of `devices` the number of `requests` and `events`, the step marks, and the peaks;
+`files`, on the virtual GPU, what was kept and discarded. The exit code is the program's own; what was recorded before
+an error, Ctrl-C or SIGTERM is written all the same.
 """
 
 import argparse

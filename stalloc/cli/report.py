@@ -1,12 +1,12 @@
 """Show a program's memory as one page: load, addresses over time, who holds it, what is wasted and why.
 
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The page is one file that a browser
-opens from disk; it asks nothing of any network, and shows all devices of all files. It begins with what is wrong in
-words, with the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of
-addresses, as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at
-the moment that is clicked, and what grew between two; and what keeps memory reserved that nobody uses. Of a profile
-with kernels and copies, which needs no memory events, it draws what `stalloc timeline` says; with --gpu, or recorded on
-the virtual GPU, also of a recording by `stalloc record --ops`, with estimated times.
+opens from disk; it needs no network, and shows all devices of all files. It begins with what is wrong in words, with
+the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of addresses,
+as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at the moment
+that is clicked, and what grew between two; and what keeps memory reserved that nobody uses. For a profile with kernels
+and copies, with or without memory events, it draws what `stalloc timeline` says; for a recording by `stalloc record
+--ops` too, with estimated times, if --gpu is given or it was made on the virtual GPU.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').

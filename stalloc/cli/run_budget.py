@@ -28,7 +28,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit", metavar="FILE", help="what stalloc fit kept for this program (default: SCRIPT.fit.npz)"
     )
     parser.add_argument(
-        "--same", action="store_true", help="use that fit although the program's source, arguments or GPU are others"
+        "--same", action="store_true", help="use that fit although the program's source, arguments or GPU have changed"
     )
     parser.add_argument(
         "--host",

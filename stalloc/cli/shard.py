@@ -12,20 +12,20 @@ or with DDP and ZeroRedundancyOptimizer; bytes are measured, and nothing is comp
 
 Each rank has batches as large as the program's. A way is a triple P/G/O: so many ranks share one copy of the parameters
 between forward and backward, of gradients, of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2 1/N/N, zero-3 (FSDP)
-N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K; triples with gradients over fewer ranks than
-parameters, which nothing in PyTorch does, are foreseen only. --factors all tries every divisor of the number of ranks
-(AMSP) instead of 1, a node and all (PaRO).
+N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K. Triples with gradients over fewer ranks than
+parameters are foreseen only, since fully_shard gives each rank the gradients of the parameters that it keeps. --factors
+all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all (PaRO).
 
-What is needed is what the program asked for; PyTorch's allocated_bytes has up to 1 MiB more for each block that it does
-not split. Seconds are estimates: computing, then communication, nothing beside each other. --export prints what a way
-is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a torchtitan TOML. To train in shards:
-torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
+What is needed is what PyTorch counts as allocated: whole blocks, a little more than what the program asks for. It
+reserves more than that (`reserved_bytes` of a run). Seconds are estimates: computing, then communication, nothing
+beside each other. --export prints what a way is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate
+YAML, a torchtitan TOML. To train in shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
-`needed_bytes`, `step_bytes`, `making_bytes`, `held_bytes`, `received_bytes` by kind and `between`, `seconds`, `fits`,
-`can_run`, `is_pareto`, `measured`), `best` (a row, -1: none that can run fits), `num_parameters`, `largest` (of them in
-one unit), `formula_bytes` (16 bytes for each parameter, over the ranks), `files`. The exit code is 0 if a way that can
-run fits, 1 if none does.
+`needed_bytes`, `step_bytes` and `making_bytes` (asked for in a step, and before), `step_allocated`, `making_allocated`,
+`held_bytes`, `received_bytes` by kind and `between`, `seconds`, `fits`, `can_run`, `is_pareto`, `measured`), `best` (a
+row, -1: none that can run fits), `num_parameters`, `largest` (of them in one unit), `formula_bytes` (16 bytes for each
+parameter, over the ranks), `files`. The exit code is 0 if a way that can run fits, 1 if none does.
 """
 
 import argparse
@@ -252,7 +252,8 @@ def _print(result: dict[str, Any], args: argparse.Namespace, command: list[str])
     print_table(console, columns, rows, text_columns=4, indent="  ")
     lines = [
         "P/G/O: ranks that share one copy of parameters between forward and backward, of gradients, of optimizer state",
-        "+: no other way is as quick with less memory; foreseen: from the step, as nothing in PyTorch does it",
+        "+: no other way is as quick with less memory; foreseen: not run, as PyTorch does "
+        "not divide gradients over fewer ranks than parameters",
         f"16 bytes a parameter over all ranks would be {human_bytes(result['formula_bytes'])}",
     ]
     for line in lines:

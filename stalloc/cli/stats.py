@@ -18,9 +18,9 @@ More than eight files are taken for the ranks of one job, as with --ranks, and s
 most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
 ('run/*/snapshot.pickle') stands for all files that match.
 
---graph writes the graph of lifespans of the one FILE, as GraphML (.graphml) or JSON: groups of requests that are born
-in one phase, die in one phase and have one size, and which groups are live together. It also prints where the record
-can be split, because little but persistent memory is live.
+--graph writes the graph of lifespans of the one FILE, as GraphML (.graphml) or JSON: groups of requests that begin in
+one phase, end in one phase and have one size, and which groups are live together. It also prints where the record can
+be split, because little but persistent memory is live.
 """
 
 import argparse

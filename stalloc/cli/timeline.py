@@ -2,9 +2,9 @@
 
 FILE is a trace of torch.profiler (Kineto JSON) with CUDA activities, with or without memory events; a `.trace.npz` with
 a table of activity; a CSV `start_us,end_us,link,bytes,phase` (docs/timeline.md); a log of DeepSpeed with its breakdown
-of wall clock time; or any trace with times, of which only the memory by phase is known. With --gpu the last step of a
-recording by `stalloc record --ops` is put on queues of that GPU, with times estimated from its operations; one of the
-virtual GPU is put on the GPU that it stands for. Times of the virtual GPU itself are not shown.
+of wall clock time; or any trace with times, of which only the memory by phase is known. The last step of a recording by
+`stalloc record --ops` is scheduled, with estimated times, on the GPU that --gpu names; one that was made on the virtual
+GPU by default on the GPU that it stood for. Times of the virtual GPU itself are not shown.
 
 A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
 computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a

@@ -14,6 +14,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.core.constants import BLOCK_FREE, BLOCK_LIVE, GRANULE, PRIVATE_KINDS
 from stalloc.core.snapshot import ARENA_KIND, HeapSegment, segments
+from stalloc.errors import SetupError
 from stalloc.runtime import Controller, current
 from stalloc.sizes import aligned, whole_pages
 
@@ -52,11 +53,15 @@ class HeapView:
 
 
 def heap_view(device: Any) -> HeapView | None:
-    """The heap of a torch device; None where stalloc does not serve it."""
+    """The heap of a torch device; None where stalloc does not serve it. Raises SetupError while some of it sleeps."""
     runtime = current()
     if runtime is None or device.type != "cuda":
         return None
     controller = runtime.controllers[device.index]
+    if controller.memory.asleep_bytes:
+        raise SetupError(
+            f"memory of device {device.index} is asleep, and nothing moves meanwhile: call stalloc.wake() first."
+        )
     state = controller.state
     found = sorted((one for one in segments(state) if one.kind != ARENA_KIND), key=lambda segment: segment.address)
     live = [(block, segment.kind) for segment in found for block in segment.blocks if block.state != BLOCK_FREE]

@@ -48,7 +48,8 @@ PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
 LASTING_BIT = 1  # of a private kind: what outlives the capture, so that what does not shares one piece of memory
 UNORDERED = -1  # GraphPool.stream
 LENT_BY_GRAPHS = -2  # Block.born
-POOL_USED, POOL_PINNED = 1, 2  # Pool.status; pinned: its memory belongs to graphs, live or not
+# Pool.status; pinned: its memory belongs to graphs, live or not; asleep: some of it has no pages, it serves nobody
+POOL_USED, POOL_PINNED, POOL_ASLEEP = 1, 2, 3
 
 # Block.state and Slot.state. Shared: other streams use it; deferred: freed, but they may not be done; in handover:
 # being freed, for another stream. Of a shared or deferred block the bits above STATE_BITS are its first StreamUse

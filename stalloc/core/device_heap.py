@@ -1,5 +1,7 @@
 """The heap of one device as Python sees it: segments and pages come and go, and what is free in them."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from stalloc.core import capture_plan, growth, pages, pools, segments, stitching
@@ -20,6 +22,14 @@ class DeviceHeap:
     def unpin_pools(self, kind: int) -> None:
         """The graphs that a private kind of pool served are gone: its free segments may go back."""
         pools.unpin_pools(self._tables.address, kind)
+
+    def let_pools_sleep(self, pages: Iterable[int]) -> None:
+        """Serve nobody from the pools that have memory in any of the pages (addresses), until `wake_pools`."""
+        pools.let_pools_sleep(self._tables.address, np.fromiter(pages, np.int64))
+
+    def wake_pools(self) -> None:
+        """Serve from all pools again."""
+        pools.wake_pools(self._tables.address)
 
     def find_place(self, pool: int, size_bytes: int) -> int:
         """Where a pool has so many free bytes in one piece; 0: nowhere."""

@@ -7,7 +7,7 @@ grow again, rather than from holes that the next requests fill.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.constants import BLOCK_FREE, BLOCK_UNMAPPED, GRANULE, POOL_USED
+from stalloc.core.constants import BLOCK_FREE, BLOCK_UNMAPPED, GRANULE, POOL_PINNED
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.pages import free_pages, has_rows, unmap_free
 from stalloc.core.records import block_at, pool_at, segment_at
@@ -105,7 +105,7 @@ def find_growth(device, pool, size, addresses, sizes):
 def _may_leave(state, row):
     """Whether the memory of what is free in a segment may go."""
     segment = segment_at(state, row)
-    return segment.address != 0 and segment.is_paged == 1 and pool_at(state, segment.pool).status == POOL_USED
+    return segment.address != 0 and segment.is_paged == 1 and pool_at(state, segment.pool).status != POOL_PINNED
 
 
 @inner()

@@ -7,18 +7,21 @@ private pool, whose memory nobody else gets as long as the graph can be replayed
 has what is expected to outlive the capture.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import (
+    BLOCK_FREE,
     GENERAL_KIND,
+    GRANULE,
     LASTING_BIT,
     LEASED_KIND,
+    POOL_ASLEEP,
     POOL_PINNED,
     POOL_USED,
     PRIVATE_KINDS,
 )
-from stalloc.core.free_lists import allocate_bins, largest_block
+from stalloc.core.free_lists import allocate_bins, insert_free, largest_block, remove_free
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.records import pool_at
+from stalloc.core.records import block_at, pool_at, segment_at
 
 
 @inner()
@@ -40,7 +43,7 @@ def find_pool(state, stream, kind, create):
             if kind <= LEASED_KIND or kind >= PRIVATE_KINDS:
                 allocate_bins(state, row)
             return row
-        if pool.stream == stream and pool.kind == kind:
+        if pool.stream == stream and pool.kind == kind and pool.status != POOL_ASLEEP:
             return row
         row = (row + 1) & mask
 
@@ -66,3 +69,54 @@ def largest_free(device):
             largest = max(largest, largest_block(state, row))
     unlock(state)
     return largest
+
+
+@njit(**BORROWING)
+def let_pools_sleep(device, pages):
+    """Serve nobody from the pools that have memory in any of the pages, until `wake_pools`. For Python.
+
+    Requests get other pools of the same stream and kind. What is freed is free, and its pages may go.
+    """
+    state = locked(device)
+    for number in range(1, state.heap.segments_used):
+        segment = segment_at(state, number)
+        if segment.address == 0 or pool_at(state, segment.pool).status != POOL_USED:
+            continue
+        for page in pages:
+            if page < segment.address + segment.size_bytes and page + GRANULE > segment.address:
+                pool_at(state, segment.pool).status = POOL_ASLEEP
+                break
+    unlock(state)
+
+
+@inner()
+def _give_segment_to(state, number, pool):
+    """Let another pool of the same kind have a segment with what is free in it."""
+    segment = segment_at(state, number)
+    row = segment.first
+    while row != 0:
+        if block_at(state, row).state == BLOCK_FREE:
+            remove_free(state, row)
+        row = block_at(state, row).next
+    segment.pool = pool
+    row = segment.first
+    while row != 0:
+        if block_at(state, row).state == BLOCK_FREE:
+            insert_free(state, row)
+        row = block_at(state, row).next
+
+
+@njit()
+def wake_pools(device):
+    """Serve from all pools again, those of one stream and kind as one. For Python."""
+    state = locked(device)
+    for row in range(state.heap.pools_mask + 1):
+        if pool_at(state, row).status == POOL_ASLEEP:
+            pool_at(state, row).status = POOL_USED
+    for number in range(1, state.heap.segments_used):
+        segment = segment_at(state, number)
+        if segment.address != 0:
+            pool = find_pool(state, pool_at(state, segment.pool).stream, pool_at(state, segment.pool).kind, False)
+            if pool != segment.pool:
+                _give_segment_to(state, number, pool)
+    unlock(state)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.operation_classes import AFTER_START, PARENTS, Shape, class_of
+from stalloc.cost.operation_classes import AFTER_START, Shape, class_of
 from stalloc.cost.thread_blocks import Blocks, blocks_of
 
 TOTAL_ERROR = 0.25
@@ -112,8 +112,3 @@ def time_of(shares: ClassShares, work: WorkSeconds) -> float:
     busy = max(work.flops_seconds / shares.of_flops, work.bytes_seconds / shares.of_bandwidth)
     start = 1e-6 * shares.start_us * work.waves
     return start + busy if shares.kind in AFTER_START else (start**2 + busy**2) ** 0.5
-
-
-def parent_of(kind: str) -> str:
-    """The class that another is like; empty for the one that all others come from."""
-    return PARENTS.get(kind, "")

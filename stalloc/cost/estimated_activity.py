@@ -59,7 +59,8 @@ def with_estimated_times(record: DeviceRecord, gpu: VirtualGPU) -> DeviceRecord:
     if isinstance(host_bytes, int):
         held.append(Held(0, MemoryKind.HOST, host_bytes))
     made, soonest = estimated.schedule, schedule_as_ready(estimated.by_data)
-    tasks = zip(estimated.operations.tolist(), phases, made.begin, made.end, estimated.queues, strict=True)
+    queues = [task.queue for task in estimated.by_data]
+    tasks = zip(estimated.operations.tolist(), phases, made.begin, made.end, queues, strict=True)
     for place, (row, phase, begin, end, queue) in enumerate(tasks):
         start_ns, link = round(begin * 1e9), _LINKS[queue]
         size = int(operations.shape_written_bytes[operations.shape[row]]) if link.moves else 0

@@ -16,7 +16,6 @@ class Queue(enum.Enum):
     COMPUTE = "compute"
     TO_DEVICE = "copies to the device"
     TO_HOST = "copies to the host"
-    PROCESSOR = "processor"
     DISK = "disk"
 
 

@@ -30,18 +30,13 @@ class StepEstimate:
     by_class: dict[str, float]  #: seconds, most first
     schedule: Schedule
     operations: Rows
-    """(k,) the row of each task of the schedule but those of the processor."""
-    queues: tuple[Queue, ...]
-    """(k,) what works off each of these."""
+    """(k,) the row of each task of the schedule."""
     by_data: tuple[Task, ...]
     """(k,) the same tasks without the order in which they were asked for: only after what they need of one another."""
 
 
-def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) -> StepEstimate | None:
-    """The last recorded step of a program; None where the trace does not know operations, or no whole step.
-
-    With `launch_seconds` the processor takes so long to start an operation, and may be what the GPU waits for.
-    """
+def estimate_step(trace: Trace, rates: GpuRates) -> StepEstimate | None:
+    """The last recorded step of a program; None where the trace does not know operations, or no whole step."""
     operations = read_operations(trace)
     step = None if operations is None else find_steady_step(trace, operations)
     if operations is None or step is None:
@@ -53,19 +48,14 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
     place = {row: number for number, row in enumerate(step.operations.tolist())}
     tasks: list[Task] = []
     by_data: list[Task] = []
-    number_of: dict[int, int] = {}
     by_class: dict[str, float] = {}
     measured, computed = 0.0, -1  # the last task of the device's own
     for row in step.operations.tolist():
-        after = tuple(sorted(number_of[one] for one in graph.predecessors(row)))
-        if launch_seconds:
-            tasks.append(Task("launch", Queue.PROCESSOR, launch_seconds))
-            after += (len(tasks) - 1,)
+        after = tuple(sorted(place[one] for one in graph.predecessors(row)))
         queue = queue_of.get(row, Queue.COMPUTE)
         kind, seconds, was_measured = operation_seconds(operations, row, rates, queue)
         needs = {*graph.predecessors(row), drawn_before.get(row, row)} - {row}
         by_data.append(Task(operations.name_of(row), queue, seconds, tuple(sorted(place[one] for one in needs))))
-        number_of[row] = len(tasks)
         if queue != Queue.COMPUTE and computed >= 0:
             after += (computed,)  # a copy waits for what was asked for before it, on whichever stream it is
         elif queue == Queue.COMPUTE:
@@ -77,10 +67,7 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
     share = measured / total if total else 0.0
     made = schedule(tasks)
     most = dict(sorted(by_class.items(), key=lambda item: -item[1]))
-    queues = tuple(task.queue for task in tasks if task.queue != Queue.PROCESSOR)
-    return StepEstimate(
-        made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations, queues, tuple(by_data)
-    )
+    return StepEstimate(made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations, tuple(by_data))
 
 
 def copy_queues(operations: Operations, rows: Rows) -> dict[int, Queue]:

@@ -6,7 +6,7 @@ of the recording, on tensors that are made here; what cannot be called so, or do
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stalloc.cost.calls import CallError, arguments_of, overloads_of
@@ -15,13 +15,9 @@ _WORD = re.compile(r"[a-z_]{0,24}")
 _WARM, _TIMED, _MOST_SECONDS = 2, 5, 2.0
 
 
-def measured_nanoseconds(calls: Sequence[list[Any]], done: Callable[[], None] = lambda: None) -> list[int]:
+def measured_nanoseconds(calls: Sequence[list[Any]]) -> list[int]:
     """The nanoseconds that each call takes on the current GPU; 0 where a call could not be timed."""
-    found = []
-    for call in calls:
-        found.append(_time(call))
-        done()
-    return found
+    return [_time(call) for call in calls]
 
 
 def _time(call: list[Any]) -> int:

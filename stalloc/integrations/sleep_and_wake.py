@@ -1,7 +1,8 @@
 """A job that sleeps: its device memory goes back to the device, for others to use, while every address stays valid.
 
-Contract: as long as anything sleeps whoever asks for memory gets one sentence; what is freed is freed. Sleeping affects
-all devices of the process that were used, or none. What is tagged is found where it lies when the job falls asleep.
+Contract: as long as a job sleeps that was not told which tags, whoever asks for memory gets one sentence; what is freed
+is freed. Sleeping affects all devices of the process that were used, or none. What is tagged is found where it lies
+when the job falls asleep.
 """
 
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from stalloc.errors import BadInputError, SetupError
 from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import served_controllers
-from stalloc.runtime import current
+from stalloc.runtime import Runtime, current
 from stalloc.sleeping.asleep import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
 from stalloc.sleeping.kept_bytes import InFile, InHost, Keeper, Nowhere
 
@@ -53,9 +54,10 @@ def sleep(
 
     `to`: where the bytes stay meanwhile: in pinned host memory, in a file in `folder` (by default the one for temporary
     files), or nowhere, so that they are lost. `drop` names tensors and arrays whose bytes need not be kept, say a cache
-    that is filled anew. With `tags` only pages go back in which nothing lives but what has one of them; the rest may go
-    on computing with what it has, and later calls may let more go to sleep. Nothing may use what sleeps until it is
-    awake, and nobody gets memory until everything is.
+    that is filled anew. Nothing may use what sleeps until it is awake, and nobody gets memory until everything is.
+
+    With `tags` only pages go back in which nothing lives but what has one of them; later calls may let more go to
+    sleep. The rest of the process goes on, and gets memory, also what was given back.
 
     Where PyTorch's own allocator is tried for comparison (`stalloc dryrun`, `run --compare-native`) nothing sleeps.
 
@@ -86,21 +88,20 @@ def sleep(
     except BaseException:
         for one in done:
             wake_up(one)
-        if not _asleep:
-            runtime.serve_requests()
+        _serve(runtime)
         raise
     _asleep.extend(done)
     installation.sleeps_whole = wanted is None
-    if not _asleep:
-        runtime.serve_requests()
+    _serve(runtime)
     return Slept(sum(one.held_bytes for one in done), sum(one.kept_bytes for one in done))
 
 
 def wake(*, tags: str | Iterable[str] | None = None) -> None:
     """Take memory for what a job that sleeps had, at the same addresses, with the bytes that were kept.
 
-    With `tags` only for the pages in which something lives that has one of them; memory is to be had when all is awake.
-    Raises SetupError if the device has no room for it: what is not awake yet sleeps on. A job that is awake stays so.
+    With `tags` only for the pages in which something lives that has one of them. What is free elsewhere in the process
+    goes back first. Raises SetupError if the device has no room even so, and says how much is missing: what is not
+    awake yet sleeps on. A job that is awake stays so.
     """
     runtime = current()
     wanted = _wanted(tags)
@@ -109,7 +110,17 @@ def wake(*, tags: str | Iterable[str] | None = None) -> None:
             wake_up(one)
             _asleep.remove(one)
             installation.sleeps_whole = False
-    if runtime is not None and not _asleep:
+    if runtime is not None:
+        _serve(runtime)
+
+
+def _serve(runtime: Runtime) -> None:
+    """Serve requests, unless the whole job is asleep; and from all pools of the devices of which nothing is."""
+    for controller in served_controllers(runtime):
+        if all(one.controller is not controller for one in _asleep):
+            with controller.lock:
+                controller.state.heap.wake_pools()
+    if not any(one.refuses for one in _asleep):
         runtime.serve_requests()
 
 

@@ -55,6 +55,7 @@ class DeviceMemory:
             self.deferred.tell_first(self.poison.ending)
         self._budget_bytes = 0  # 0: none
         self.lacking_bytes = 0  #: the most that there was hardly room for, or none, since the last mark
+        self.asleep_bytes = 0  #: of what is reserved: what sleeps, so that the device has it
         self._is_captured = False
 
     @property

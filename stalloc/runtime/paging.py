@@ -263,6 +263,10 @@ class Paging:
         peak, sure_bytes = self.allowance.peak_bytes, self._state.record.statistics.reserved_bytes + self._sure_bytes
         return exceeds(peak, sure_bytes) and exceeds(peak, self.device_bytes)
 
+    def make_room(self, size_bytes: int) -> bool:
+        """Unmap what is free where the device lacks so many bytes; whether it has them then."""
+        return self._make_room(size_bytes, _ALL)
+
     def _make_room(
         self,
         size_bytes: int,

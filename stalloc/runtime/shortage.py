@@ -7,6 +7,7 @@ collected, and what the program can do without for now was evicted, if anything 
 import gc
 
 from stalloc.core import constants
+from stalloc.figures import human_bytes
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.interruptions import driver_status
 from stalloc.runtime.out_of_memory_text import FULL_TABLES, full_table_text
@@ -122,6 +123,8 @@ class Shortage:
             call_sites=self._recording.call_sites,
         )
         text += self._memory.eviction.told(size_bytes)
+        if self._memory.asleep_bytes:
+            text += f" Of what is reserved, {human_bytes(self._memory.asleep_bytes)} are asleep, and not on the device."
         self._state.set_out_of_memory_text(text)
 
     def explain_failure(self, size_bytes: int, error: BaseException) -> None:

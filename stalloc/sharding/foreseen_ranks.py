@@ -1,34 +1,87 @@
-"""What the first of many ranks allocates in a step, foreseen from the marks of the program that is not sharded.
+"""What the first of many ranks allocates in a step, foreseen from the first steps of the program that is not sharded.
 
-Contract: what the program itself computes with is as recorded; parameters, gradients and state take what their parts
-take, and at each mark what FSDP2 (torch 2.6 and later) or DDP holds and lets go of is added, in their order. Sources:
-torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`: unshard, wait_for_unshard, reshard, post_backward;
-`_fsdp_collectives.py`: foreach_all_gather, foreach_reduce), torch/distributed/optim/zero_redundancy_optimizer.py.
+Contract: what the program itself computes with is allocated as recorded; parameters, gradients and state take what
+their parts take, and at each mark what FSDP2 (torch 2.6 and later) or DDP allocates and lets go of is added, in their
+order and on their streams. Sources: torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`: unshard,
+wait_for_unshard, reshard, post_backward; `_fsdp_collectives.py`: foreach_all_gather, foreach_reduce), torch/nn/parallel
+/distributed.py (buckets), torch/distributed/optim/zero_redundancy_optimizer.py.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from stalloc.sharding.rank_tape import RankTape, Side
 from stalloc.sharding.step_marks import Mark, Parameter, StepMarks
 from stalloc.techniques.shard_settings import Layout
+
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's, once it has seen a step
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Bytes of one rank."""
+    """Bytes of one rank; allocated: as PyTorch counts whole blocks."""
 
-    step_bytes: int  #: allocated at the most, in a step that makes no state
+    step_bytes: int  #: asked for at the most, in a step that makes no state
     making_bytes: int  #: the same before, while the program has its whole model
+    step_allocated: int  #: allocated at the most, in the step
+    making_allocated: int  #: the same before
     held_bytes: int  #: between two steps: parts of parameters and state
 
     @property
     def needed_bytes(self) -> int:
-        """At any time."""
-        return max(self.step_bytes, self.making_bytes)
+        """Allocated at any time."""
+        return max(self.step_allocated, self.making_allocated)
+
+
+class _Way(Protocol):
+    """What a layout adds to the program, on a tape."""
+
+    updated: list[tuple[Parameter, int]]  #: parameters that this rank updates, and how many items of each
+    held_bytes: int
+
+    def at(self, mark: Mark) -> None:
+        """Allocate and free what is due."""
 
 
 def foresee(step: StepMarks, layout: Layout) -> Foreseen:
     """What a rank allocates; of a layout without an executor, what FSDP2 would if it had those factors."""
-    return _replicated(step, layout) if layout.executor == "ddp" else _Sharded(step, layout).foreseen()
+    program = step.program
+    tape = RankTape(list(program.sizes), list(program.streams))
+    way: _Way = _Replicated(step, layout, tape) if layout.executor == "ddp" else _Sharded(step, layout, tape)
+    share = _give_parts(step, way.updated, tape.sizes)
+    freed = {-1 - event: moment for moment, event in enumerate(program.events) if event < 0}
+    former, is_updating, starts = 0, False, []
+    for mark in step.marks:
+        for event in program.events[former : mark.event]:
+            if event >= 0 and is_updating and freed.get(event, mark.event) < mark.event:
+                tape.sizes[event] = max(1, int(tape.sizes[event] * share))
+            if event >= 0 or -1 - event not in tape.taken:
+                tape.events.append(event)
+        way.at(mark)
+        former, is_updating = mark.event, mark.kind in ("finished", "update")
+        starts.append(len(tape.events))
+    asked, allocated = tape.counted(program.conf)
+    making, steady = slice(0, starts[0]), slice(max(0, starts[step.steady] - 1), None)
+    return Foreseen(
+        step_bytes=int(asked[steady].max(initial=0)),
+        making_bytes=int(asked[making].max(initial=0)),
+        step_allocated=int(allocated[steady].max(initial=0)),
+        making_allocated=int(allocated[making].max(initial=0)),
+        held_bytes=way.held_bytes,
+    )
+
+
+def _give_parts(step: StepMarks, updated: list[tuple[Parameter, int]], sizes: list[int]) -> float:
+    """Let requests of the optimizer's state have the bytes of this rank's parts; gives its share of all updates."""
+    here = {one.name: num_items for one, num_items in updated if one.is_trained}
+    for request, tensor in step.program.state.items():
+        one = step.parameters[tensor.parameter]
+        num_items = here.get(one.name, 0)
+        if tensor.is_alike or not num_items:
+            sizes[request] = sizes[request] * num_items // max(1, one.num_items)
+    trained = [one for one in step.parameters if one.is_trained]
+    done = sum(here.get(one.name, 0) * one.item_bytes for one in trained)
+    return done / max(1, sum(one.size_bytes for one in trained))
 
 
 def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> list[Parameter]:
@@ -47,87 +100,55 @@ def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> lis
     return owned
 
 
-def whole_bytes(step: StepMarks) -> tuple[int, int]:
-    """What parameters and their state take of the program as it is."""
-    parameters = sum(one.size_bytes for one in step.parameters)
-    state = sum(sum(one.state_bytes) + one.rest_bytes for one in step.parameters)
-    return parameters, state
-
-
-def _state_bytes(one: Parameter, num_items: int) -> int:
-    """Bytes of the optimizer's state of a parameter of which so many items are here."""
-    return sum(size * num_items // max(1, one.num_items) for size in one.state_bytes) + one.rest_bytes
+def _state_bytes(updated: list[tuple[Parameter, int]]) -> int:
+    """Bytes of the optimizer's state of parameters of which so many items are here."""
+    return sum(
+        sum(size * num_items // max(1, one.num_items) for size in one.state_bytes) + one.rest_bytes
+        for one, num_items in updated
+    )
 
 
 @dataclass
 class _Sharded:
-    """Units are gathered, and their gradients scattered."""
+    """Units are gathered, and their gradients scattered. Memory is named by rows of the tape."""
 
     step: StepMarks
     layout: Layout
-    gathered: dict[int, int] = field(default_factory=dict)  # unit: bytes of its whole parameters
+    tape: RankTape
+    gathered: dict[int, list[int]] = field(default_factory=dict)  # unit: its whole parameters
     buffers: dict[int, int] = field(default_factory=dict)  # of all-gathers whose result is not copied out yet
-    copied: int = 0  # the buffer of the forward pass's last all-gather
-    kept: dict[int, int] = field(default_factory=dict)  # secondary copies
-    gradients: dict[int, int] = field(default_factory=dict)  # whole ones
+    copied: tuple[int, ...] = ()  # the buffer of the forward pass's last all-gather
+    kept: dict[int, list[int]] = field(default_factory=dict)  # secondary copies
+    gradients: dict[int, list[int]] = field(default_factory=dict)  # whole ones
     parts: dict[int, int] = field(default_factory=dict)  # reduced ones
-    reducing: int = 0  # the input of the last reduce-scatter
+    reducing: tuple[int, ...] = ()  # the input of the last reduce-scatter
     order: list[int] = field(default_factory=list)  # units as their forward passes ended
-    most: int = 0
-    base: int = 0  # what the program has beside parameters, gradients and state
 
     def __post_init__(self) -> None:
         step, layout = self.step, self.layout
         self.root = len(step.units) - 1
         self.stored = layout.stored
         self.owned = [[one for one in step.parameters if one.unit == unit] for unit in range(self.root + 1)]
-        self.whole = [sum(map(self._padded, owned)) for owned in self.owned]
-        trained = [[one for one in owned if one.is_trained] for owned in self.owned]
         self.reduced = [
-            sum(one.part_items(layout.gradients) * layout.gradients * one.item_bytes for one in owned)
-            for owned in trained
+            sum(one.part_items(layout.gradients) * layout.gradients * one.item_bytes for one in owned if one.is_trained)
+            for owned in self.owned
         ]
-        self.parameters = sum(one.part_items(self.stored) * one.item_bytes for one in step.parameters)
         if layout.executor and layout.divides_optimizer:
-            owned = owned_parameters(step, layout.state // layout.gradients, layout.gradients)
-            self.updated = [(one, one.part_items(layout.gradients)) for one in owned]
+            trained = owned_parameters(step, layout.state // layout.gradients, layout.gradients)
+            self.updated = [(one, one.part_items(layout.gradients)) for one in trained]
         else:
             self.updated = [(one, one.part_items(layout.state)) for one in step.parameters]
-        self.state = sum(_state_bytes(one, num_items) for one, num_items in self.updated)
+        self.held_bytes = sum(map(self._part, step.parameters)) + _state_bytes(self.updated)
 
-    def foreseen(self) -> Foreseen:
-        step = self.step
-        parameters, state = whole_bytes(step)
-        updated = sum(num_items * one.item_bytes for one, num_items in self.updated)
-        share, updating, former = updated / max(1, parameters), True, step.marks[-1]
-        for mark in step.marks:
-            rise = mark.peak_bytes - former.live_bytes
-            self._rise(int(rise * share) if updating else rise)
-            self.base = mark.live_bytes - mark.gradient_bytes - parameters - state
-            self._at(mark)
-            updating = mark.kind in ("finished", "update")
-            former = mark
-            if mark.kind in ("forward", "updated") and not mark.gradient_bytes:
-                self.parts.clear()
-        making = max(step.before_peak_bytes, step.before_bytes + self.parameters * (self.stored > 1))
-        return Foreseen(self.most, making, self.parameters + self.state)
+    def _part(self, one: Parameter) -> int:
+        return one.part_items(self.stored) * one.item_bytes
 
-    def _padded(self, one: Parameter) -> int:
-        return one.part_items(self.stored) * self.stored * one.item_bytes
-
-    @property
-    def _held(self) -> int:
-        by_unit = (self.gathered, self.buffers, self.kept, self.gradients, self.parts)
-        return self.parameters + self.state + self.reducing + self.copied + sum(sum(one.values()) for one in by_unit)
-
-    def _rise(self, extra: int = 0) -> None:
-        self.most = max(self.most, self.base + self._held + extra)
-
-    def _at(self, mark: Mark) -> None:
-        if mark.kind == "gradient":
-            one = self.step.parameters[mark.place]
-            self.gradients[one.unit] = self.gradients.get(one.unit, 0) + one.size_bytes
-            self._rise()
+    def at(self, mark: Mark) -> None:
+        """What FSDP2's hooks do."""
+        if mark.kind == "called":
+            self._divide()
+        elif mark.kind == "gradient":
+            self._gradient(self.step.parameters[mark.place], mark.request)
         elif mark.kind == "forward":
             self._forward(mark.place)
         elif mark.kind == "forwarded":
@@ -139,74 +160,117 @@ class _Sharded:
         elif mark.kind == "finished":
             for unit in [self.root, *range(self.root)]:
                 self._backwarded(unit)
-            self.reducing = 0
+            self.tape.free(*self.reducing, *self.buffers.values())
+            self.reducing = ()
             self.buffers.clear()
             self.order.clear()
+        if mark.kind in ("forward", "updated") and not mark.has_gradients:
+            self.tape.free(*self.parts.values())
+            self.parts.clear()
+
+    def _divide(self) -> None:
+        if self.stored > 1:
+            for owned in self.owned:
+                for one in owned:
+                    self.tape.make(self._part(one))
+            self.tape.take(*self.step.program.parameters)
+            self.tape.free(*self.step.program.parameters)
+
+    def _gradient(self, one: Parameter, request: int) -> None:
+        rows = self.gradients.setdefault(one.unit, [])
+        if request >= 0 and request not in self.tape.taken:
+            self.tape.take(request)
+            rows.append(request)
+        elif not any(request in held for held in self.gradients.values()):  # added to one that is reduced by now
+            rows.append(self.tape.make(one.size_bytes))
 
     def _gather(self, unit: int) -> None:
         """The all-gather of a unit begins, unless it has."""
-        if self.stored > 1 and self.whole[unit] and unit not in self.buffers and unit not in self.gathered:
-            self.buffers[unit] = self.whole[unit]
-            self._rise()
+        owned = self.owned[unit]
+        if self.stored > 1 and owned and unit not in self.buffers and unit not in self.gathered:
+            self.buffers[unit] = self.tape.make(self.stored * sum(map(self._part, owned)), Side.GATHERING)
 
-    def _copy_out(self, unit: int) -> int:
-        """Parameters of a unit are made from what was gathered; gives what the buffer takes until it is let go of."""
+    def _copy_out(self, unit: int) -> tuple[int, ...]:
+        """Parameters of a unit are made from what was gathered; gives the buffer, to be let go of."""
         if unit not in self.buffers:
-            return 0
-        self.gathered[unit] = self.whole[unit]
-        self._rise()
-        self.kept.pop(unit, None)
-        return self.buffers.pop(unit)
+            return ()
+        self.gathered[unit] = [self.tape.make(self.stored * self._part(one)) for one in self.owned[unit]]
+        self.tape.free(*self.kept.pop(unit, ()))
+        return (self.buffers.pop(unit),)
 
     def _forward(self, unit: int) -> None:
         self._gather(unit)
         if unit in self.buffers:  # only after it the last one is let go of: a local name holds it until then
-            self.copied = self._copy_out(unit)
+            copied = self._copy_out(unit)
+            self.tape.free(*self.copied)
+            self.copied = copied
 
     def _forwarded(self, unit: int) -> None:
         self.order.append(unit)
         held = self.layout.parameters
         if unit == self.root:
-            self.copied = 0
+            self.tape.free(*self.copied)
+            self.copied = ()
         elif held == self.stored:
-            self.gathered.pop(unit, None)
+            self.tape.free(*self.gathered.pop(unit, ()))
         elif held > 1 and unit in self.gathered:
-            self.kept[unit] = self.whole[unit] // held
-            self._rise()
-            del self.gathered[unit]
+            self.kept[unit] = [self.tape.make(self.stored * self._part(one) // held) for one in self.owned[unit]]
+            self.tape.free(*self.gathered.pop(unit))
 
     def _backward(self, unit: int) -> None:
         self._gather(unit)
-        self._copy_out(unit)
+        self.tape.free(*self._copy_out(unit))
         if unit in self.order and (before := len(self.order) - 1 - self.order[::-1].index(unit)) > 0:
             self._gather(self.order[before - 1])
             del self.order[before:]
 
     def _backwarded(self, unit: int) -> None:
-        self.gathered.pop(unit, None)
+        self.tape.free(*self.gathered.pop(unit, ()))
         if unit not in self.gradients:
             return
-        self.reducing = self.reduced[unit]  # the former is let go of
-        self._rise()
-        del self.gradients[unit]
-        part = self.reduced[unit] // self.layout.gradients
-        self._rise(part)
-        self.parts[unit] = part
+        self.tape.free(*self.reducing)
+        self.reducing = (self.tape.make(self.reduced[unit]),)
+        self.tape.free(*self.gradients.pop(unit))
+        part = self.tape.make(self.reduced[unit] // self.layout.gradients, Side.REDUCING)
+        if unit in self.parts:  # it is added to those of the last microbatch
+            self.tape.free(part)
+        else:
+            self.parts[unit] = part
 
 
-def _replicated(step: StepMarks, layout: Layout) -> Foreseen:
+class _Replicated:
     """Under DDP, whose buckets hold the gradients for good, and perhaps a divided optimizer."""
-    parameters, whole_state = whole_bytes(step)
-    owned = owned_parameters(step, layout.state)
-    state = sum(_state_bytes(one, one.num_items) for one in owned)
-    buckets = sum(one.size_bytes for one in step.parameters if one.is_trained)
-    share = sum(one.size_bytes for one in owned) / max(1, buckets)
-    most, former, updating = 0, step.marks[-1], True
-    for mark in step.marks:
-        rise = mark.peak_bytes - former.live_bytes
-        base = former.live_bytes - former.gradient_bytes - whole_state + state + buckets
-        most = max(most, base + (int(rise * share) if updating else rise))
-        updating = mark.kind in ("finished", "update")
-        former = mark
-    making = max(step.before_peak_bytes, step.before_bytes + buckets)
-    return Foreseen(most, making, parameters + state + buckets)
+
+    def __init__(self, step: StepMarks, layout: Layout, tape: RankTape) -> None:
+        self._root, self._tape = len(step.units) - 1, tape
+        self._trained = [one for one in step.parameters if one.is_trained]
+        self._arrived: dict[int, Parameter] = {}  # in the order of their first gradients
+        self._parameters, self._is_rebuilt = step.parameters, False
+        self._buckets: list[int] = []
+        self.updated = [(one, one.num_items) for one in owned_parameters(step, layout.state)]
+        whole = sum(one.size_bytes for one in step.parameters)
+        self.held_bytes = whole + sum(one.size_bytes for one in self._trained) + _state_bytes(self.updated)
+
+    def at(self, mark: Mark) -> None:
+        """What DDP's hooks do."""
+        if mark.kind == "called":
+            self._buckets = [self._tape.make(sum(one.size_bytes for one in self._trained))]
+        elif mark.kind == "gradient":  # copied into its bucket
+            self._arrived.setdefault(mark.place, self._parameters[mark.place])
+            if mark.request >= 0 and mark.request not in self._tape.taken:
+                self._tape.take(mark.request)
+                self._tape.free(mark.request)
+        elif mark.kind == "forward" and mark.place == self._root and self._arrived and not self._is_rebuilt:
+            self._is_rebuilt = True
+            self._tape.free(*self._buckets)
+            self._buckets = [self._tape.make(size) for size in self._bucket_sizes()]
+
+    def _bucket_sizes(self) -> list[int]:
+        order = list(self._arrived.values())
+        sizes, limit = [0], _FIRST_BUCKET_BYTES
+        for one in [*order, *(one for one in self._trained if one not in order)]:
+            if sizes[-1] >= limit:
+                limit = _BUCKET_BYTES
+                sizes.append(0)
+            sizes[-1] += one.size_bytes
+        return sizes

@@ -1,16 +1,20 @@
-"""Records the marks of one step of a program that is not sharded, in the process that runs it.
+"""Records the marks of the first steps of a program that is not sharded, in the process that runs it.
 
-Contract: the program computes what it would; peaks of torch's statistics are begun anew at every mark. The step is one
-that makes no optimizer state. Source of what is marked: the hooks of FSDP2 (torch.distributed.fsdp.fully_shard).
+Contract: the program computes what it would, and allocates what it would. The last of the steps is one that makes no
+optimizer state. Source of what is marked: the hooks of FSDP2 (torch.distributed.fsdp.fully_shard).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from stalloc.sharding.step_marks import Mark, MarkKind, Parameter, StepMarks
+from stalloc.allocator_conf import conf_in_force, conf_text
+from stalloc.errors import SetupError
+from stalloc.sharding.asked_history import AskedHistory
+from stalloc.sharding.step_marks import Mark, MarkKind, Parameter, Program, StateTensor, StepMarks
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.sharding import units_within
@@ -25,12 +29,15 @@ class StepWatch:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.num_steps = 0
+        self._history = AskedHistory()
         self._model: Any = None
         self._optimizer: Any = None
         self._units: list[tuple[str, Any]] = []
         self._parameters: list[tuple[str, int, Any]] = []
         self._marks: list[Mark] = []
-        self._before = (0, 0)
+        self._gradients: dict[int, int] = {}  # row of a mark: address of the gradient
+        self._addresses: tuple[int, list[int]] = (0, [])  # of the parameters when the model was called first
+        self._state: list[tuple[int, int, StateTensor]] = []  # when it was seen, and its address
         self._is_ending = False  # a backward pass of which the end will be marked
         self._entered: set[int] = set()
         when_models_appear(self._appeared)
@@ -38,40 +45,61 @@ class StepWatch:
         register_optimizer_step_post_hook(self._updated)
 
     def told(self) -> StepMarks:
-        """What was recorded."""
-        state = getattr(self._optimizer, "state", {})
+        """What was recorded; without marks if there were too few steps. Raises SetupError for a model elsewhere."""
+        state, found = getattr(self._optimizer, "state", {}), self._history.requests()
+        marks = [
+            replace(mark, request=found.at(mark.event, self._gradients[row])) if row in self._gradients else mark
+            for row, mark in enumerate(self._marks)
+        ]
+        ends = [row + 1 for row, mark in enumerate(marks) if mark.kind == "updated"]
+        if len(ends) <= WATCHED_STEP:
+            marks = []
+        called, addresses = self._addresses
+        program = Program(
+            events=tuple(found.events[: marks[-1].event if marks else 0]),
+            sizes=tuple(found.sizes),
+            streams=tuple(found.streams),
+            parameters=tuple({found.at(called, address) for address in addresses} - {-1}),
+            state={row: one for seen, address, one in self._state if (row := found.at(seen, address)) >= 0},
+            conf=conf_text(conf_in_force()[1]),
+        )
+        if marks and not program.parameters:
+            raise SetupError("its model has no parameters on the GPU when it is called first")
         return StepMarks(
             units=tuple(name for name, _ in self._units),
             parameters=tuple(_parameter(name, unit, one, state.get(one, {})) for name, unit, one in self._parameters),
-            marks=tuple(self._marks),
-            before_bytes=self._before[0],
-            before_peak_bytes=self._before[1],
+            program=program,
+            marks=tuple(marks),
+            steady=ends[-2] if marks else 0,
             block_kind=type(self._units[0][1]).__name__ if len(self._units) > 1 else "",
         )
 
     def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:
         if number:
             return
-        self._model, self._before = model, live_bytes()
+        self._model = model
         blocks = units_within(model, blocks)
         self._units = [*((block.name, block.module) for block in blocks), ("", model)]
         self._parameters = [
             (name, unit, one) for unit, owned in enumerate(units_of(model, blocks)) for name, one in owned
         ]
+        self._addresses = self._history.moment(), [_address(one) for _, _, one in self._parameters]
+        self._mark("called")
         for row, (_, module) in enumerate(self._units):
             module.register_forward_pre_hook(self._forward(row), with_kwargs=True)
             module.register_forward_hook(self._forwarded(row))
         for row, (_, _, one) in enumerate(self._parameters):
             if one.requires_grad:
-                one.register_post_accumulate_grad_hook(lambda _, row=row: self._mark("gradient", row))
+                one.register_post_accumulate_grad_hook(lambda one, row=row: self._gradient(row, one))
 
     def _mark(self, kind: MarkKind, place: int = -1) -> None:
-        if self.num_steps != WATCHED_STEP:
-            return
-        gradients = sum(one.grad.nbytes for _, _, one in self._parameters if one.grad is not None)
-        live, peak = live_bytes()
-        self._marks.append(Mark(kind, place, live, peak, gradients))
-        torch.cuda.reset_peak_memory_stats()
+        if self.num_steps <= WATCHED_STEP:
+            has_gradients = any(one.grad is not None for _, _, one in self._parameters)
+            self._marks.append(Mark(kind, place, self._history.moment(), has_gradients))
+
+    def _gradient(self, row: int, parameter: Any) -> None:
+        self._gradients[len(self._marks)] = _address(parameter.grad)
+        self._mark("gradient", row)
 
     def _forward(self, row: int) -> Any:
         def before(_: Any, args: Any, kwargs: Any) -> Any:
@@ -123,8 +151,12 @@ class StepWatch:
     def _updated(self, optimizer: Any, *_: Any) -> None:
         if optimizer is self._optimizer:
             self._mark("updated")
+            moment = self._marks[-1].event
+            for row, (*_named, one) in enumerate(self._parameters):
+                for value in _on_device(self._optimizer.state.get(one, {})):
+                    told = StateTensor(row, value.shape == one.shape)
+                    self._state.append((moment, _address(value), told))
             self.num_steps += 1
-            torch.cuda.reset_peak_memory_stats()
 
 
 class _Inputs(torch.autograd.Function):
@@ -141,10 +173,12 @@ class _Inputs(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def live_bytes() -> tuple[int, int]:
-    """What the program holds of what it asked for, on its device, now and at the most since peaks were begun anew."""
-    told = torch.cuda.memory_stats()
-    return told["requested_bytes.all.current"], told["requested_bytes.all.peak"]
+def _address(one: Any) -> int:
+    return int(one.untyped_storage().data_ptr())
+
+
+def _on_device(state: Any) -> list[Any]:
+    return [value for value in state.values() if torch.is_tensor(value) and value.is_cuda]
 
 
 def units_of(model: Any, blocks: list[Block]) -> list[list[tuple[str, Any]]]:
@@ -160,7 +194,7 @@ def units_of(model: Any, blocks: list[Block]) -> list[list[tuple[str, Any]]]:
 
 
 def _parameter(name: str, unit: int, one: Any, state: Any) -> Parameter:
-    tensors = [value for value in state.values() if torch.is_tensor(value) and value.is_cuda]
+    tensors = _on_device(state)
     alike = tuple(value.nbytes for value in tensors if value.shape == one.shape)
     return Parameter(
         name=name,

@@ -21,15 +21,16 @@ class RankSeen:
     """What one rank held."""
 
     failure: str = ""  #: why there is nothing else
-    step_bytes: int = 0  #: at the most, of what it asked for, in a step that makes no state
+    step_bytes: int = 0  #: asked for at the most, in a step that makes no state
     making_bytes: int = 0  #: the same until the model was divided
-    allocated_bytes: int = 0  #: the same as `step_bytes`, as PyTorch counts blocks
+    step_allocated: int = 0  #: allocated at the most, as PyTorch counts blocks, in the step
+    making_allocated: int = 0  #: the same before
     reserved_bytes: int = 0  #: by PyTorch's own allocator
 
     @property
     def needed_bytes(self) -> int:
-        """At any time."""
-        return max(self.step_bytes, self.making_bytes)
+        """Allocated at any time."""
+        return max(self.step_allocated, self.making_allocated)
 
 
 class ShardRuns:
@@ -59,12 +60,8 @@ class ShardRuns:
         told = json.loads(text)
         if not told["steps"]:
             return RankSeen("it made no step")
-        return RankSeen(
-            step_bytes=told["steps"][-1],
-            making_bytes=told["making_bytes"],
-            allocated_bytes=told["allocated"][-1],
-            reserved_bytes=told["reserved_bytes"],
-        )
+        (step, step_allocated), (making, making_allocated) = told["steps"][-1], told["making"]
+        return RankSeen("", step, making, step_allocated, making_allocated, told["reserved_bytes"])
 
     def _run(self, work: RankWork) -> tuple[str | None, str]:
         variables = {"STALLOC": "", "STALLOC_CACHE": "off", "STALLOC_TRIAL": "1"}

@@ -76,16 +76,15 @@ def _measuring(folder: Path, layout: Layout) -> Callable[[], None]:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from stalloc.sharding.marks_watch import live_bytes
     from stalloc.techniques.appearing import when_models_appear
     from stalloc.techniques.sharding import Sharding
 
-    told: dict[str, Any] = {"making_bytes": 0, "steps": [], "allocated": [], "reserved_bytes": 0}
+    told: dict[str, Any] = {"making": (0, 0), "steps": [], "reserved_bytes": 0}
     first: list[Any] = []  # the optimizer whose steps count; ZeroRedundancyOptimizer has another inside
 
     def divided(number: int, *_: Any) -> None:
         if not number:
-            told["making_bytes"] = live_bytes()[1]
+            told["making"] = _peaks()
             torch.cuda.reset_peak_memory_stats()
 
     def end() -> None:
@@ -96,8 +95,7 @@ def _measuring(folder: Path, layout: Layout) -> Callable[[], None]:
         if optimizer is not first[0]:
             return
         time.sleep(_WATCHDOG_SECONDS)
-        told["steps"].append(live_bytes()[1])
-        told["allocated"].append(torch.cuda.max_memory_allocated())
+        told["steps"].append(_peaks())
         told["reserved_bytes"] = max(told["reserved_bytes"], torch.cuda.max_memory_reserved())
         torch.cuda.reset_peak_memory_stats()
         if len(told["steps"]) >= NUM_STEPS:
@@ -107,3 +105,11 @@ def _measuring(folder: Path, layout: Layout) -> Callable[[], None]:
     when_models_appear(divided)  # after it
     register_optimizer_step_post_hook(stepped)
     return end
+
+
+def _peaks() -> tuple[int, int]:
+    """The most bytes that were asked for, and allocated, since peaks were begun anew."""
+    import torch
+
+    told = torch.cuda.memory_stats()
+    return told.get("requested_bytes.all.peak", 0), told.get("allocated_bytes.all.peak", 0)

@@ -1,16 +1,26 @@
-"""One step of a program that is not sharded, as sharding it needs to know it: moments, and memory between them.
+"""The first steps of a program that is not sharded, as sharding it needs to know them: what was asked for, and moments.
 
-Contract: memory between two marks is that of the program as it is, exact to the byte; which marks there are does not
-depend on the number of ranks. All of it is plain data, for another process. Bytes are what was asked for: PyTorch's
-`allocated_bytes` has up to 1 MiB more for each block of its own that it does not split.
+Contract: every request of PyTorch's allocator on the device is there, from the first on; which moments there are does
+not depend on the number of ranks. All of it is plain data, for another process.
 """
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-MarkKind = Literal["forward", "forwarded", "backward", "gradient", "backwarded", "finished", "update", "updated"]
-"""A unit's forward pass begins, has ended; backward reaches it; a parameter has its gradient; those of a unit's inputs
-are there; the whole backward pass is over; the optimizer begins, has ended."""
+MarkKind = Literal[
+    "called", "forward", "forwarded", "backward", "gradient", "backwarded", "finished", "update", "updated"
+]
+"""The model is called first; a unit's forward pass begins, has ended; backward reaches it; a parameter has its
+gradient; those of a unit's inputs are there; the whole backward pass is over; the optimizer begins, has ended."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of the optimizer's on the device."""
+
+    parameter: int  #: row of the parameters
+    is_alike: bool  #: it has the shape of its parameter
 
 
 @dataclass(frozen=True)
@@ -47,25 +57,43 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of the step."""
+    """A moment."""
 
     kind: MarkKind
     place: int  #: row of the units, of the parameters for "gradient", -1 for the rest
-    live_bytes: int  #: at it
-    peak_bytes: int  #: since the one before
-    gradient_bytes: int  #: of gradients that parameters hold at it
+    event: int  #: how many events were before it
+    has_gradients: bool  #: whether parameters hold any
+    request: int = -1  #: of the gradient's memory; -1: unknown
+
+
+@dataclass(frozen=True)
+class Program:
+    """What was asked for: a request's row is its place among the allocations."""
+
+    events: tuple[int, ...]  #: of each event the row of an allocation, or -1 - row where its memory was free again
+    sizes: tuple[int, ...]  #: bytes of each request
+    streams: tuple[int, ...]  #: of each request; the default stream is 0
+    parameters: tuple[int, ...]  #: requests that hold the model's parameters when it is called first
+    state: dict[int, StateTensor]  #: requests of the optimizer's tensors
+    conf: str  #: the settings of PyTorch's allocator
 
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The step."""
+    """The steps; the last is steady."""
 
     units: tuple[str, ...]  #: names: repeated blocks, and last what lies in none
     parameters: tuple[Parameter, ...]
+    program: Program
     marks: tuple[Mark, ...]
-    before_bytes: int  #: when the model was called first
-    before_peak_bytes: int  #: the most until then
+    steady: int  #: the first mark of the last step
     block_kind: str = ""  #: the class of the first unit that is a block
+
+    @cached_property
+    def num_passes(self) -> int:
+        """Forward passes of a step."""
+        root = len(self.units) - 1
+        return max(1, sum(mark.kind == "forward" and mark.place == root for mark in self.marks[self.steady :]))
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""
@@ -78,11 +106,16 @@ class StepMarks:
             Parameter(**{**one, "shape": tuple(one["shape"]), "state_bytes": tuple(one["state_bytes"])})
             for one in told["parameters"]
         )
+        program = told["program"]
         return cls(
             units=tuple(told["units"]),
             parameters=tuple(parameters),
+            program=Program(
+                **{name: tuple(program[name]) for name in ("events", "sizes", "streams", "parameters")},
+                state={int(row): StateTensor(**one) for row, one in program["state"].items()},
+                conf=program["conf"],
+            ),
             marks=tuple(Mark(**one) for one in told["marks"]),
-            before_bytes=told["before_bytes"],
-            before_peak_bytes=told["before_peak_bytes"],
+            steady=told["steady"],
             block_kind=told["block_kind"],
         )

@@ -54,8 +54,6 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, q
 
     `quantised`: parameters are gathered for the forward pass as int8 with a scale for each block (ZeRO++, qwZ).
     """
-    root = len(step.units) - 1
-    passes = max(1, sum(mark.kind == "forward" and mark.place == root for mark in step.marks))
     weights = sum(one.size_bytes for one in step.parameters)
     gradients = sum(one.size_bytes for one in step.parameters if one.is_trained)
     forward = sum(quantised_bytes(one.num_items) for one in step.parameters) if quantised else weights
@@ -69,7 +67,7 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, q
         counted[kind] += total
         between += far
 
-    for _ in range(passes):
+    for _ in range(step.num_passes):
         add("all_gather", forward, stored)
         add("all_gather", weights - _of_root(step), layout.parameters)  # for backward; the root stays whole
         add("reduce_scatter", gradients, layout.gradients)

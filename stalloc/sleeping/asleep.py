@@ -2,7 +2,8 @@
 
 Contract: nothing is unmapped before all that is to be kept has been copied, so whatever fails on the way to sleep
 leaves the job awake, and whatever fails on the way back leaves it asleep. What no live block has is not copied. A page
-sleeps with all that lives in it, at each of its addresses, and is back before any of that is said to be awake.
+sleeps with all that lives in it, at each of its addresses, and is back before any of that is said to be awake. Where
+only what is tagged sleeps, the pools that have any of its pages serve nobody meanwhile, and the plan goes on elsewhere.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,6 +32,7 @@ class Sleep:
     controller: Controller
     keeper: Keeper
     tags: Tags = UNTAGGED
+    refuses: bool = True  #: nobody gets memory until it is awake
     held_bytes: int = 0  #: that were given back
     kept: list[Run] = field(default_factory=list)  #: what is copied, in the order of the keeper's bytes
     mapped: list[tuple[Any, list[int]]] = field(default_factory=list)  #: ranges, and the pages that they had
@@ -42,6 +44,10 @@ class Sleep:
             self.mapped.append((owner, []))
         self.mapped[-1][1].append(page)
         self.held_bytes += GRANULE
+
+    def addresses(self) -> list[int]:
+        """Where its pages were mapped, each of which may be in several places."""
+        return [page for _, pages in self.mapped for page in pages] + [page for _, page, _, _ in self.shared]
 
     @property
     def kept_bytes(self) -> int:
@@ -74,27 +80,35 @@ def fall_asleep(
 ) -> list[Sleep]:
     """Give pages of a device back: all, or those in which nothing lives but what has one of the `wanted` tags.
 
+    In the latter case others can have memory again once this returns, until `wake_up` and, at last, `wake_pools`.
     `without`: addresses of blocks whose bytes need not be kept; `tags`: those of blocks that have any, by address.
-    Raises SetupError if there is no room for the bytes: the job is awake then.
+    Raises SetupError if there is no room for the bytes, or the plan is in the way: the job is awake then.
     """
     memory = controller.memory
     with controller.lock:
         memory.wait_for_deferred()
         memory.release_unused()
-        found = [
-            one
-            for one in _find_pages(controller, keeper, _living(controller, tags), without)
-            if wanted is None or one.tags.issubset(wanted)
-        ]
+        found = _find_pages(controller, keeper, _living(controller, tags), without, wanted)
+        arena = controller.arenas.arena
+        if wanted is not None and any(owner is arena for sleep in found for owner, _ in sleep.mapped):
+            if not controller.arenas.move():
+                raise SetupError(
+                    f"what is tagged lies where device {controller.device.index} has its plan, which cannot move now: "
+                    "call it again after a step."
+                )
+            found = _find_pages(controller, keeper, _living(controller, tags), without, wanted)
         with memory.source.at_device(capturing=False):
             memory.source.wait()
             for sleep in found:
                 sleep.keeper.keep(sleep.kept)
+            if wanted is not None:
+                controller.state.heap.let_pools_sleep([page for sleep in found for page in sleep.addresses()])
             for sleep in found:
                 for owner, pages in sleep.mapped:
                     _unmap(owner, pages)
                 for owner, page, _, _ in sleep.shared:
                     owner.unmap(page, GRANULE)
+                memory.asleep_bytes += sleep.held_bytes
         memory.source.collect()
     return found
 
@@ -103,26 +117,26 @@ def wake_up(sleep: Sleep) -> None:
     """Map pages again, and bring the bytes back. Raises SetupError if the device has no room: the job sleeps on."""
     memory = sleep.controller.memory
     with sleep.controller.lock, memory.source.at_device(capturing=False):
-        open_ranges = {id(one) for one in memory.source.ranges}
-        done: list[tuple[Any, list[int]]] = []
-        for owner, pages in sleep.mapped:
-            if id(owner) not in open_ranges:  # closed meanwhile, as nothing lived there any more
-                continue
-            done.append((owner, pages))
-            if not all(owner.map(begin, size) for begin, size in page_runs(pages)):
-                for one, its_pages in done:
-                    _unmap(one, its_pages)
-                memory.source.collect()
-                needed, free = human_bytes(sleep.held_bytes), human_bytes(memory.source.free_bytes())
-                raise SetupError(
-                    f"waking needs {needed} of device {sleep.controller.device.index}, which has {free}: let another "
-                    "job sleep first."
-                )
+        open_ranges = {id(one) for one in memory.source.ranges}  # others were closed, as nothing lived there any more
+        mapped = [(owner, pages) for owner, pages in sleep.mapped if id(owner) in open_ranges]
+        needed = GRANULE * sum(len(pages) for _, pages in mapped)
+        runs = ((owner, run) for owner, pages in mapped for run in page_runs(pages))
+        if not memory.paging.make_room(needed) or not all(owner.map(*run) for owner, run in runs):
+            for owner, pages in mapped:
+                _unmap(owner, pages)
+            memory.source.collect()
+            free = memory.source.free_bytes()
+            raise SetupError(
+                f"waking needs {human_bytes(needed)} of device {sleep.controller.device.index}, which has "
+                f"{human_bytes(free)}, {human_bytes(needed - free)} too few: free what was allocated meanwhile, or let "
+                "another job sleep first."
+            )
         for owner, page, other, other_page in sleep.shared:
             if id(owner) in open_ranges and id(other) in open_ranges:
                 owner.share(page, other, other_page)
-        sleep.keeper.bring_back([run for run in sleep.kept if _is_there(run, done)])
+        sleep.keeper.bring_back([run for run in sleep.kept if _is_there(run, mapped)])
         memory.source.wait()
+        memory.asleep_bytes -= sleep.held_bytes
         memory.paging.match()  # what was freed meanwhile
 
 
@@ -134,7 +148,8 @@ def _living(controller: Controller, tags: Mapping[int, Tags]) -> dict[int, dict[
             if block.state == BLOCK_FREE and segment.kind < PRIVATE_KINDS:
                 continue
             for page in range(block.address // GRANULE * GRANULE, block.address + block.size_bytes, GRANULE):
-                found.setdefault(page, {})[block.address] = tags.get(block.address) or UNTAGGED
+                named = tags.get(block.address) if segment.kind < PRIVATE_KINDS else None
+                found.setdefault(page, {})[block.address] = named or UNTAGGED
     return found
 
 
@@ -143,8 +158,12 @@ def _find_pages(
     keeper: Callable[[], Keeper],
     living: Mapping[int, Mapping[int, Tags]],
     without: Collection[int],
+    wanted: Collection[str] | None,
 ) -> list[Sleep]:
-    """All pages that are mapped, by what lives in them; those at two addresses once, and by whom they are shared."""
+    """The pages that are mapped, by what lives in them; those at two addresses once, and by whom they are shared.
+
+    All, or those in which nothing lives but what has one of the `wanted` tags.
+    """
     places: dict[int, list[tuple[Any, int]]] = {}  # of each page of memory: where it is mapped
     for owner in controller.memory.source.ranges:
         for page in owner.mapped():
@@ -154,7 +173,9 @@ def _find_pages(
     for (owner, page), *others in places.values():
         blocks = {address: named for _, at in ((owner, page), *others) for address, named in living.get(at, {}).items()}
         tags: Tags = frozenset().union(*blocks.values()) or UNTAGGED
-        sleep = found.get(tags) or found.setdefault(tags, Sleep(controller, keeper(), tags))
+        if wanted is not None and not tags.issubset(wanted):
+            continue
+        sleep = found.get(tags) or found.setdefault(tags, Sleep(controller, keeper(), tags, refuses=wanted is None))
         sleep.add(owner, page)
         sleep.shared += [(other, at, owner, page) for other, at in others]
         if any(address not in without for address in blocks):

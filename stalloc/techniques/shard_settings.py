@@ -7,7 +7,7 @@ ranks. The triples are those of PaRO (Wu et al. 2023) and AMSP (Chen et al. 2023
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stalloc.errors import BadInputError
@@ -75,8 +75,9 @@ def parse_way(text: str, num_ranks: int, *, must_run: bool = True) -> ShardWay:
     layout = parse_layout(text.removesuffix(_BLOCKS), num_ranks)
     if must_run and layout.executor is None:
         raise BadInputError(
-            f"PyTorch has nothing that does {text}: gradients must be divided over as many ranks as parameters are, "
-            "or a multiple."
+            f"{text} can be foreseen only: fully_shard gives each rank the gradients of the parameters that it keeps, "
+            f"so they must be over as many ranks as those ({layout.parameters}) or a multiple, not {layout.gradients}: "
+            f"run {replace(layout, gradients=layout.parameters).name(num_ranks)} instead."
         )
     return ShardWay(layout, text.endswith(_BLOCKS))
 

@@ -197,12 +197,12 @@ def read_sites(trace: Trace) -> Sites | None:
     return Sites(site=site, event_site=event_site, begin=begin, frame=frame, frames=frames)
 
 
-def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any], depth: int = 1) -> list[str]:
+def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any]) -> list[str]:
     """The name of the call site of each of these rows of a trace; `unknown` where it is not known."""
     sites = read_sites(trace)
     if sites is None:
         return [UNKNOWN] * len(rows)
-    names = np.array([*sites.names(depth), UNKNOWN], dtype=object)  # -1 picks the last one
+    names = np.array([*sites.names(), UNKNOWN], dtype=object)  # -1 picks the last one
     return names[sites.site[np.asarray(rows, np.int64)]].tolist()
 
 

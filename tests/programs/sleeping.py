@@ -114,20 +114,18 @@ others = bytes_of([weights, *cache])
 weights.copy_(torch.randn(2 << 20))  # what is awake goes on
 updated = bytes_of([weights])
 told["rest_computes"] = updated != others[:1] and bytes_of(cache) == others[1:]
-told["part_request"] = refused(lambda: torch.zeros(1000, device="cuda"))
 told["unknown_tag"] = refused(lambda: stalloc.sleep(tags=["kv", "cache"]))
 told["weights_kept"] = stalloc.sleep(tags=["weights"]).kept_bytes
 stalloc.wake(tags="weights")
 told["weights_first"] = bytes_of([weights]) == updated and [one.data_ptr() for one in tagged] == places
 told["kv_still_asleep"] = awake_bytes - virtual.used_bytes()
-told["part_still_asleep"] = refused(lambda: torch.zeros(1000, device="cuda"))
 stalloc.wake()
-told["all_awake"] = refused(lambda: torch.zeros(1000, device="cuda"))
 for one in kv:
     one.copy_(torch.randn(3 << 20))
 everything = bytes_of([*tagged, *tensors])
 stalloc.sleep()
 stalloc.wake(tags="weights")
+told["part_still_asleep"] = refused(lambda: torch.zeros(1000, device="cuda"))
 told["weights_of_all"] = bytes_of([weights]) == updated
 stalloc.sleep(tags="weights", to="disk")
 stalloc.wake()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.cost.class_seconds import ClassShares, WorkSeconds, parent_of, time_of
+from stalloc.cost.class_seconds import ClassShares, WorkSeconds, time_of
 from stalloc.cost.operation_classes import AFTER_START, ATTENTION, CONVOLUTION, PARENTS, POINTWISE
 
 _FLOPS = (0.02, 0.03, 0.05, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -45,13 +45,14 @@ def calibrate(calls: Sequence[TimedCall], source: str) -> dict[str, ClassShares]
         by_class[call.kind].append(call)
     found: dict[str, ClassShares] = {}
     for kind in _ORDER:
-        parent = found.get(parent_of(kind))
+        parent_kind = PARENTS.get(kind, "")
+        parent = found.get(parent_kind)
         near = (parent.of_flops, parent.of_bandwidth, parent.start_us) if parent else _UNKNOWN
         near = (_PUBLISHED_FLOPS.get(kind, near[0]), *near[1:])
         known = by_class.get(kind, [])
         if not known or kind == CONVOLUTION:
             error = parent.error if parent else 1.0
-            found[kind] = ClassShares(kind, *near, error, 0, f"not measured: as {parent_of(kind)}")
+            found[kind] = ClassShares(kind, *near, error, 0, f"not measured: as {parent_kind}")
             continue
         shares = _best(kind, known, near)
         error = error_of(known, [time_of(shares, call.work) for call in known])

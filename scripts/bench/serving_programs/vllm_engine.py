@@ -1,11 +1,12 @@
-"""vLLM of a Llama of 8B parameters without weights: profile, cache, graphs unless --eager, and four tokens.
+"""vLLM without weights: profile, cache, graphs unless --eager, and four tokens.
 
-vllm_engine.py [--eager] [SETTINGS]     SETTINGS: arguments of vllm.LLM as JSON
+vllm_engine.py [--eager] [--model NAME] [SETTINGS]     NAME: in results/vllm-logs.json, else a Llama of 8B parameters;
+                                                       SETTINGS: arguments of vllm.LLM as JSON
 """
 
+import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,11 +28,19 @@ MODEL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-words = [word for word in sys.argv[1:] if word != "--eager"]
+parser = argparse.ArgumentParser()
+parser.add_argument("--eager", action="store_true")
+parser.add_argument("--model")
+parser.add_argument("settings", nargs="?", default="{}", type=json.loads)
+args = parser.parse_args()
+if args.model:
+    logs = json.loads((Path(__file__).parents[1] / "results" / "vllm-logs.json").read_text())["logs"]
+    model = next(log["model"] for log in logs if log["name"] == args.model)
+    MODEL = {"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2} | model
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": "--eager" in sys.argv}
-    engine = LLM(model=folder, disable_log_stats=True, **settings, **json.loads(words[0] if words else "{}"))
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": args.eager}
+    engine = LLM(model=folder, disable_log_stats=True, **settings, **args.settings)
     sampling = SamplingParams(max_tokens=4, detokenize=False, ignore_eos=True)
     outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling)
 assert len(outputs[0].outputs[0].token_ids) == 4

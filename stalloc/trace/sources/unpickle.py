@@ -23,6 +23,7 @@ _ADMITTED = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
 }
+_READ_AHEAD_BYTES = 1 << 17  # what the unpickler looks ahead, if it can: without frames it else reads value by value
 _FREE_BYTES, _MAX_DENSITY = 64 << 20, 32  # snapshots take 11 to 22 bytes of memory for each of their own
 _SENTENCES = {
     Verdict.NO_PICKLE: "not a pickle",
@@ -71,7 +72,8 @@ def load_plain_pickle(path: Path, data: bytes, left_out: str = "") -> Any:
     if memory_bytes > memory_limit_bytes():
         raise BadInputError(f"{path}: the pickle does not fit into memory: record fewer steps.")
     try:
-        return _PlainUnpickler(io.BytesIO(data if cuts is None else _without(data, cuts))).load()
+        plain = io.BytesIO(data if cuts is None else _without(data, cuts))
+        return _PlainUnpickler(io.BufferedReader(plain, _READ_AHEAD_BYTES)).load()
     except _Forbidden as error:
         raise _refusal(path, str(error)) from error
     except MemoryError as error:
