@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,9 @@ _BEGAN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Lets a run be as long as there is time, and begin at another place than others."""
+    """Lets a run be as long as there is time."""
     text = "begin no test after so many minutes: those that are left are skipped"
     parser.addoption("--minutes", type=float, default=float("inf"), help=text)
-    text = "begin with a test that this word decides and go round: --minutes then skips other tests for another word"
-    parser.addoption("--begin-by", metavar="WORD", default="", help=text)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -47,9 +44,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    if (word := config.getoption("begin_by")) and items:
-        first = zlib.crc32(word.encode()) % len(items)
-        items[:] = items[first:] + items[:first]
 
 
 @pytest.fixture(scope="session")
