@@ -3,8 +3,8 @@
 Contract: what matches the plan by chance would be scattered over the arena, and keep parts of pages from everything
 else. So the plan is bypassed from there to the next mark, or to an iteration that begins as planned: its arena moves to
 addresses without memory, and the heap has all that is free where it was. After many such steps in a row there is one in
-which it serves what it can. A step that asks for what is planned, and finds its places taken by what another step left
-there, is not another one: the arena moves, and the plan goes on; if that does not help, the next step is bypassed.
+which it serves what it can. A step that asks for all that is planned, and finds its places taken by what another step
+left there, is not another one: the arena moves, and the plan goes on; if that does not help, the next one is bypassed.
 """
 
 from typing import TYPE_CHECKING
@@ -46,9 +46,7 @@ class Bypass:
             self._came_late = True
         if not (self._is_another() and self._matters()):
             return False
-        lost, hits = self._lost_and_hit
-        is_planned = not self._leaves_out and not decisions.is_third_lost(lost - self._state.num_displaced, hits)
-        goes_on = is_planned and self._in_a_row == 0
+        goes_on = self._in_a_row == 0 and not self._leaves_out
         with self._status.cpu_budget.counted():
             if not self._arenas.move():
                 return False
