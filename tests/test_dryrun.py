@@ -52,6 +52,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_sleeps_stays_awake_under_pytorch_which_is_said(tmp_path: Path) -> None:
     program = tmp_path / "sleeping.py"
     program.write_text(SLEEPING)
