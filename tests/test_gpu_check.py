@@ -161,7 +161,7 @@ def test_a_call_that_hangs_costs_its_part_and_names_itself(tmp_path):
 
 @pytest.mark.slow
 def test_what_time_does_not_suffice_for_is_named(tmp_path):
-    code, printed, found = checked(tmp_path, "--minutes", "0.3", "--only", "driver,patterns,spawn")
+    code, printed, found = checked(tmp_path, "--minutes", "0.19", "--only", "driver,patterns,spawn")
     assert code == 1
     assert next(iter(found["parts"])) == "driver"
     assert "spawn" in found["left_out"]
