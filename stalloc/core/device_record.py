@@ -114,7 +114,7 @@ class Follow(Record):
     history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
     num_schedules: int
     bypassed: int  # BYPASS, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
-    left_out: int  # entries of this step that the cursor passed over for one close by; set to 0 at marks by Python
+    left_out: int  # entries of this step that the cursor passed over for one close by; Python sets it to 0 at marks
     begins_line = True
 
 

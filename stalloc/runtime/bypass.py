@@ -46,13 +46,13 @@ class Bypass:
             self._came_late = True
         if not (self._is_another() and self._matters()):
             return False
-        goes_on = self._in_a_row == 0 and not self._leaves_out
+        still_serves = self._in_a_row == 0 and not self._leaves_out
         with self._status.cpu_budget.counted():
             if not self._arenas.move():
                 return False
         self._in_a_row += 1
         self._has_moved = True
-        if not goes_on:
+        if not still_serves:
             self._state.write(bypassed=BYPASS)
         return True
 

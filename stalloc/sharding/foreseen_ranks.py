@@ -10,7 +10,7 @@ wait_for_unshard, reshard, post_backward; `_fsdp_collectives.py`: foreach_all_ga
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stalloc.sharding.rank_tape import RankTape, Side
+from stalloc.sharding.rank_events import RankEvents, Side
 from stalloc.sharding.step_marks import Mark, Parameter, StepMarks
 from stalloc.techniques.shard_settings import Layout
 
@@ -34,7 +34,7 @@ class Foreseen:
 
 
 class _Way(Protocol):
-    """What a layout adds to the program, on a tape."""
+    """What a layout adds to the events of the program."""
 
     updated: list[tuple[Parameter, int]]  #: parameters that this rank updates, and how many items of each
     held_bytes: int
@@ -46,21 +46,21 @@ class _Way(Protocol):
 def foresee(step: StepMarks, layout: Layout) -> Foreseen:
     """What a rank allocates; of a layout without an executor, what FSDP2 would if it had those factors."""
     program = step.program
-    tape = RankTape(list(program.sizes), list(program.streams))
-    way: _Way = _Replicated(step, layout, tape) if layout.executor == "ddp" else _Sharded(step, layout, tape)
-    share = _give_parts(step, way.updated, tape.sizes)
+    rank = RankEvents(list(program.sizes), list(program.streams))
+    way: _Way = _Replicated(step, layout, rank) if layout.executor == "ddp" else _Sharded(step, layout, rank)
+    share = _give_parts(step, way.updated, rank.sizes)
     freed = {-1 - event: moment for moment, event in enumerate(program.events) if event < 0}
     former, is_updating, starts = 0, False, []
     for mark in step.marks:
         for event in program.events[former : mark.event]:
             if event >= 0 and is_updating and freed.get(event, mark.event) < mark.event:
-                tape.sizes[event] = max(1, int(tape.sizes[event] * share))
-            if event >= 0 or -1 - event not in tape.taken:
-                tape.events.append(event)
+                rank.sizes[event] = max(1, int(rank.sizes[event] * share))
+            if event >= 0 or -1 - event not in rank.taken:
+                rank.events.append(event)
         way.at(mark)
         former, is_updating = mark.event, mark.kind in ("finished", "update")
-        starts.append(len(tape.events))
-    asked, allocated = tape.counted(program.conf)
+        starts.append(len(rank.events))
+    asked, allocated = rank.counted(program.conf)
     making, steady = slice(0, starts[0]), slice(max(0, starts[step.steady] - 1), None)
     return Foreseen(
         step_bytes=int(asked[steady].max(initial=0)),
@@ -110,11 +110,11 @@ def _state_bytes(updated: list[tuple[Parameter, int]]) -> int:
 
 @dataclass
 class _Sharded:
-    """Units are gathered, and their gradients scattered. Memory is named by rows of the tape."""
+    """Units are gathered, and their gradients scattered. Memory is named by rows of the rank's events."""
 
     step: StepMarks
     layout: Layout
-    tape: RankTape
+    rank: RankEvents
     gathered: dict[int, list[int]] = field(default_factory=dict)  # unit: its whole parameters
     buffers: dict[int, int] = field(default_factory=dict)  # of all-gathers whose result is not copied out yet
     copied: tuple[int, ...] = ()  # the buffer of the forward pass's last all-gather
@@ -160,80 +160,80 @@ class _Sharded:
         elif mark.kind == "finished":
             for unit in [self.root, *range(self.root)]:
                 self._backwarded(unit)
-            self.tape.free(*self.reducing, *self.buffers.values())
+            self.rank.free(*self.reducing, *self.buffers.values())
             self.reducing = ()
             self.buffers.clear()
             self.order.clear()
         if mark.kind in ("forward", "updated") and not mark.has_gradients:
-            self.tape.free(*self.parts.values())
+            self.rank.free(*self.parts.values())
             self.parts.clear()
 
     def _divide(self) -> None:
         if self.stored > 1:
             for owned in self.owned:
                 for one in owned:
-                    self.tape.make(self._part(one))
-            self.tape.take(*self.step.program.parameters)
-            self.tape.free(*self.step.program.parameters)
+                    self.rank.make(self._part(one))
+            self.rank.take(*self.step.program.parameters)
+            self.rank.free(*self.step.program.parameters)
 
     def _gradient(self, one: Parameter, request: int) -> None:
         rows = self.gradients.setdefault(one.unit, [])
-        if request >= 0 and request not in self.tape.taken:
-            self.tape.take(request)
+        if request >= 0 and request not in self.rank.taken:
+            self.rank.take(request)
             rows.append(request)
         elif not any(request in held for held in self.gradients.values()):  # added to one that is reduced by now
-            rows.append(self.tape.make(one.size_bytes))
+            rows.append(self.rank.make(one.size_bytes))
 
     def _gather(self, unit: int) -> None:
         """The all-gather of a unit begins, unless it has."""
         owned = self.owned[unit]
         if self.stored > 1 and owned and unit not in self.buffers and unit not in self.gathered:
-            self.buffers[unit] = self.tape.make(self.stored * sum(map(self._part, owned)), Side.GATHERING)
+            self.buffers[unit] = self.rank.make(self.stored * sum(map(self._part, owned)), Side.GATHERING)
 
     def _copy_out(self, unit: int) -> tuple[int, ...]:
         """Parameters of a unit are made from what was gathered; gives the buffer, to be let go of."""
         if unit not in self.buffers:
             return ()
-        self.gathered[unit] = [self.tape.make(self.stored * self._part(one)) for one in self.owned[unit]]
-        self.tape.free(*self.kept.pop(unit, ()))
+        self.gathered[unit] = [self.rank.make(self.stored * self._part(one)) for one in self.owned[unit]]
+        self.rank.free(*self.kept.pop(unit, ()))
         return (self.buffers.pop(unit),)
 
     def _forward(self, unit: int) -> None:
         self._gather(unit)
         if unit in self.buffers:  # only after it the last one is let go of: a local name holds it until then
             copied = self._copy_out(unit)
-            self.tape.free(*self.copied)
+            self.rank.free(*self.copied)
             self.copied = copied
 
     def _forwarded(self, unit: int) -> None:
         self.order.append(unit)
         held = self.layout.parameters
         if unit == self.root:
-            self.tape.free(*self.copied)
+            self.rank.free(*self.copied)
             self.copied = ()
         elif held == self.stored:
-            self.tape.free(*self.gathered.pop(unit, ()))
+            self.rank.free(*self.gathered.pop(unit, ()))
         elif held > 1 and unit in self.gathered:
-            self.kept[unit] = [self.tape.make(self.stored * self._part(one) // held) for one in self.owned[unit]]
-            self.tape.free(*self.gathered.pop(unit))
+            self.kept[unit] = [self.rank.make(self.stored * self._part(one) // held) for one in self.owned[unit]]
+            self.rank.free(*self.gathered.pop(unit))
 
     def _backward(self, unit: int) -> None:
         self._gather(unit)
-        self.tape.free(*self._copy_out(unit))
+        self.rank.free(*self._copy_out(unit))
         if unit in self.order and (before := len(self.order) - 1 - self.order[::-1].index(unit)) > 0:
             self._gather(self.order[before - 1])
             del self.order[before:]
 
     def _backwarded(self, unit: int) -> None:
-        self.tape.free(*self.gathered.pop(unit, ()))
+        self.rank.free(*self.gathered.pop(unit, ()))
         if unit not in self.gradients:
             return
-        self.tape.free(*self.reducing)
-        self.reducing = (self.tape.make(self.reduced[unit]),)
-        self.tape.free(*self.gradients.pop(unit))
-        part = self.tape.make(self.reduced[unit] // self.layout.gradients, Side.REDUCING)
+        self.rank.free(*self.reducing)
+        self.reducing = (self.rank.make(self.reduced[unit]),)
+        self.rank.free(*self.gradients.pop(unit))
+        part = self.rank.make(self.reduced[unit] // self.layout.gradients, Side.REDUCING)
         if unit in self.parts:  # it is added to those of the last microbatch
-            self.tape.free(part)
+            self.rank.free(part)
         else:
             self.parts[unit] = part
 
@@ -241,8 +241,8 @@ class _Sharded:
 class _Replicated:
     """Under DDP, whose buckets hold the gradients for good, and perhaps a divided optimizer."""
 
-    def __init__(self, step: StepMarks, layout: Layout, tape: RankTape) -> None:
-        self._root, self._tape = len(step.units) - 1, tape
+    def __init__(self, step: StepMarks, layout: Layout, rank: RankEvents) -> None:
+        self._root, self._rank = len(step.units) - 1, rank
         self._trained = [one for one in step.parameters if one.is_trained]
         self._arrived: dict[int, Parameter] = {}  # in the order of their first gradients
         self._parameters, self._is_rebuilt = step.parameters, False
@@ -254,16 +254,16 @@ class _Replicated:
     def at(self, mark: Mark) -> None:
         """What DDP's hooks do."""
         if mark.kind == "called":
-            self._buckets = [self._tape.make(sum(one.size_bytes for one in self._trained))]
+            self._buckets = [self._rank.make(sum(one.size_bytes for one in self._trained))]
         elif mark.kind == "gradient":  # copied into its bucket
             self._arrived.setdefault(mark.place, self._parameters[mark.place])
-            if mark.request >= 0 and mark.request not in self._tape.taken:
-                self._tape.take(mark.request)
-                self._tape.free(mark.request)
+            if mark.request >= 0 and mark.request not in self._rank.taken:
+                self._rank.take(mark.request)
+                self._rank.free(mark.request)
         elif mark.kind == "forward" and mark.place == self._root and self._arrived and not self._is_rebuilt:
             self._is_rebuilt = True
-            self._tape.free(*self._buckets)
-            self._buckets = [self._tape.make(size) for size in self._bucket_sizes()]
+            self._rank.free(*self._buckets)
+            self._buckets = [self._rank.make(size) for size in self._bucket_sizes()]
 
     def _bucket_sizes(self) -> list[int]:
         order = list(self._arrived.values())

@@ -24,8 +24,7 @@ from harm.running import Setting, run
 AMPLE_BYTES = 80 << 30
 CHANGED_IN_PLACE = ("stalloc/runtime/", "stalloc/planner/")  #: whose modules are imported anew for each change
 _IMPORTED_ANEW = (
-    "stalloc.runtime",
-    "stalloc.planner",
+    *(folder.rstrip("/").replace("/", ".") for folder in CHANGED_IN_PLACE),
     "stalloc.replay",
     "ablation.replaying",
 )  #: they, and what has them

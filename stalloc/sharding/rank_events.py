@@ -22,7 +22,7 @@ class Side(enum.IntEnum):
 
 
 @dataclass
-class RankTape:
+class RankEvents:
     """Events of one rank; rows below the number of the program's requests are theirs."""
 
     sizes: list[int]  #: bytes of each row
