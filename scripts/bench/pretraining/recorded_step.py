@@ -138,7 +138,8 @@ def _seconds(trace: Trace, operations: Operations, step: SteadyStep) -> tuple[fl
     of_models = (operations.module >= 0) | within(operations, RangeKind.BACKWARD)
     rows = np.flatnonzero(of_models[estimated.operations])
     begin, end = estimated.schedule.begin[rows[0]], estimated.schedule.end[rows[-1]]
-    copied = [row for row, queue in zip(estimated.operations, estimated.queues, strict=True) if queue == Queue.TO_HOST]
+    tasks = zip(estimated.operations, estimated.by_data, strict=True)
+    copied = [row for row, task in tasks if task.queue == Queue.TO_HOST]
     updated = sum(int(operations.shape_written_bytes[operations.shape[row]]) for row in copied) // _GRADIENT_BYTES
     rest = estimated.seconds - (end - begin) + updated / ADAM_PARAMETERS_PER_SECOND
     return end - begin, rest
