@@ -177,6 +177,7 @@ def work(seed):
                     torch.cuda.empty_cache()
             for x in mine:
                 del live[x.data_ptr()]
+        stream.synchronize()  # which has read the weight, and the weight is freed now for the stream that made it
     except BaseException as error:
         errors.append(repr(error))
 threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
