@@ -138,7 +138,7 @@ import json, math
 import stalloc
 from stalloc.device import VirtualGPU
 from stalloc.runtime import Settings
-settings = Settings(max_effort=math.inf)
+settings = Settings(planning_share=math.inf)
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=8 << 30), settings=settings)
 import torch
 from torch import nn

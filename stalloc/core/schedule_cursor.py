@@ -103,7 +103,7 @@ def _third_ahead(state, first, end):
 
 @inner()
 def _third_behind(state, first, end):
-    """The last place of this request in the window behind, before which the schedule has the two before it; -1: none.
+    """The last place of this request in the window behind, after the two that came before it; -1: none.
 
     Where layers are alike, the cursor may have run a layer ahead.
     """
@@ -111,7 +111,8 @@ def _third_behind(state, first, end):
     found, i = -1, first_at_least(state.tables.places, first, end, max(cursor - WINDOW, state.follow.cycle_start + 2))
     while i < end and place_at(state, i).value < cursor:
         position = place_at(state, i).value
-        if entry_at(state, position - 1).key == asked(state, 1) and entry_at(state, position - 2).key == asked(state, 2):
+        before, second = entry_at(state, position - 1).key, entry_at(state, position - 2).key
+        if before == asked(state, 1) and second == asked(state, 2):
             found = position
         i += 1
     return found
