@@ -138,15 +138,14 @@ def test_devices_that_do_not_reach_each_other_are_noted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["cuMemMap:hang@9", "cudaDeviceSynchronize:700@9", "cuMemSetAccess:801"])
-def test_under_a_fault_each_part_has_its_turn_within_ten_minutes(tmp_path, fault):
-    code, printed, found = checked(tmp_path, fault=fault)
+@pytest.mark.parametrize(("fault", "minutes"), [("cuMemMap:hang@9", 3), ("cudaDeviceSynchronize:700@9", 10)])
+def test_under_a_fault_each_part_has_its_turn_within_the_minutes_given(tmp_path, fault, minutes):
+    code, printed, found = checked(tmp_path, "--minutes", str(minutes), fault=fault)
     assert code == 1
-    assert found["seconds"] < 600
+    assert found["seconds"] < 60 * minutes
     assert found["left_out"] == []
     failed = {name: entry for name, entry in found["parts"].items() if not entry["passed"]}
     assert next(iter(failed)) in found["first_failure"]
-    failed.pop("timing:124m:expandable", None)  # PyTorch's own expandable segments make these calls, too
     assert all("exit code" not in entry["failure"] for entry in failed.values()), printed
 
 
