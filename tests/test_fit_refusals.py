@@ -81,7 +81,7 @@ def test_a_program_that_does_not_end_is_given_up_with_all_that_it_started(tmp_pa
         (("--budget", "9TiB"), "is not possible on NVIDIA H200"),
         (("--budget", "1GiB", "-o", "fit.bin"), "does not end in .fit.npz"),
         (("--budget", "1GiB", "--trial-seconds", "0"), "--trial-seconds is 0"),
-        (("--budget", "1GiB", "--policy", "nonsense"), "there is no policy 'nonsense' that fits"),
+        (("--budget", "1GiB", "--policy", "nonsense"), "no fit takes the policy 'nonsense'"),
         (("--budget", "1GiB", "--policy", "blocks:x"), "'blocks:x' has no number of blocks"),
         (("--budget", "1GiB", "--policy", "page:7"), "page takes no number"),
         (("--budget", "1GiB", "--as-gpu", "x"), "--as-gpu is for stalloc itself"),

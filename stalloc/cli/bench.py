@@ -1,9 +1,9 @@
 """Run one of the benchmarks of the checkout and print its table.
 
-`stalloc bench planner` plans every instance there is beside the methods of others; `stalloc bench runtime` times the
-allocator. What follows the name goes to the benchmark, such as --quick, --json FILE or --help. `stalloc bench ops --for
-TRACE` times the operations of a recorded program on a real GPU. The other benchmarks are part of the source checkout,
-not of an installed package.
+`stalloc bench planner` compares the planner with the methods of others on every instance; `stalloc bench runtime` times
+the allocator. What follows the name goes to the benchmark, such as --quick, --json FILE or --help. `stalloc bench ops
+--for TRACE` times the operations of a recorded program on a real GPU. The other benchmarks are part of the source
+checkout, not of an installed package.
 """
 
 import argparse

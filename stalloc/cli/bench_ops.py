@@ -2,10 +2,10 @@
 
   stalloc bench ops --for step.trace.npz
 
-TRACE is a recording by `stalloc record --ops`. Each distinct call is made a few times by itself, on tensors of the same
-sizes, and its time is written into the trace (or, with -o, into another file), where `stalloc stats --gpu` uses it
-in place of the estimate. Calls that cannot be made so keep their estimates. JSON: `output`, and for each of `devices`
-the number of `calls` and of those `measured`.
+TRACE is a recording by `stalloc record --ops`. Each distinct call is repeated by itself a few times, on tensors of the
+same sizes, and its time is written into the trace (or, with -o, into another file), where `stalloc stats --gpu` uses it
+instead of the estimate. Calls that cannot be repeated so keep their estimates. JSON: `output`, and for each of
+`devices` the number of `calls` and of those `measured`.
 """
 
 import argparse

@@ -10,8 +10,8 @@ IN is a trace of any kind that stalloc reads; `stalloc stats --help` names them.
   .csv             csv       planning CSV id,lower,upper,size of one device, as minimalloc reads it
 
 The last three may end in .gz as well. A snapshot that becomes a snapshot again has the same events, blocks and call
-sites. What a source does not have and a format needs (addresses, segments) is made up by a plan; the file says so, and
-so do the notes that are printed.
+sites. What a format needs and the source lacks (addresses, segments) is made up by a plan; the file and the printed
+notes say so.
 
 JSON: `input`, `output`, `format`, `bytes`, for each of `devices` its `device`, `source`, `requests` and `events`, and
 `notes`.

@@ -7,18 +7,18 @@ A TRACE is of any kind that stalloc reads; `stalloc stats --help` names them. De
 of one device each are compared whatever their numbers.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to 512 bytes, as `stalloc stats`
-does. Each file is looked at when its allocated peak begins; the changes of every list add up to the change of that
-peak. Persistent requests live across steps, transient ones end in the phase in which they began, scoped ones are all
-others. A call site is the innermost line outside PyTorch; a function with one changed line in each file is one site.
+does. Files are compared at their allocated peaks; the changes of every list add up to the change of the peak.
+Persistent requests live across steps, transient ones end in the phase in which they began, scoped ones are all others.
+A call site is the innermost line outside PyTorch; a function with one changed line in each file is one site.
 
 --fail-over makes it a guard for CI: the exit code is 1 if the allocated peak of any device grew by more. Reserved is
-shown and never judged, since it depends on what the pool did before.
+only shown, since it depends on what the pool did before.
 
 --check is a guard for CI without a second trace: it judges the allocated peak of each device, and names the call sites
 and classes that grew. The baseline is a JSON file to commit, the same kind as of the pytest plugin (docs/guard.md);
---update writes what was measured to it. An entry is named after its file, with the device where the file has several,
-or by --name. --junit writes a report that CI systems show; on GitHub, failures are annotations at the lines that grew.
-The exit code is 1 if a check failed.
+--update writes what was measured to it. An entry is named after its file, with the device if the file has several, or
+by --name. --junit writes a report that CI systems show; on GitHub, failures are annotations at the lines that grew. The
+exit code is 1 if a check failed.
 
 JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of `devices`: `first` and `second`
 (`device`, `source`, `allocated_peak_bytes`, `allocated_peak_event`, `allocated_peak_requests`, `reserved_peak_bytes`),

@@ -1,17 +1,16 @@
-"""Run a program on a virtual GPU and say what it needs and whether it fits, natively and with stalloc.
+"""Run a program on a virtual GPU and say what memory it needs, and whether it fits with and without stalloc.
 
   stalloc dryrun --gpu A100-80GB train.py --batch 8
   stalloc dryrun --memory 24GiB -m package.train
 
-Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
-GPU. Small integers and booleans have their values; a program that reads other values and acts on them sees zeros, and
-the report names the lines that did. A loop that waits for such a value is ended with an error that names its line;
---assume says what it reads.
+Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no GPU.
+Small integers and booleans are correct; other values read as zeros, and the report names the lines that decide by them.
+A loop that waits for such a value is ended with an error that names its line; --assume says what it reads.
 
 A program often needs less than an allocator takes when memory is plentiful, since cached memory is given up before it
 runs out. "Needs" is the least memory with which it completes: its requests, from PyTorch's own history, are replayed on
 smaller and smaller devices; for stalloc the result is confirmed by running the program with that much. "Takes" is what
-the allocator reserved when memory was plentiful. Without such a history (a program that does not use PyTorch) both are
+the allocator reserved when memory was plentiful. For a program without PyTorch, which has no such history, both are
 what was reserved.
 
   stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
@@ -19,16 +18,16 @@ what was reserved.
   stalloc dryrun --gpu H100 --serve --length 4096 serve.py
   stalloc dryrun --gpu H100 --model llama-3-8b --batch 4 --seq 4096 --train adamw  (or --infer)
 
-What the program writes would be zeros: it is discarded, and the report names it. Each run begins with the files as they
-are; --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
+What the program writes is discarded, and named in the report; each run begins with the files as they are; --keep-files
+writes for real. Experiment trackers are silenced; other network requests are made.
 
 --find looks for the largest value of a parameter that fits, for each allocator, or for the smallest card. --ranks tries
-what torchrun would start, each rank by itself. Both run the program in forks of one process, side by side.
+what torchrun would start, each rank by itself. Both do several runs at a time.
 
---serve is for a program that asks how much is free and takes most of it, as inference servers do. It is run on the card
-as it is; the report shows weights, activations and cache, in bytes, tokens and requests of --length. With --find it
-looks for a cache of at least --tokens; without --tokens it runs and lists every value.
---model needs no script: a training loop of stalloc's runs a language model that transformers makes from its
+--serve is for a program that asks how much is free and takes most of it, as inference servers do. The report shows
+weights, activations and cache, in bytes, tokens and requests of --length. With --find it looks for a cache of at least
+--tokens; without --tokens it runs and lists every value.
+--model needs no script: stalloc's own training loop runs a language model that transformers makes from its
 configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
@@ -87,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE:LINE=N",
-        help="what a line of the program reads where the virtual GPU does not compute it, such as the end of a loop; "
+        help="the value that a line of the program reads if the virtual GPU computes none, as at the end of a loop; "
         "may be repeated",
     )
     parser.add_argument(
@@ -133,7 +132,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     of_server.add_argument("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
     of_server.add_argument(
-        "--tokens", type=int, metavar="N", help="with --serve, a cache of at least N tokens is what --find looks for"
+        "--tokens", type=int, metavar="N", help="with --serve, --find looks for a cache of at least N tokens"
     )
 
 
@@ -146,7 +145,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "hub, whose configuration is in your cache",
     )
     of_model.add_argument(
-        "--download", action="store_true", help="fetch the configuration from the hub if it is not (no weights)"
+        "--download", action="store_true", help="fetch the configuration from the hub otherwise (no weights)"
     )
     add_model_arguments(of_model)
 

@@ -14,8 +14,8 @@ def add_gpu_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="schedule the operations of a recording by record --ops on this GPU, with estimated times (default: that "
-        "which the virtual GPU stood for)",
+        help="schedule the operations of a recording by record --ops on this GPU, with estimated times (default: the "
+        "one that the virtual GPU presented)",
     )
 
 

@@ -1,18 +1,19 @@
 """Replay policies that evict while a program runs: what it costs to stay under a budget by recomputing.
 
 FILE is a recording by `stalloc record --ops`, of which the last whole step is replayed, or a log of the DTR simulator
-(one JSON object a line, plain or packed). Whenever a request does not fit, a policy chooses what is dropped; what is
+(one JSON object a line, plain or packed). Whenever a request does not fit, a policy chooses what is evicted; what is
 needed again later is recomputed, and so is whatever that needs.
 
-A budget is a share of the peak without one, such as 0.5 or 50%, or a size, such as 12GiB; commas separate several.
-Without --policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts what is evicted around a
-storage, dtr-eq does so by equivalence classes, dtr-local does not; dte counts free memory beside it; coop evicts
+A budget is a share of the recorded peak, such as 0.5 or 50%, or a size, such as 12GiB; commas separate several. Without
+--policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts the cost of what is evicted around a
+storage, dtr-eq does so by equivalence classes, dtr-local does not; dte counts adjacent free memory; coop evicts
 neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. dte and coop go
 by addresses, in a range of the budget's size; --places gives addresses to all policies. Nothing is moved to the host.
 
-overhead is the time of all calls over that without a budget; a replay that takes twice the time is given up. Times of a
-recording are those that were measured, else estimates for --gpu. "apart": storages evicted though enough bytes were
-free, but not next to each other; a replay that fails so ends as "fragmented". docs/eviction.md says what is a model.
+overhead is the time of all calls divided by that without a budget; a replay that takes twice the time is given up.
+Times of a recording are measured ones, else estimates for --gpu. "apart": storages evicted although enough bytes were
+free, but not next to each other; a replay that fails for this reason ends as "fragmented". docs/eviction.md says what
+is a model.
 
 JSON: `files`, each with `file`, `device`, `peak_bytes`, `seconds` (null for a log) and `rows`: `policy`, `places`,
 `budget_bytes`, `ending` (complete, too long, out of memory, fragmented), `overhead` (null unless complete),

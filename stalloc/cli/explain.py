@@ -2,12 +2,12 @@
 
 FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error, of PyTorch, CuPy or
 another GPU library, plain, compressed, or in the JSON of a container's runtime. For the text of an error the report
-says what follows from its figures, and how to learn more. For the log of a server (vLLM, SGLang) it shows the memory of
-its last start, and the lines that its settings do not predict, with the reason: another process, the estimate of the
-CUDA graphs, the warm-up of the sampler. A memory snapshot of torch is explained from what it records; other traces are
-replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. --at chooses
-the moment: the most reserved (peak, the default), the last out-of-memory error (oom, the default if there is one), or
-an event index.
+says what follows from its figures, and how to learn more. For the log of a server (vLLM, SGLang) it shows the memory
+since its last start, and lines that do not follow from its settings, with the reason: another process, the estimate of
+the CUDA graphs, the warm-up of the sampler. A memory snapshot of torch is explained from what it records; other traces
+are replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. --at
+chooses the moment: the most reserved (peak, the default), the last out-of-memory error (oom, the default if there is
+one), or an event index.
 
 Allocated counts bytes that were requested and not freed. The causes add up to reserved - allocated, to the byte:
 rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation
@@ -17,9 +17,9 @@ range), other streams (cached for another stream than the one of the last reques
 recording).
 
 For an out-of-memory error the verdict is "capacity" if the request is larger than all free memory together, on the
-device and in the allocator, else "fragmentation", and "unknown" where the file does not say what was free on the
-device, as traces of profilers and logs of RMM do not. Then the report lists settings and allocators that would have
-served the request, each replayed from an empty device of the same size.
+device and in the allocator, else "fragmentation", and "unknown" if the file does not say what was free on the device,
+as in traces of profilers and logs of RMM. Then the report lists settings and allocators that would have served the
+request, each replayed from an empty device of the same size.
 """
 
 import argparse

@@ -3,18 +3,17 @@
   stalloc fit --gpu RTX-4090 train.py --batch 8
   stalloc fit --budget 24GiB -m package.train
 
-The program is run as it is and with parts of its repeated blocks recomputed in backward, three steps each, on a
-virtual GPU, which needs no GPU and computes nothing. First stalloc runs up to 256 steps ahead. If later steps need
-other memory (an evaluation, another length, the last batch of an epoch), every run has enough steps to see them, up to
-64 (--trial-steps sets the number), and the report says what is left out. The reserved peak of each way is measured,
-with a plan, under stalloc and under PyTorch's own allocator; a way that fits was run with no more memory than the
-budget. Times are estimates, for comparing ways. Losses and gradients are those of the program as it is, to the last
-bit.
+The program is run as it is and with parts of its repeated blocks recomputed in backward, three steps each, on a virtual
+GPU, which computes nothing. First stalloc runs up to 256 steps ahead. If later steps need other memory (an evaluation,
+another length, the last batch of an epoch), every run has enough steps to see them, up to 64 (--trial-steps sets the
+number), and the report says what is left out. What each way reserves on its plan is measured, and for PyTorch's own
+allocator replayed; a way that fits was run with no more memory than the budget. Times are estimates, for comparing
+ways. Losses and gradients are those of the unchanged program, to the last bit.
 
-In these runs the program sees STALLOC_TRIAL=1 and an empty standard input, and its output is not shown. Each run begins
-with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of
-experiments are silenced, but other requests to other machines are made. It is stopped after the last step.
-The default budget is the memory of the GPU less 512 MiB for the CUDA context.
+In these runs the program sees STALLOC_TRIAL=1 and an empty standard input, its output is not shown, and it is stopped
+after the last step. Each run begins with the files as they are; what it writes is discarded and named at the end
+(--keep-files writes for real). Experiment trackers are silenced; other network requests are made. The default budget is
+the GPU's memory less 512 MiB for the CUDA context.
 
 The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
 `candidates`, `best` (a row, -1: none fits), `pareto` (the Pareto-optimal rows by device memory, host memory, disk and

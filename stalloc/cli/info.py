@@ -1,6 +1,6 @@
 """Show what stalloc finds here: versions, GPUs, the virtual GPU, and the allocator settings in force.
 
-It is what a report of a problem should contain. Nothing is changed, and neither torch nor CuPy is imported.
+Include it in bug reports. Nothing is changed, and neither torch nor CuPy is imported.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="TRACE",
         help="show the workspaces that the virtual GPU gives cuDNN's convolutions, and the source of each figure; of a "
-        "TRACE made by stalloc record --stacks, the rows that it tells, as lines of that table",
+        "TRACE made by stalloc record --stacks, the rows that it adds, as lines of that table",
     )
     add_json_argument(parser)
 

@@ -28,9 +28,9 @@ def add_check_arguments(whole: argparse.ArgumentParser) -> None:
     parser = whole.add_argument_group("guard by a limit or a baseline")
     parser.add_argument("--check", action="store_true", help="judge each TRACE by --max, --baseline or both")
     parser.add_argument("--max", metavar="SIZE", help="the most that may be allocated at once, such as 20GiB")
-    parser.add_argument("--baseline", metavar="FILE", help="the JSON file with the figures that are agreed to")
+    parser.add_argument("--baseline", metavar="FILE", help="the JSON file with the accepted figures")
     parser.add_argument("--update", action="store_true", help="write what is measured to the baseline instead")
-    parser.add_argument("--tolerance", metavar="GROWTH", help="what may be more than the baseline: 5%% or 200MiB")
+    parser.add_argument("--tolerance", metavar="GROWTH", help="allowed growth over the baseline: 5%% or 200MiB")
     parser.add_argument("--name", metavar="NAME", help="the name of the entry (default: that of the file)")
     parser.add_argument("--junit", metavar="FILE", help="write a JUnit report")
     parser.add_argument(

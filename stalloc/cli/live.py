@@ -3,10 +3,9 @@
   stalloc live            the program that runs, or a list if there are several
   stalloc live PID
 
-A program under stalloc (`stalloc run`, STALLOC=1, stalloc.install()) can be looked at, and one under PyTorch's own
-allocator that has called `stalloc.watch()`. What is read is a small file that the program writes twice a second;
-nothing else is done to it. On a terminal the picture is drawn anew until the program ends or Ctrl-C; elsewhere, and
-with --once, it is printed once.
+The program has to run under stalloc (`stalloc run`, STALLOC=1, stalloc.install()), or to call `stalloc.watch()` under
+PyTorch's own allocator. Only a small file is read, which the program writes twice a second. On a terminal the picture
+is redrawn until the program ends or Ctrl-C; elsewhere, and with --once, it is printed once.
 
 JSON: what the program shows at this moment: `pid`, `command`, `began`, `time` (seconds since 1970), `holders` (device,
 name, bytes, number of blocks), and for each of `devices` its bytes, `hit_rate`, `steps` and `step_ms`.

@@ -3,7 +3,7 @@
   stalloc mcp --allow ~/recordings
   stalloc mcp --allow ~/project --allow-run
 
-The agent's program starts it; docs/mcp.md has the lines of its configuration. Tools: explain, stats, top, simulate and
+The agent's program starts it; docs/mcp.md has the lines for its configuration. Tools: explain, stats, top, simulate and
 policies read recordings; estimate is `stalloc dryrun --model`; dryrun and fit run a program of yours on the virtual
 GPU. Each is the verb of that name, and answers with its JSON and one sentence.
 

@@ -1,13 +1,12 @@
 """Decide where every request of a trace lives, and say how close that is to the lower bound.
 
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. Each device gets a plan of its own.
-With -o the plans are written to one file, after the naive validator has passed them; the same trace with the same
+With -o the plans are written to one file, once the naive validator has passed them; the same trace with the same
 options gives the same bytes.
 
 The lower bound is the most bytes that are live at one time, with sizes rounded up to the alignment: a plan whose peak
-equals it is optimal. Planning ends when no lower peak is possible, when a fixed effort is spent, or when the time of
---time-budget is up. Ctrl-C ends it at once with the best plan so far, which says so. A request of no bytes takes no
-room.
+equals it is optimal. Planning ends when no lower peak is possible, after a fixed effort, or when --time-budget is up.
+Ctrl-C ends it at once with the best plan so far, which says so. A request of zero bytes takes no space.
 """
 
 import argparse

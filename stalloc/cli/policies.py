@@ -1,8 +1,8 @@
 """List published systems that save memory, and which part of each stalloc implements.
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
-hardware; replays: on a trace; reports: a figure from a formula. Commands take a program (fit, run, dryrun), a recording
-(simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order) behind them. --tests shows, in place of
+hardware; replays: on a trace; reports: a figure from a formula. Append to a command a program (fit, run, dryrun), a
+recording (simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order). --tests shows, instead of
 what each does, the test of the source tree that checks it.
 
 JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`, `test`.

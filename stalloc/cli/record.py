@@ -5,15 +5,15 @@
 The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch and CuPy has its call site. With
 --stacks it runs under PyTorch's own allocator and memory history instead, so addresses and segments are those of
 PyTorch; requests of CuPy are not recorded then. cuDNN's workspaces are marked: `stalloc info --cudnn-table FILE` shows
-them. --ops does the same, but in place of call sites torch.profiler notes which operation of which module made, read
-and changed each request in the first four steps, and what each request is for. The program asks for the same memory in
-the same order.
+them. --ops does the same, but instead of call sites torch.profiler notes which operation of which module made, read and
+changed each request in the first four steps, and what each request is for. The program requests the same memory in the
+same order.
 
 On the virtual GPU existing files stay as they are, and new ones are kept (--keep-files writes for real).
 
 JSON: `output`, and for each of `devices` the number of `requests` and `events`, the step marks, and the peaks;
 `files`, on the virtual GPU, what was kept and discarded. The exit code is the program's own; what was recorded before
-an error, Ctrl-C or SIGTERM is written all the same.
+an error, Ctrl-C or SIGTERM is written too.
 """
 
 import argparse

@@ -4,9 +4,9 @@ FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names the
 opens from disk; it needs no network, and shows all devices of all files. It begins with what is wrong in words, with
 the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of addresses,
 as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at the moment
-that is clicked, and what grew between two; and what keeps memory reserved that nobody uses. For a profile with kernels
-and copies, with or without memory events, it draws what `stalloc timeline` says; for a recording by `stalloc record
---ops` too, with estimated times, if --gpu is given or it was made on the virtual GPU.
+that you click, and what grew between two; and what keeps unused memory reserved. For a profile with kernels and copies,
+with or without memory events, it draws what `stalloc timeline` says; so it does, with estimated times, for a recording
+by `stalloc record --ops` that was made on the virtual GPU, or with --gpu.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc report`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to show")
     parser.add_argument("-o", "--output", default=None, metavar="PAGE", help="what to write (report.html)")
-    parser.add_argument("--format", choices=FORMATS, help="format of the file, if its name does not tell")
+    parser.add_argument("--format", choices=FORMATS, help="format of the file, if its name does not say")
     add_json_argument(parser)
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
     add_gpu_argument(parser)

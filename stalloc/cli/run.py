@@ -5,19 +5,23 @@
   stalloc run --save-plan train.plan.npz train.py      then      stalloc run --plan train.plan.npz train.py
   stalloc run --budget 24GiB train.py
 
-The program is run unchanged, in this process, on the real GPU where there is one and on a virtual GPU otherwise. Its
-plan is kept in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first
-allocation when the same program is run again with the same arguments; one that no longer fits is replaced.
-Steps are marked by torch's optimizers or by stalloc.step(), and found from the allocations where nobody marks them.
---budget holds the program to so much reserved memory from its first allocation, by the settings and the plan of its
-fit; what does not fit is an out-of-memory error. If the current folder has no fit, `stalloc fit` makes one first. --fit
-names the file of a fit.
---cap holds the program below a size whatever its shapes: what it saves for backward is evicted when a request does not
-fit, and restored before backward needs it. --host bounds the host memory for it (0: nothing is moved; default: all).
-On the virtual GPU every value is zero, so existing files stay as they are whatever the program does to them; new files
+The program is run unchanged, in this process, on the real GPU if there is one, else on a virtual GPU. Its plan is kept
+in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first allocation when
+the same program is run again with the same arguments; one that no longer fits is replaced. torch's optimizers or
+stalloc.step() mark steps; without marks they are found from the allocations.
+
+--budget limits reserved memory from the first allocation, by the settings and the plan of a fit; a request beyond it is
+an out-of-memory error. If the current folder has no fit, `stalloc fit` makes one first. --fit names the file of a fit.
+
+--cap limits memory whatever the shapes: what is saved for backward is evicted when a request does not fit, and restored
+before backward needs it. --host bounds the host memory for it (0: nothing is moved; default: all).
+
+On the virtual GPU results are zeros, so existing files stay as they are whatever the program does to them; new files
 are kept, and the report names both. --keep-files writes for real.
+
 --compare-native runs the program under PyTorch's own allocator first, with its defaults and with
 expandable_segments:True, keeping all other settings of PYTORCH_ALLOC_CONF.
+
 JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `run_allocated_peak_bytes` and
 `run_reserved_peak_bytes` over the whole run, `allocated_peak_bytes` and `reserved_peak_bytes` over the planned steps,
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
@@ -116,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-order",
         action="store_true",
-        help="find work of several streams that no event or wait orders, and memory that is handed on too early "
+        help="find work of several streams that no event or wait orders, and memory that is reused too early "
         "(with --device virtual); exit code 1 if there is any",
     )
     parser.add_argument(

@@ -21,18 +21,18 @@ def add_cap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cap",
         metavar="SIZE",
-        help="hold no more than this at any time: what is saved for backward is computed again or moved to --host when "
+        help="hold no more than this at any time: what is saved for backward is recomputed or moved to --host when "
         'a request does not fit; "auto": only where the error would be out of memory',
     )
     parser.add_argument(
         "--cap-policy",
         metavar="NAME",
-        help=f"what goes first under --cap: {', '.join(CAP_POLICIES)} (default: {DEFAULT})",
+        help=f"what is evicted first under --cap: {', '.join(CAP_POLICIES)} (default: {DEFAULT})",
     )
     parser.add_argument(
         "--cap-caches",
         action="store_true",
-        help="under --cap move what models make without gradients and keep (key and value caches) too; only where "
+        help="under --cap also move what models make without gradients and keep (key and value caches); only safe if "
         "nothing but operations of torch in the same thread reads it",
     )
 

@@ -1,25 +1,26 @@
-"""Show what dividing a program over many GPUs costs and saves, without any: ZeRO, FSDP, HSDP and all between them.
+"""Show what dividing a program over many GPUs costs and saves, without a GPU: ZeRO, FSDP, HSDP and all between them.
 
   stalloc shard --gpu H100 --ranks 8 train.py --batch 4
   stalloc shard --ranks 64 --per-node 8 --budget 24GiB train.py
   stalloc shard --ranks 8 --way zero-3 --export fsdp2 train.py > sharded.py
 
-The program is an ordinary one, for one GPU: a model of PyTorch that it calls, and an optimizer. One step of it is
-recorded on the virtual GPU, as it is and with every repeated block recomputed. From that follows, for each way to
-divide parameters, gradients and optimizer state over the ranks, what the first rank holds at the most and what it
-receives from others. The best ways within the budget are then run: one rank alone, with PyTorch's fully_shard (FSDP2)
-or with DDP and ZeroRedundancyOptimizer; bytes are measured, and nothing is computed.
+The program is written for one GPU: it calls one PyTorch model, and has an optimizer. Its first three steps are recorded
+on the virtual GPU, as it is and with every repeated block recomputed. From that follows, for each way to divide
+parameters, gradients and optimizer state over the ranks, the most that the first rank holds and what it receives from
+others. The best ways within the budget are then run: one rank alone, with PyTorch's fully_shard (FSDP2) or with DDP and
+ZeroRedundancyOptimizer; bytes are measured, nothing is computed.
 
-Each rank has batches as large as the program's. A way is a triple P/G/O: so many ranks share one copy of the parameters
-between forward and backward, of gradients, of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2 1/N/N, zero-3 (FSDP)
-N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K. Triples with gradients over fewer ranks than
-parameters are foreseen only, since fully_shard gives each rank the gradients of the parameters that it keeps. --factors
-all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all (PaRO).
+Each rank has batches as large as the program's. A way is a triple P/G/O: how many ranks share one copy of the
+parameters (between forward and backward), of gradients, and of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2
+1/N/N, zero-3 (FSDP) N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K. Triples with gradients
+over fewer ranks than parameters are predicted but cannot run, since fully_shard gives each rank the gradients of the
+parameters that it keeps. --factors all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all
+(PaRO).
 
-What is needed is what PyTorch counts as allocated: whole blocks, a little more than what the program asks for. It
-reserves more than that (`reserved_bytes` of a run). Seconds are estimates: computing, then communication, nothing
-beside each other. --export prints what a way is for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate
-YAML, a torchtitan TOML. To train in shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
+What is needed is what PyTorch counts as allocated: whole blocks, a little more than was requested. It reserves more
+than that (`reserved_bytes` of a run). Seconds are estimates: computing, then communication, without overlap. --export
+prints a way for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a torchtitan TOML. To train in
+shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
 `needed_bytes`, `step_bytes` and `making_bytes` (asked for in a step, and before), `step_allocated`, `making_allocated`,
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", metavar="SIZE", help="bytes a second of a GPU to other machines (default: 50GB)")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measure the best N ways (default: 3)")
     parser.add_argument(
-        "--way", metavar="NAME", help="only this way: ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, P/G/O; +blocks behind"
+        "--way", metavar="NAME", help="only this way: ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, P/G/O; append +blocks"
     )
     parser.add_argument(
         "--export", choices=EXPORTS, metavar="FORM", help="print --way for fsdp2, deepspeed, accelerate or torchtitan"

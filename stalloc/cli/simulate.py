@@ -1,12 +1,12 @@
 """Say what every other allocator or setting would have done with a program: reserved, fragmentation, device calls.
 
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The requests of each device are
-replayed from an empty device, what was live before recording first; the row "recorded" is what the file itself says.
-Without options torch's caching allocator is compared as it is, with expandable segments, and with stalloc; --all takes
-every model there is, --sweep the common settings of torch's allocator, and names the best.
+replayed from an empty device, beginning with what was live before the recording; the row "recorded" is what the file
+itself says. The default is torch's caching allocator with its defaults and with expandable segments, and stalloc; --all
+replays every model, --sweep the common settings of torch's allocator, and names the best.
 
-"stalloc" watches the program from its first request on and plans what repeats, as `stalloc run` does with a program
-that it does not know; "stalloc mode:plan" is planned in hindsight, from the whole recording.
+"stalloc" watches the program from its first request on and plans what repeats, as `stalloc run` does with a new
+program; "stalloc mode:plan" is planned in hindsight, from the whole recording.
 
 An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. --capacity limits the
 memory of the device, and the report says where each allocator runs out; a recording that ran out of memory is then
@@ -15,12 +15,12 @@ settings of the file is checked against the segments that the file records: it i
 differs is named.
 
 --advise ranks the common settings of PyTorch's allocator for one file, and prints the line to export. They are replayed
-by an exact model of that allocator; where the file ends with an out-of-memory error, on a device of that size. What
-runs on all devices of the file and reserves least on the fullest is best; the settings of the file stay where nothing
-is better by a per cent. The line names the variable that the recorded release of PyTorch reads, or that --torch names:
-PYTORCH_ALLOC_CONF from 2.9 on, PYTORCH_CUDA_ALLOC_CONF before and where the release is unknown. expandable_segments is
-there from 2.1 on. If most of what is held at the peak was there before the recording began, the recording is too short
-to rank settings: then no order and no line are given.
+by an exact model of that allocator, on a device of the recorded size if the file ends with an out-of-memory error. The
+best settings complete on all devices of the file and reserve least on the fullest; those of the file win if nothing is
+better by one per cent. The line has the variable that the recorded release of PyTorch reads, or the release that
+--torch names: PYTORCH_ALLOC_CONF from 2.9 on, PYTORCH_CUDA_ALLOC_CONF before and if the release is unknown.
+expandable_segments exists from 2.1 on. If most of what is held at the peak was there before the recording began, the
+recording is too short to rank settings: then no order and no line are given.
 
 Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
 1 - allocated peak / reserved peak.

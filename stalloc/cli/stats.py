@@ -6,21 +6,21 @@ simulator, a planning CSV; all but the first may be packed (gzip, bzip2, xz, a z
 standard input.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to the alignment; its peak is the
-lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a
-profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
-repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
-record and after which memory is back at its level. For a recording by `stalloc record --ops` the operations, modules,
-repeated blocks and roles of requests are listed too. --gpu estimates what its last step takes on that GPU; --order says
-how much less the step (or one repetition, where no optimizer steps) would need if its operations came in another order
-(replayed, not executed).
+lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; here allocated includes what a profiler
+trace gives only as a total. The period is the length with which the sequence of requests repeats exactly at the end of
+the recording. A step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
+recording, and after which as much is allocated as before. For a recording by `stalloc record --ops` operations,
+modules, repeated blocks and roles of requests are listed too. --gpu estimates the time of its last step on that GPU;
+--order says how much less memory the step (or one repetition, without an optimizer) would need with its operations in
+another order (replayed, not executed).
 
-More than eight files are taken for the ranks of one job, as with --ranks, and shown side by side: least, median and
-most of each figure, which ranks stand out, and which decides the largest batch. A quoted pattern
-('run/*/snapshot.pickle') stands for all files that match.
+More than eight files are treated as the ranks of one job, as with --ranks: least, median and most of each figure, which
+ranks stand out, and which one limits the batch. A quoted pattern ('run/*/snapshot.pickle') stands for all files that
+match.
 
 --graph writes the graph of lifespans of the one FILE, as GraphML (.graphml) or JSON: groups of requests that begin in
-one phase, end in one phase and have one size, and which groups are live together. It also prints where the record can
-be split, because little but persistent memory is live.
+one phase, end in one phase and have one size, and which groups are live together. It also prints where the recording
+can be split, because little but persistent memory is live.
 """
 
 import argparse

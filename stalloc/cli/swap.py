@@ -1,12 +1,12 @@
 """Replay published ways to keep parameters in host memory: what a recorded step would move, and how long it takes.
 
-FILE is a recording by `stalloc record --ops`; its last whole step is looked at. SIZE is what parameters, and what the
-system keeps beside them, may take of a device; for TMO what is saved for backward.
+FILE is a recording by `stalloc record --ops`, of which the last whole step counts. SIZE is the device memory for
+parameters and what the system keeps with them; for TMO it is for what is saved for backward.
 
 Chunks: PatrickStar, Elixir and the pages of Angel-PTM. Layers: the packs of Harmony, the window of STRONGHOLD, LoHan's
 share of activations that is swapped, and the stages of Mobius on several GPUs. Ranks: TMO, whose ranks take turns on
 one link. Updates: Smart-Infinity, in drives that compute. docs/swapping.md says what each is. Nothing is run; seconds
-are estimates. All are models made from the papers; none was compared with the system it is named after.
+are estimates. All are models made from the papers; none was compared with the system itself.
 
 JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `angel`, `harmony`, `stronghold`, `lohan`, `mobius`,
 `least_layers_bytes` (from where on Harmony and Mobius have an answer), `tmo`, `smart_infinity` and `notes`, in bytes

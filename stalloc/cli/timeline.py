@@ -3,14 +3,14 @@
 FILE is a trace of torch.profiler (Kineto JSON) with CUDA activities, with or without memory events; a `.trace.npz` with
 a table of activity; a CSV `start_us,end_us,link,bytes,phase` (docs/timeline.md); a log of DeepSpeed with its breakdown
 of wall clock time; or any trace with times, of which only the memory by phase is known. The last step of a recording by
-`stalloc record --ops` is scheduled, with estimated times, on the GPU that --gpu names; one that was made on the virtual
-GPU by default on the GPU that it stood for. Times of the virtual GPU itself are not shown.
+`stalloc record --ops` is scheduled, with estimated times, on the GPU that --gpu names, by default the one that the
+virtual GPU presented. Times of the virtual GPU itself are not shown.
 
-A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
-computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a
-link is the highest rate of one of its copies of 1 MiB or more; its use is shown as a share of that. At best, copies
-that ran alone could run while the device computes alone: an upper bound. Where operations are recorded, the report also
-says how much of that the data dependencies permit. A line names what the file does not have.
+A phase lasts from the first thing that the device computes for it to the first for the next; at each moment of it the
+device computes, copies, does both or neither. Copies within the device count as computing. The measured peak of a link
+is the highest rate of one of its copies of 1 MiB or more; its use is shown as a share of that. At best, copies that ran
+alone could run while the device only computes: an upper bound. If operations are recorded, the report also says how
+much of that the data dependencies permit. A line names what the file lacks.
 
 JSON: for each of `devices` `phases`, `stretches` (phase, begin, end), `links`, `sizes`, `parts` (subgroups of an
 update), `blocking`, `missed_overlap_seconds` (within phases), `missed_across_seconds`, `as_ready` (what data permits),

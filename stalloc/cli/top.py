@@ -7,13 +7,14 @@ the record, or an event index.
 Sizes are rounded up to 512 bytes, and count from alloc to free_completed; each list adds up to what is allocated at
 that moment. A call site is the innermost line outside PyTorch; the tree shows its callers. Persistent requests live
 across steps, transient ones end in the phase in which they began, scoped ones are all others. Roles (parameter,
-gradient, saved activation …) and modules are known of recordings by `stalloc record --ops`; a module stands for all
-that repeat, as in layers.*.attention, and has what the backward pass of its operations makes. A call site grows if it
-holds more at the end of each later step; steps are marked by the program, or found where its requests repeat.
+gradient, saved activation …) and modules are known for recordings by `stalloc record --ops`; repeated modules are one,
+as in layers.*.attention, and include what the backward pass of their operations makes. A call site grows if it holds
+more at the end of each later step; the program marks steps, or they are found where its requests repeat.
 
---tree shows only the tree, whole: callers above, what they called below, or modules and roles where nothing has stacks.
-Stacks that begin with the same frames are one branch until they part; a line has what was allocated through its frame,
-and its share. Branches below --min of what is held, and those deeper than --depth, are counted in a line `N more`.
+--tree shows only the tree, whole: callers above, what they called below, or modules and roles if there are no stacks.
+Stacks that begin with the same frames share a branch until they part; a line shows what was allocated through its
+frame, and its share. Branches below --min of what is held, and those deeper than --depth, are counted in a line `N
+more`.
 
 JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the complete lists
 `by_site`, `by_role`, `by_module`, `by_class` and `by_size` of `name`, `held_bytes`, `requests`, largest first, `tree`

@@ -61,7 +61,9 @@ def to_plan(offset: ArrayLike, size: ArrayLike, planned: ArrayLike, *, capacity_
     blocks = _Blocks(offset, size, None, capacity_bytes, 1)
     target = column(planned, "planned")
     if len(target) != len(blocks.low):
-        raise BadInputError(f"{len(target)} planned offsets for {len(blocks.low)} blocks do not belong together.")
+        raise BadInputError(
+            f"{len(target)} planned offsets for {len(blocks.low)} blocks do not belong together: give one for each."
+        )
     _Blocks(target, size, None, capacity_bytes, 1)
     return blocks.layout(target)
 
@@ -126,7 +128,9 @@ class _Blocks:
         self.low, self.size = column(offset, "offset"), column(size, "size")
         may = np.ones(len(self.low), bool) if movable is None else np.asarray(movable, bool)
         if not len(self.low) == len(self.size) == len(may):
-            raise BadInputError("offsets, sizes and what may move do not belong together.")
+            raise BadInputError(
+                "offsets, sizes and what may move do not belong together: give one of each for every block."
+            )
         if alignment < 1 or alignment & (alignment - 1):
             raise BadInputError(f"an alignment is a power of two, not {alignment}.")
         self.movable, self.capacity, self.alignment = may, capacity_bytes, alignment

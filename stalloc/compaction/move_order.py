@@ -42,7 +42,9 @@ def order_moves(
     """
     a, b, n = (column(x, name) for x, name in ((source, "source"), (target, "target"), (size, "size")))
     if not len(a) == len(b) == len(n):
-        raise BadInputError(f"{len(a)} sources, {len(b)} targets and {len(n)} sizes do not belong together.")
+        raise BadInputError(
+            f"{len(a)} sources, {len(b)} targets and {len(n)} sizes do not belong together: give one of each a move."
+        )
     if (n < 0).any() or (a < 0).any() or (b < 0).any() or bounce_bytes < 0:
         raise BadInputError("addresses and sizes have to be 0 or more: correct them.")
     _check(a, n, "source")

@@ -48,7 +48,7 @@ def check_policy(policy: str | None) -> None:
         for system in SYSTEMS:
             if system.name == policy:
                 raise BadInputError(f"{policy} is not tried by a fit: it {_IS[system.status]} with `{system.where}`.")
-        raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
+        raise BadInputError(f"no fit takes the policy {policy[:40]!r}: `stalloc policies` lists those there are.")
 
 
 def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:

@@ -1,4 +1,4 @@
-"""The baseline: what each test or program needed when it was last agreed to, in a JSON file that is committed.
+"""The baseline: what each test or program needed when it was last accepted, in a JSON file that is committed.
 
 Contract: the same measurements give the same bytes, entries and keys in order, so that a diff of the file shows what
 changed. Writing replaces the entries of what was measured and keeps all others.

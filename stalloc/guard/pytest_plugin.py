@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--stalloc", action="store_true", help="measure the GPU memory of all tests, tell who takes most")
     group.addoption("--stalloc-baseline", metavar="FILE", help="fail where more is allocated than FILE (JSON) says")
     group.addoption("--stalloc-update", action="store_true", help="write what is measured to the baseline instead")
-    group.addoption("--stalloc-tolerance", metavar="GROWTH", help="what may be more than the baseline: 5%% or 200MiB")
+    group.addoption("--stalloc-tolerance", metavar="GROWTH", help="allowed growth over the baseline: 5%% or 200MiB")
     group.addoption(
         "--stalloc-leaks",
         metavar="SIZE",

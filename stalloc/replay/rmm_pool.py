@@ -150,5 +150,7 @@ class RmmPool(TableModel):
         if initial % UNIT or maximum % UNIT:
             raise BadInputError(f"the sizes of {self.name} are multiples of {UNIT} bytes: give such ones.")
         if maximum and initial > maximum:
-            raise BadInputError(f"{self.name} cannot begin with {initial} bytes and stay below {maximum} bytes.")
+            raise BadInputError(
+                f"{self.name} cannot begin with {initial} bytes and stay below {maximum} bytes: change one of them."
+            )
         self._own.write(initial=initial)

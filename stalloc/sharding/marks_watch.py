@@ -64,7 +64,9 @@ class StepWatch:
             conf=conf_text(conf_in_force()[1]),
         )
         if marks and not program.parameters:
-            raise SetupError("its model has no parameters on the GPU when it is called first")
+            raise SetupError(
+                "its model has no parameters on the GPU at its first call: move it there before (model.cuda())"
+            )
         return StepMarks(
             units=tuple(name for name, _ in self._units),
             parameters=tuple(_parameter(name, unit, one, state.get(one, {})) for name, unit, one in self._parameters),

@@ -43,7 +43,7 @@ class ShardRuns:
         """The marks of a step as it is. Raises SetupError where the program cannot be recorded."""
         text, output = self._run(work)
         if text is None:
-            raise SetupError(f"the program failed where its step was to be recorded: {_why(output)}")
+            raise SetupError(f"the program failed before its steps were recorded: {_why(output)}")
         found = StepMarks.from_json(json.loads(text))
         if not found.marks:
             raise SetupError(

@@ -70,7 +70,9 @@ def configuration(name: str, *, download: bool = False) -> dict[str, Any]:
     except ValueError as error:
         raise BadInputError(f"{printable(str(path))} is not JSON ({printable(str(error))}): {_CHOICES}.") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise BadInputError(f"{printable(str(path))} has no model_type, as configurations of transformers do.")
+        raise BadInputError(
+            f"{printable(str(path))} has no model_type, so it is no configuration of transformers: {_CHOICES}."
+        )
     return found
 
 
@@ -93,10 +95,14 @@ def _of_hub(name: str, download: bool) -> Path:
             )
         return Path(hf_hub_download(name, "config.json"))
     except HFValidationError as error:
-        raise BadInputError(f"{printable(name)!r} is no name of the hub: {printable(str(error))}") from None
+        raise BadInputError(
+            f"{printable(name)!r} is no name of the hub ({printable(str(error))}): {_CHOICES}."
+        ) from None
     except (OSError, RuntimeError) as error:  # what requests and the hub raise: no such model, no access, no network
         reason = printable(str(error).strip().partition("\n")[0])
-        raise BadInputError(f"the configuration of {printable(name)} cannot be fetched ({reason}).") from None
+        raise BadInputError(
+            f"the configuration of {printable(name)} cannot be fetched ({reason}): {_CHOICES}."
+        ) from None
 
 
 _CHOICES = f"give a config.json, a folder with one, or one of {', '.join(KNOWN)}"

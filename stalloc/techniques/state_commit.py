@@ -43,7 +43,9 @@ def commit_state(optimizer: Any, label: int) -> None:
     try:
         json.dumps(manifest)
     except TypeError as error:
-        raise BadInputError(f"an option of {type(optimizer).__name__} cannot be committed ({error}).") from error
+        raise BadInputError(
+            f"an option of {type(optimizer).__name__} cannot be committed ({error}): give it as a number or a string."
+        ) from error
     disk.commit(manifest)
 
 

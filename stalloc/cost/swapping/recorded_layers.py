@@ -20,7 +20,9 @@ def layer_costs(passes: RecordedPasses) -> list[LayerCost]:
     trace, operations, rows, in_backward = passes.trace, passes.operations, passes.rows, passes.in_backward
     block, count = _blocks_of(operations, rows, in_backward)
     if count < 2:
-        raise BadInputError(f"trace of device {trace.device} shows no repeated blocks, which is what layers are.")
+        raise BadInputError(
+            f"trace of device {trace.device} shows no repeated blocks, so no layers: record a model that has some."
+        )
     owner = np.full(len(operations), -1, np.int64)  # the layer of each operation
     owner[rows] = _with_ends(block, in_backward[rows], count + 1)
     seconds = np.zeros((count + 2, 2))
