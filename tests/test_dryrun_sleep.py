@@ -1,4 +1,4 @@
-"""`stalloc dryrun` of a trainer and an engine that take turns on one card: what each phase takes, and which runs out."""
+"""A dry run of a trainer and an engine that take turns on one card: what each phase takes, and which runs out."""
 
 import json
 import os

@@ -270,7 +270,7 @@ def _results(
                 uncertain["shared_blocks"] = _shared_blocks(tried, uncertain, measure_otherwise)
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
-            results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
+            results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"], offered)
         if (shared := uncertain["shared_blocks"]) and shared["taken_bytes"] > offered:
             tell("running the program with work done later")
             uncertain["order_decides"] = [
@@ -288,7 +288,7 @@ def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]]) -> Need:
+def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]], offered: int) -> Need:
     """What stalloc needs, found by running: the replay is exact for PyTorch's allocator, and may be a page off here."""
     least, page = need.needed_bytes, 2 << 20
     for size in (least, least + page, least + max(2 * page, least // 100)):
@@ -296,7 +296,7 @@ def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]]) -> Need:
             break
         if measure(size)["exit_code"] == 0:
             return _with_need(need, size, "run")
-    return _with_need(need, need.taken_bytes, "run")
+    return _with_need(need, min(need.taken_bytes, offered) if need.fits else need.taken_bytes, "run")
 
 
 def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
@@ -420,10 +420,13 @@ def _replayed(history: Path, name: str, settings: dict[str, str]) -> dict[int, i
 
 def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: int) -> Need:
     """What one allocator was seen to do, the runs before the replay."""
-    devices = {}
+    devices, sleep = {}, tried.get("sleep")
+    phases = sleep["phases"] if sleep is not None and len(tried["devices"]) == 1 else []
+    awake = max((one["allocated_peak_bytes"] for one in phases), default=0)
     for device in tried["devices"]:
         taken = device["reserved_peak_bytes"]
-        least = max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
+        # a replay knows of no sleep
+        least = awake or max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
         least = min(least, offered, taken) if tried["fits"] else min(least, taken)
         devices[device["device"]] = {
             "needed_bytes": least,
@@ -433,7 +436,6 @@ def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: i
     largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in FIGURES}
     by = "replay" if replayed else "reserved"
     uses_torch = bool(tried.get("uses_torch", True))
-    sleep = tried.get("sleep")
     return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, sleep=sleep, **largest)
 
 

@@ -40,7 +40,7 @@ class Installation:
     # cli.native, sizing.run_work
     is_compared = False  #: PyTorch's own allocator is tried here for comparison, so `stalloc.sleep` does nothing
 
-    # cli.native, cli.run, sizing.run_work
+    # cli.run, server_watch
     sleep_phases: "Any" = None  #: the SleepPhases of a run on the virtual GPU, where somebody asks for them
 
     # sleep_and_wake, showing, flight_record

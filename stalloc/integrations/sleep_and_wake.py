@@ -127,7 +127,9 @@ def wake(*, tags: str | Iterable[str] | None = None) -> None:
 
 def tell_phases(runtime: Runtime) -> None:
     """Have requests that are refused noted with the phases, once something is tagged."""
-    runtime.observers.append(lambda device, size, _, free: note_request(runtime, device, size, free, _named_addresses()))
+    runtime.observers.append(
+        lambda device, size, _, free: note_request(runtime, device, size, free, _named_addresses())
+    )
 
 
 def phases_told(runtime: Runtime | None, *, failed: bool) -> dict[str, Any] | None:

@@ -41,14 +41,14 @@ class SleepPhases:
         self._now = Phase("start", {})
         self._phases = [self._now]
         self._ran_out: RanOut | None = None
-        self.peak_bytes = 0  #: of all phases that ended
+        self._is_measured = True  # not after a wake that failed: what that has taken is of no phase
 
     def end(self, allocated_peak_bytes: int | None) -> None:
         """Something is about to sleep or to wake; with the peak of what was allocated and awake meanwhile."""
         gpu, now = virtual.active_gpu(), self._now
         devices = range(gpu.num_devices if gpu is not None else 0)
-        now.held_peak_bytes = max([now.held_peak_bytes, *map(virtual.peak_bytes, devices)])
-        self.peak_bytes = max(self.peak_bytes, now.held_peak_bytes)
+        if self._is_measured:
+            now.held_peak_bytes = max([now.held_peak_bytes, *map(virtual.peak_bytes, devices)])
         if allocated_peak_bytes is not None:
             now.allocated_peak_bytes = max(now.allocated_peak_bytes or 0, allocated_peak_bytes)
         for device in devices:
@@ -64,6 +64,7 @@ class SleepPhases:
         else:
             self._now = Phase(begins, asleep)
             self._phases.append(self._now)
+        self._is_measured = True
         gpu = virtual.active_gpu()
         for device in range(gpu.num_devices if gpu is not None else 0):
             virtual.restart_peak(device)
@@ -71,9 +72,10 @@ class SleepPhases:
     def refused(self, **what: Any) -> None:
         """There was no memory for a request or to wake; `what`: the fields of `RanOut` without the phase."""
         self._ran_out = RanOut(phase=self._now.begins, **what)
+        self._is_measured &= self._ran_out.waking is None
 
     def told(self, *, failed: bool) -> dict[str, Any] | None:
-        """The phases as JSON has them, after a last `end`, and where a program that failed ran out; None: none began."""
+        """As JSON has it, after a last `end`: the phases, and where a program that failed ran out; None without any."""
         ran_out = self._ran_out if failed else None
         if len(self._phases) == 1 and ran_out is None:
             return None
