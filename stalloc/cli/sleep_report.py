@@ -18,7 +18,7 @@ def seen_phases(plenty: dict[str, Any], card: dict[str, Any]) -> dict[str, Any] 
     told, ran_out = (plenty if is_given_plenty else card).get("sleep"), (card.get("sleep") or {}).get("ran_out")
     if told is None and ran_out is None:
         return None
-    return {"phases": [], **(told or {}), "is_given_plenty": is_given_plenty, "ran_out": ran_out}
+    return {"phases": [], "ended_in": "start", **(told or {}), "is_given_plenty": is_given_plenty, "ran_out": ran_out}
 
 
 def print_sleep(console: Console, told: dict[str, Any], of: str, card: str) -> None:

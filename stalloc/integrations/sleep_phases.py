@@ -41,18 +41,13 @@ class SleepPhases:
         self._now = Phase("start", {})
         self._phases = [self._now]
         self._ran_out: RanOut | None = None
-        self._is_measured = True  # not after a wake that failed: what that has taken is of no phase
 
     def end(self, allocated_peak_bytes: int | None) -> None:
         """Something is about to sleep or to wake; with the peak of what was allocated and awake meanwhile."""
-        gpu, now = virtual.active_gpu(), self._now
-        devices = range(gpu.num_devices if gpu is not None else 0)
-        if self._is_measured:
-            now.held_peak_bytes = max([now.held_peak_bytes, *map(virtual.peak_bytes, devices)])
+        now = self._now
+        now.held_peak_bytes = max([now.held_peak_bytes, *map(virtual.peak_bytes, _devices())])
         if allocated_peak_bytes is not None:
             now.allocated_peak_bytes = max(now.allocated_peak_bytes or 0, allocated_peak_bytes)
-        for device in devices:
-            virtual.restart_peak(device)
 
     def begin(self, begins: str, asleep: dict[str, int]) -> None:
         """It does: `asleep` are the bytes that the device has back now, by tag."""
@@ -64,15 +59,12 @@ class SleepPhases:
         else:
             self._now = Phase(begins, asleep)
             self._phases.append(self._now)
-        self._is_measured = True
-        gpu = virtual.active_gpu()
-        for device in range(gpu.num_devices if gpu is not None else 0):
-            virtual.restart_peak(device)
+        _restart_peaks()
 
     def refused(self, **what: Any) -> None:
         """There was no memory for a request or to wake; `what`: the fields of `RanOut` without the phase."""
         self._ran_out = RanOut(phase=self._now.begins, **what)
-        self._is_measured &= self._ran_out.waking is None
+        _restart_peaks()  # what a wake had mapped before it failed is not of the phase
 
     def told(self, *, failed: bool) -> dict[str, Any] | None:
         """As JSON has it, after a last `end`: the phases, and where a program that failed ran out; None without any."""
@@ -81,5 +73,16 @@ class SleepPhases:
             return None
         return {
             "phases": [asdict(one) for one in self._phases],
+            "ended_in": self._now.begins,
             "ran_out": asdict(ran_out) if ran_out is not None else None,
         }
+
+
+def _devices() -> range:
+    gpu = virtual.active_gpu()
+    return range(gpu.num_devices if gpu is not None else 0)
+
+
+def _restart_peaks() -> None:
+    for device in _devices():
+        virtual.restart_peak(device)

@@ -1,7 +1,7 @@
 """vLLM's own sleep and wake, noted in `SleepPhases`: its CuMemAllocator unmaps what has its tags, and maps it again.
 
 Contract: both are called as before. A release that names them otherwise notes nothing. The allocator sleeps as a whole
-and wakes by tags; where waking fails, it is taken to sleep on.
+and wakes by tags. Where waking fails, it keeps what it has mapped by then, and is taken to sleep on.
 """
 
 import os
@@ -38,6 +38,7 @@ def _watch(owner: Any, phases: SleepPhases) -> None:
     def woken(engine: Any, tags: Any = None) -> Any:
         found = engine.pointer_to_data
         waking = {address for address in asleep & found.keys() if tags is None or found[address].tag in tags}
+        begins = f"wake {', '.join(tags or ())}".strip()
         phases.end(None)
         free_bytes, cached_bytes = sys.modules["torch"].cuda.mem_get_info()[0], _cached_bytes()
         try:
@@ -52,9 +53,10 @@ def _watch(owner: Any, phases: SleepPhases) -> None:
                 could_sleep={},
                 cached_bytes=cached_bytes,
             )
+            phases.begin(f"{begins}, in vain", _by_tag(engine, asleep))
             raise
         asleep.difference_update(waking)
-        phases.begin(f"wake {', '.join(tags or ())}".strip(), _by_tag(engine, asleep))
+        phases.begin(begins, _by_tag(engine, asleep))
         return told
 
     owner.sleep, owner.wake_up = slept, woken
