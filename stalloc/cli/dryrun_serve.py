@@ -153,8 +153,9 @@ def _print(result: dict[str, Any], offer: Offer, args: argparse.Namespace) -> No
     console.print(f"{name}: {human_bytes(offer.program_bytes)} free as the program begins")
     if not result["starts"]:
         why = f": {ran_out_text(result['ran_out'])}" if result["ran_out"] else ""
-        slept = result["sleep"] and f"memory runs out after `{printable(result['sleep']['ended_in'])}`"
-        print_prose(console, f"{slept or 'it does not start, for lack of memory'}{why}", indent="  ")
+        slept = result["sleep"] and f"it runs out of memory after `{printable(result['sleep']['ended_in'])}`"
+        if slept is None or result["sleep"]["ran_out"] is None:  # else the phases are followed by more than that
+            print_prose(console, f"{slept or 'it does not start, for lack of memory'}{why}", indent="  ")
         _print_sleep(console, result)
         return
     rows = [
