@@ -81,6 +81,12 @@ def test_annotated_steps_are_the_steps(tmp_path, capsys):
     assert growth(capsys, path) == [("train.py:9 keep", 4 * MIB)]
 
 
+def test_what_the_next_step_begins_with_is_not_held_at_the_end_of_one(tmp_path, capsys):
+    """Where the line that keeps memory asks for scratch memory too."""
+    path, _ = snapshot(tmp_path, 20, OURS, scratch=OURS, annotated=[(at + 1, at + 14) for at in range(0, 140, 14)])
+    assert growth(capsys, path) == [("train.py:9 keep", 4 * MIB)]
+
+
 BACKWARD = [{"filename": "??", "line": 0, "name": "torch::autograd::AddmmBackward0::apply(…)"}]
 
 

@@ -19,7 +19,7 @@ class Training:
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.controller: Controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+        self.controller: Controller = make_controller(0, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
         self.controller.expects_marks = True
         self.state = self.controller.state
         self.outputs = (rng.uniform(0.3, 3, (NUM_LAYERS, 5)) * MIB).astype(int).tolist()

@@ -13,7 +13,7 @@ SIZES = [MIB + 4096 * number for number in range(80)]
 
 def watched(*, marks: bool) -> Controller:
     """A device whose program is watched; every boundary waits for a plan in the making."""
-    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
     controller.expects_marks = marks
     return controller
 

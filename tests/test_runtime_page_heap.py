@@ -11,7 +11,7 @@ from stalloc.runtime.runtime_settings import Settings
 
 
 def _heap(capacity_bytes: int) -> Controller:
-    settings = Settings(plan=False, max_effort=math.inf, arena="pages")
+    settings = Settings(plan=False, planning_share=math.inf, arena="pages")
     return make_controller(capacity_bytes, settings)
 
 

@@ -122,7 +122,7 @@ class Program:
     def __init__(self, seed: int, capacity_bytes: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.controller: Controller = make_controller(
-            capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf)
+            capacity_bytes, Settings(plan_wait_seconds=1e6, planning_share=math.inf)
         )
         self.controller.expects_marks = True
         self.live, self.kept = Intervals(), []
@@ -249,7 +249,7 @@ def test_a_request_that_was_refused_is_no_reason_to_hold_more() -> None:
 
 def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
     """A place of 40 MiB gives up a part to another stream, which asks for more later."""
-    settings = Settings(plan_wait_seconds=1e6, max_effort=math.inf, arena="pages")
+    settings = Settings(plan_wait_seconds=1e6, planning_share=math.inf, arena="pages")
     controller = make_controller(48 * MIB, settings)
     controller.expects_marks = True
     state = controller.state
@@ -293,7 +293,7 @@ def test_a_place_that_gets_memory_gives_up_none_so_that_no_more_is_held_than_the
 import json, math, stalloc
 from stalloc.device import virtual
 from stalloc.runtime.runtime_settings import Settings
-runtime = stalloc.install(device="virtual", settings=Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+runtime = stalloc.install(device="virtual", settings=Settings(plan_wait_seconds=1e6, planning_share=math.inf))
 import cupy
 x = cupy.ones((1 << 22,), cupy.float32)
 for step in range(32):

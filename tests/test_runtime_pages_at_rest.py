@@ -48,7 +48,7 @@ def test_a_little_more_is_held_where_pages_would_move_in_every_step() -> None:
 def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(num_before: int) -> None:
     """Steps end in the middle of a backward pass; later after it, and what the first hand on is never there again."""
     rng = np.random.default_rng(0)
-    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
     controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     outputs, gradients = (rng.uniform(1, 10, (2, 16, 4)) * MIB).astype(int).tolist()
@@ -91,7 +91,7 @@ def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(n
 def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
     """A side stream works when the activations are gone; the regions of both are more than was ever live."""
     rng = np.random.default_rng(0)
-    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
     controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     state.malloc(100 * MIB, 0)
@@ -113,7 +113,7 @@ def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
 
 def test_what_a_step_needs_again_at_once_is_given_back_ever_more_rarely() -> None:
     """A few bytes on each stream, free where a step ends, for which no plan has a place."""
-    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
     controller.expects_marks = True
     state, paging = controller.state, controller.memory.paging
     growths = []

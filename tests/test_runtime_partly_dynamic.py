@@ -129,9 +129,9 @@ def test_a_step_in_two_may_evaluate_before_it_trains(seed: int) -> None:
 class Sequence(Program):
     """Static requests in a row, each freed after the next two; one whose size differs comes among them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, length: int = 40) -> None:
         super().__init__()
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._length = np.random.default_rng(0), length
 
     def any_size(self) -> int:
         """That no other request has."""
@@ -140,7 +140,7 @@ class Sequence(Program):
     def train(self, *, skipped: range = range(0), beside: range = range(2, 10)) -> None:
         """A step that leaves some out, and has one of any size before each of those in `beside`."""
         held: list[int] = []
-        for number in range(40):
+        for number in range(self._length):
             if number in skipped:
                 continue
             held += [self.allocate(self.any_size())] if number in beside else []
@@ -159,6 +159,23 @@ def test_the_place_is_found_again_although_other_sizes_come_between() -> None:
     hits, missed = program.step(lambda: program.train(skipped=range(10, 16), beside=range(16, 30)))
     assert hits + missed == 34 + 14
     assert hits >= 25, "after a few of those that follow what is left out"
+
+
+def test_the_place_is_found_again_although_the_data_asked_for_what_comes_much_later() -> None:
+    """Three requests in a row whose sizes the schedule has, one after the other, twenty requests ahead."""
+    program = Sequence(length=120)
+
+    def train(*between: int) -> None:
+        program.train(skipped=range(8, 120))
+        for size in between or [program.any_size()]:
+            program.free(program.allocate(size))
+        program.train(skipped=range(8), beside=range(60, 80))
+
+    for _ in range(10):
+        program.step(train)
+    assert program.step(train) == (120, 0)
+    hits, _ = program.step(lambda: train(34 * MIB, 35 * MIB, 36 * MIB))
+    assert hits >= 116, "after a few that were missed"
 
 
 def test_a_plan_that_misses_much_of_a_step_is_soon_made_anew() -> None:

@@ -68,7 +68,7 @@ class Program:
 
     def unserved(self, capacity_bytes: int) -> Iterator[int]:
         """Run it under the runtime, without a plan in force; yields the sizes (bytes) that were not served."""
-        controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+        controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
         controller.expects_marks = True
         address: dict[int, int] = {}
         for entry in self.script:
@@ -106,7 +106,9 @@ def test_where_a_program_fills_the_device_a_plan_knows_what_needs_most_and_goes_
     capacity_bytes: int,
 ) -> None:
     """Small steps that repeat, and now and then a large one, each time of other sizes."""
-    controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf, arena="pages"))
+    controller = make_controller(
+        capacity_bytes, Settings(plan_wait_seconds=1e6, planning_share=math.inf, arena="pages")
+    )
     controller.expects_marks = True
     state, is_full = controller.state, capacity_bytes < 600 * MIB
 

@@ -14,7 +14,7 @@ from stalloc.device import VirtualGPU
 from stalloc.integrations import Settings
 RUNTIME = stalloc.install(
     device="virtual", gpu=VirtualGPU(total_bytes=1 << 30),
-    settings=Settings(arena=sys.argv[1], keep_recording=True, plan_wait_seconds=1e6, max_effort=float("inf")),
+    settings=Settings(arena=sys.argv[1], keep_recording=True, plan_wait_seconds=1e6, planning_share=float("inf")),
 )
 import cupy as cp
 MIB = 1 << 20

@@ -128,7 +128,7 @@ _BRANCHES = """
 import gc, json, math, random
 import stalloc
 from stalloc.runtime import Settings
-stalloc.install(device="virtual", settings=Settings(streams="share", max_effort=math.inf))
+stalloc.install(device="virtual", settings=Settings(streams="share", planning_share=math.inf))
 import torch
 from stalloc.integrations import statistics
 is_planned = lambda: statistics()[0].phase == "running on the plan"

@@ -138,7 +138,7 @@ import json, math
 import stalloc
 from stalloc.device import VirtualGPU
 from stalloc.runtime import Settings
-settings = Settings(max_effort=math.inf)
+settings = Settings(planning_share=math.inf)
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=8 << 30), settings=settings)
 import torch
 from torch import nn
@@ -160,10 +160,10 @@ def turn():
     for_maker.zero_grad()
     for_teller.zero_grad()
 def five():
-    before = STATE.hits, STATE.misses + STATE.conflicts
+    before = STATE.follow.hits, STATE.iterations.misses + STATE.iterations.conflicts
     for _ in range(5):
         turn()
-    return STATE.hits - before[0], STATE.misses + STATE.conflicts - before[1]
+    return STATE.follow.hits - before[0], STATE.iterations.misses + STATE.iterations.conflicts - before[1]
 for _ in range(60):  # the cycle is planned in the background
     hits, missed = five()
     if hits > 100 and not missed:

@@ -167,9 +167,9 @@ def find_growth(trace: Trace) -> list[Growth]:
     if len(bounds) <= _MIN_STEPS:
         return []
     size = trace.aligned_size()
-    born = np.searchsorted(bounds, trace.start)  # the first boundary that sees it
+    born = np.searchsorted(bounds, trace.start, side="right")  # the first boundary after its event, which sees it
     lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
-    died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end))
+    died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end, side="right"))
     rows = np.flatnonzero((born < died) & ~_made_once(trace, are_steps))
     held: dict[str, Column] = {}
     for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):

@@ -86,6 +86,8 @@ def _realign(state, key):
     if first == end:
         return -1
     position = _third_ahead(state, first, end) if state.tables.gaps != 0 else _pair_ahead(state, first, end)
+    if position < 0 and state.tables.gaps != 0:
+        position = _third_behind(state, first, end)
     if position < 0:
         position = _begins_anew(state, key, 2 if state.tables.gaps != 0 else 1)
     return position
@@ -97,6 +99,23 @@ def _third_ahead(state, first, end):
     position = _pair_ahead(state, first, end)
     is_third = position >= state.follow.cycle_start + 2 and entry_at(state, position - 2).key == asked(state, 2)
     return position if is_third else -1
+
+
+@inner()
+def _third_behind(state, first, end):
+    """The last place of this request in the window behind, after the two that came before it; -1: none.
+
+    Where layers are alike, the cursor may have run a layer ahead.
+    """
+    cursor = state.follow.cursor
+    found, i = -1, first_at_least(state.tables.places, first, end, max(cursor - WINDOW, state.follow.cycle_start + 2))
+    while i < end and place_at(state, i).value < cursor:
+        position = place_at(state, i).value
+        before, second = entry_at(state, position - 1).key, entry_at(state, position - 2).key
+        if before == asked(state, 1) and second == asked(state, 2):
+            found = position
+        i += 1
+    return found
 
 
 @inner()

@@ -87,7 +87,7 @@ class Planned:
     def __init__(self, settings: ModelSettings | None = None, capacity_bytes: int = 0) -> None:
         check_capacity(capacity_bytes)
         observing = self._observes = (settings or ModelSettings()).mode == "observe"
-        patient = Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS, max_effort=math.inf)
+        patient = Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS, planning_share=math.inf)
         self._controller = make_controller(capacity_bytes, patient)
         self._planned = observing
         self._plan_bytes = 0

@@ -81,7 +81,7 @@ class Controller:
         self.arenas = Arenas(self.memory)
         self.captures = Captures(self.memory)
         self.recording = Recording(device, self.state)
-        self.status = Status(settings, CpuBudget(settings.max_effort))
+        self.status = Status(settings, CpuBudget(settings.planning_share))
         self.steps = Steps(self.state, self.recording, self.status.cpu_budget)
         self.persistent = PersistentPhase(self.memory, self.recording)
         self.shortage = Shortage(self.arenas, self.recording, self.status)

@@ -44,7 +44,7 @@ def shows_kinds(requests: int, least_requests: int) -> bool:
 
 def are_little(part_requests: int, requests: int, part_bytes: int, num_bytes: int) -> bool:
     """Whether requests whose lifespans are not known are so few, and so small, that nobody waits for them."""
-    return t.FEW_SHARE * part_requests <= requests and t.FEW_SHARE * part_bytes <= num_bytes
+    return t.NEGLIGIBLE_ONE_IN * part_requests <= requests and t.NEGLIGIBLE_ONE_IN * part_bytes <= num_bytes
 
 
 def are_periods_few(covered_requests: int, period_requests: int) -> bool:
@@ -111,7 +111,7 @@ def first_aligned(steps: int) -> int:
 
 def is_static_enough(share: float) -> bool:
     """Whether steps that are aligned are planned, by the share of their bytes that they have in common."""
-    return t.MANY_SHARE * share > 1
+    return t.MAJOR_ONE_IN * share > 1
 
 
 def is_doubted(steps: int) -> bool:
@@ -132,12 +132,12 @@ def is_settled(steps: int) -> bool:
 
 def is_unknown(share: float) -> bool:
     """Whether a step is another one, of which such a share was not served from the plan."""
-    return share * t.SOME_SHARE > 1
+    return share * t.MINOR_ONE_IN > 1
 
 
 def lacks_places(without: int, requests: int) -> bool:
     """Whether plans of kinds have no places for much that their steps ask for."""
-    return t.FEW_SHARE * without > requests
+    return t.NEGLIGIBLE_ONE_IN * without > requests
 
 
 def makes_a_cycle(steps: int) -> bool:
@@ -211,7 +211,7 @@ def most_misses(requests: int) -> int:
 
 def is_bad(missed: int, requests: int) -> bool:
     """Whether a step is bad, of which so many requests were not served."""
-    return t.MANY_SHARE * missed > requests
+    return t.MAJOR_ONE_IN * missed > requests
 
 
 def are_bad_steps_few(bad_steps: int) -> bool:
@@ -221,17 +221,17 @@ def are_bad_steps_few(bad_steps: int) -> bool:
 
 def seems_a_part(lost: int, hits: int) -> bool:
     """Whether an unmarked cycle seems to be of a part of a step."""
-    return t.FEW_SHARE * lost > hits
+    return t.NEGLIGIBLE_ONE_IN * lost > hits
 
 
 def misses_much(misses: int, hits: int) -> bool:
     """Whether a plan misses so much that it is left for what may be steps of several kinds, or for marks that come."""
-    return t.SOME_SHARE * misses > hits
+    return t.MINOR_ONE_IN * misses > hits
 
 
 def was_no_step(misses: int, hits: int) -> bool:
     """Whether an unmarked cycle that was given up was no step."""
-    return t.MANY_SHARE * misses > hits
+    return t.MAJOR_ONE_IN * misses > hits
 
 
 def judged_after(requests: int, *, has_kinds: bool) -> int:
@@ -266,7 +266,7 @@ def most_before_eviction(before_bytes: int, allocated_bytes: int, held_bytes: in
 
 def rests(requests: int, moved_pages: int, *, is_planned: bool) -> bool:
     """Whether pages rested in a step of so many requests in which so many moved."""
-    return moved_pages == 0 if is_planned else requests >= t.FEW_SHARE * moved_pages
+    return moved_pages == 0 if is_planned else requests >= t.NEGLIGIBLE_ONE_IN * moved_pages
 
 
 def is_restless(steps: int) -> bool:
@@ -303,7 +303,7 @@ def is_dearer(needed_bytes: int, held_bytes: int) -> bool:
 
 def may_move_arena(displaced: int, cycle_requests: int, *, has_kinds: bool) -> bool:
     """Whether so many requests of an iteration were displaced that the arena moves away from what lives there."""
-    return displaced > (cycle_requests // t.FEW_SHARE if has_kinds else 0)
+    return displaced > (cycle_requests // t.NEGLIGIBLE_ONE_IN if has_kinds else 0)
 
 
 def next_move_wait(iterations_since_due: int, wait: int) -> int:
@@ -342,12 +342,12 @@ def idle_iterations(iterations: int) -> int:
 
 def fills_device(peak_bytes: int, device_bytes: int) -> bool:
     """Whether a peak is most of the device."""
-    return peak_bytes > device_bytes - device_bytes // t.MANY_SHARE
+    return peak_bytes > device_bytes - device_bytes // t.MAJOR_ONE_IN
 
 
 def is_at_brim(peak_bytes: int, device_bytes: int) -> bool:
     """Whether a peak leaves so little of the device that pages stay where they are until it is full."""
-    return peak_bytes > device_bytes - device_bytes // t.SOME_SHARE
+    return peak_bytes > device_bytes - device_bytes // t.MINOR_ONE_IN
 
 
 def may_fill(peak_bytes: int, device_bytes: int) -> bool:
@@ -357,7 +357,7 @@ def may_fill(peak_bytes: int, device_bytes: int) -> bool:
 
 def is_large_part(peak_bytes: int, device_bytes: int) -> bool:
     """Whether a peak is such a part of the device that a step which needs more than any before may fill it."""
-    return t.MANY_SHARE * peak_bytes > device_bytes
+    return t.MAJOR_ONE_IN * peak_bytes > device_bytes
 
 
 def is_planned_for_capture(requests: int) -> bool:
@@ -372,7 +372,7 @@ def range_bytes(size_bytes: int, device_bytes: int) -> int:
 
 def needs_more(peak_bytes: int, highest_bytes: int) -> bool:
     """Whether a step needs clearly more than those before."""
-    return peak_bytes > highest_bytes + highest_bytes // t.FEW_SHARE
+    return peak_bytes > highest_bytes + highest_bytes // t.NEGLIGIBLE_ONE_IN
 
 
 def fits_beside(held_bytes: int, device_bytes: int) -> bool:
@@ -413,7 +413,7 @@ _SHOWN_REQUESTS = 2 * t.SOME_REQUESTS  # of an iteration, which show whether it 
 
 def leaves_out_much(left_out: int, cycle_requests: int) -> bool:
     """Whether a step leaves out so much of its cycle, or finds so many places taken, that it may be another one."""
-    return left_out >= max(_SHOWN_REQUESTS, cycle_requests // t.FEW_SHARE)
+    return left_out >= max(_SHOWN_REQUESTS, cycle_requests // t.NEGLIGIBLE_ONE_IN)
 
 
 def is_half_lost(lost: int, hits: int) -> bool:
@@ -443,17 +443,17 @@ def may_bypass(steps: int) -> bool:
 
 def is_little_left(allocated_bytes: int, reserved_bytes: int) -> bool:
     """Whether little is free of what is held."""
-    return t.MANY_SHARE * allocated_bytes > (t.MANY_SHARE - 1) * reserved_bytes
+    return t.MAJOR_ONE_IN * allocated_bytes > (t.MAJOR_ONE_IN - 1) * reserved_bytes
 
 
 def has_much_to_come(ahead_bytes: int, needed_bytes: int, held_bytes: int) -> bool:
     """Whether a step will need much more than now, and nearly as much as any before."""
-    return t.SOME_SHARE * ahead_bytes > needed_bytes > held_bytes - held_bytes // t.SOME_SHARE
+    return t.MINOR_ONE_IN * ahead_bytes > needed_bytes > held_bytes - held_bytes // t.MINOR_ONE_IN
 
 
 def is_unexpected(needed_bytes: int, expected_bytes: int) -> bool:
     """Whether that is more than was expected when the step began."""
-    return needed_bytes > expected_bytes + max(t.SPARE_BYTES, expected_bytes // t.FEW_SHARE)
+    return needed_bytes > expected_bytes + max(t.SPARE_BYTES, expected_bytes // t.NEGLIGIBLE_ONE_IN)
 
 
 # --- processor time

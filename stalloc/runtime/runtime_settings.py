@@ -27,7 +27,7 @@ class Settings:
     plan: bool = True  #: False: only record
     plan_wait_seconds: float = 20.0
     """How long a step boundary waits for the planner, once a plan, so that short runs gain."""
-    max_effort: float = 0.01
+    planning_share: float = 0.01
     """Share of the program's processor time for planning, see `CpuBudget`; inf: equal runs plan alike."""
     max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`

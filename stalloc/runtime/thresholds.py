@@ -1,13 +1,14 @@
 """Every number that the runtime decides by: what it is of, and why it is no smaller or larger.
 
 `decisions.py` is where they are used, each on figures that are handed in; `tests/test_decisions.py` has figures on both
-sides of each. Bytes, requests, steps and iterations are what a name ends with; a SHARE is one in so many.
+sides of each. Bytes, requests, steps and iterations are what a name ends with; a ONE_IN and a SHARE divide: one in so
+many.
 """
 
 # --- what counts as few and as many, wherever it is asked
-FEW_SHARE = 64  # of requests or bytes: less makes no difference to a plan, and none to what a step needs
-SOME_SHARE = 8  # of requests: fewer that are not as planned do not make a step another one, or a cycle none
-MANY_SHARE = 4  # of requests, of the device: what does not serve these is bad, what leaves less fills it
+NEGLIGIBLE_ONE_IN = 64  # of requests or bytes: less makes no difference to a plan, and none to what a step needs
+MINOR_ONE_IN = 8  # of requests: fewer that are not as planned do not make a step another one, or a cycle none
+MAJOR_ONE_IN = 4  # of requests, of the device: what does not serve these is bad, what leaves less fills it
 SOME_REQUESTS = 8  # not as planned, in a step: fewer may be chance
 MANY_STEPS = 8  # or iterations in a row: what went on for so long goes on; fewer may be chance
 LONG_STEPS = 64  # or iterations: what brought nothing for so long is tried ever more rarely

@@ -365,6 +365,10 @@ def of_cupy(name: str, call: Callable[[Any], Any]) -> None:
     MARKED[name] = call
 
 
+def random_numbers(source: Any) -> Any:
+    return sys.modules["cupy"].random.standard_normal(source.shape, source.dtype)  # there
+
+
 def kernel_of_a_template(source: Any) -> None:
     import cupy
 
@@ -386,7 +390,7 @@ def kernel_in_python(source: Any) -> None:
 of_cupy("product_by_cupy", lambda source: source @ source)  # there
 of_cupy("solution_by_cupy", lambda source: sys.modules["cupy"].linalg.solve(source, source))  # there
 of_cupy("transform_by_cupy", lambda source: sys.modules["cupy"].fft.fft(source))  # there
-of_cupy("random_numbers_by_cupy", lambda source: sys.modules["cupy"].random.standard_normal(source.shape))  # there
+of_cupy("random_numbers_by_cupy", random_numbers)
 of_cupy("total_by_cupy", lambda source: source.sum())  # there
 of_cupy("sorted_by_cupy", lambda source: source.sort())  # there
 of_cupy("kernel_of_a_template", kernel_of_a_template)

@@ -36,7 +36,9 @@ class Program:
         hears_all: bool = False,
     ) -> None:
         """`hears_all`: each mark of a step is looked at, one of a step that goes as planned too."""
-        settings = Settings(plan=plan, plan_wait_seconds=1e6, max_effort=math.inf, keep_recording=not plan, arena=arena)
+        settings = Settings(
+            plan=plan, plan_wait_seconds=1e6, planning_share=math.inf, keep_recording=not plan, arena=arena
+        )
         self.controller: Controller = make_controller(capacity_bytes, settings)
         self.controller.expects_marks = True
         self._mark = self.controller.hear_mark if hears_all else self.controller.mark

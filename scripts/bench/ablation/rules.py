@@ -346,8 +346,8 @@ RULES = (
         "a pair of requests is looked for in the next 64 entries",
         (
             CORE + "schedule_cursor.py",
-            " else _pair_ahead(state, first, end)\n    if position < 0:",
-            " else -1\n    if position < 0:",
+            " else _pair_ahead(state, first, end)\n",
+            " else -1\n",
         ),
     ),
     _rule(

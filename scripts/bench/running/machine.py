@@ -62,7 +62,7 @@ class Machine:
         capacity_bytes: int = 0,
     ) -> None:
         self.controller = make_controller(
-            capacity_bytes, settings or Settings(plan_wait_seconds=1e6, max_effort=math.inf)
+            capacity_bytes, settings or Settings(plan_wait_seconds=1e6, planning_share=math.inf)
         )
         self.controller.expects_marks = marked
         self.state = self.controller.state

@@ -61,7 +61,7 @@ class Soak:
 
         self.seed = seed
         self.rng = np.random.default_rng(seed)
-        self.runtime: Runtime = start(Settings(plan_wait_seconds=0.0, max_effort=math.inf, max_plans=1 << 40))
+        self.runtime: Runtime = start(Settings(plan_wait_seconds=0.0, planning_share=math.inf, max_plans=1 << 40))
         self.controller = self.runtime.controllers[0]
         self.state = self.controller.state
         self.allocate, self.free = cupy_entries(self.runtime.states.ctypes.data)

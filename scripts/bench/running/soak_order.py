@@ -58,7 +58,7 @@ class OrderSoak:
 
         self.seed, self.rng, self.counts = seed, random.Random(seed), Counter[str]()
         self.checker = virtual.order_checker()
-        settings = Settings(max_effort=math.inf, max_plans=1 << 40, streams="share")
+        settings = Settings(planning_share=math.inf, max_plans=1 << 40, streams="share")
         self.runtime = start(settings)
         self.controller = self.runtime.controllers[0]
         self.state = self.controller.state
