@@ -176,7 +176,7 @@ engine = CuMemAllocator()
 engine.make("weights", 40)
 engine.make("kv_cache", 100)
 engine.sleep(offload_tags=("weights",))
-state = torch.empty(160 << 20, dtype=torch.uint8, device="cuda")
+state = torch.empty((320 if sys.argv[1:] == ["large"] else 160) << 20, dtype=torch.uint8, device="cuda")
 engine.wake_up(["weights"])
 del state
 if sys.argv[1:] == ["empty"]:
@@ -185,16 +185,22 @@ engine.wake_up(["kv_cache"])
 """
 
 
-@pytest.mark.parametrize("order", ["", pytest.param("empty", marks=pytest.mark.slow)])
-def test_what_pytorch_caches_is_named_where_vllm_finds_no_room_to_wake(tmp_path: Path, order: str) -> None:
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """A trainer beside that engine."""
     module = tmp_path / "vllm" / "device_allocator" / "cumem.py"
     module.parent.mkdir(parents=True)
     module.write_text(ENGINE)
     program = tmp_path / "rl.py"
     program.write_text(TRAINER)
-    out = tmp_path / "result.json"
+    return program
+
+
+@pytest.mark.parametrize("order", ["", pytest.param("empty", marks=pytest.mark.slow)])
+def test_what_pytorch_caches_is_named_where_vllm_finds_no_room_to_wake(engine: Path, order: str) -> None:
+    out = engine.with_name("result.json")
     words = [order] if order else []
-    done = run_stalloc("dryrun", "--serve", "--json", out, "--headroom", "0", "--memory", "256MiB", program, *words)
+    done = run_stalloc("dryrun", "--serve", "--json", out, "--headroom", "0", "--memory", "256MiB", engine, *words)
     told = json.loads(out.read_text())["sleep"]
     begins = ["start", "sleep, weights kept", "wake weights"]
     assert [one["begins"] for one in told["phases"]] == [*begins, "wake kv_cache" + ", in vain" * (not order)]
@@ -209,3 +215,9 @@ def test_what_pytorch_caches_is_named_where_vllm_finds_no_room_to_wake(tmp_path:
         assert "44.00 MiB too few; PyTorch caches 160.00 MiB: call torch.cuda.empty_cache() before" in " ".join(
             done.stdout.split()
         )
+
+
+def test_the_phase_in_which_a_request_finds_no_room_is_named_under_pytorch(engine: Path) -> None:
+    done = run_stalloc("dryrun", "--serve", "--headroom", "0", "--memory", "256MiB", engine, "large")
+    assert done.returncode == 1
+    assert "it runs out of memory after `sleep, weights kept`: rl.py:7 <module> asks for 320.00 MiB" in done.stdout

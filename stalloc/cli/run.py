@@ -24,8 +24,8 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, all of the device that reserved most; `devices` lists
 every device; with --compare-native the same figures are under `native` and `native_expandable`. `plan_source` is
 "file", "cache", "fit" or null; `order` has the findings of --check-order; `budget_bytes`, `budget_kept` and `budget_by`
-are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) on the virtual GPU. The exit
-code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) and `sleep` (the phases of a
+program that calls stalloc.sleep) on the virtual GPU. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
