@@ -25,7 +25,8 @@ peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, all of the devic
 every device; with --compare-native the same figures are under `native` and `native_expandable`. `plan_source` is
 "file", "cache", "fit" or null; `order` has the findings of --check-order; `budget_bytes`, `budget_kept` and `budget_by`
 are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) and `sleep` (the phases of a
-program that calls stalloc.sleep) on the virtual GPU. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+program that calls stalloc.sleep) on the virtual GPU. The exit code is the program's own, also after Ctrl-C (130) and
+SIGTERM (143), which leave the report.
 """
 
 import argparse
