@@ -174,6 +174,80 @@ print(json.dumps([texts, [unmoved, allocated], counts]))
     assert counts == [0, 0, 0]
 
 
+_BY_ARENA = _PROLOGUE.replace("install(", "install(settings=stalloc.integrations.Settings(arena=sys.argv[1]), ", 1)
+
+
+@pytest.mark.parametrize("arena", ["pages", "pool"])
+def test_what_was_moved_once_may_move_again_though_the_first_of_it_is_gone(run_checks: Any, arena: str) -> None:
+    """Moved tensors share one buffer, which goes back to the device with the last of them."""
+    moved, reserved, kept = run_checks(
+        _BY_ARENA
+        + """
+blocks = [new(3 * MIB) for _ in range(160)]
+del blocks[1::2]
+moved = stalloc.compact(blocks).num_moved
+blocks = blocks[20:40]
+reserved = [torch.cuda.memory_reserved() >> 20]
+kept = dict(stalloc.compact(blocks).kept)
+reserved.append(torch.cuda.memory_reserved() >> 20)
+print(json.dumps([moved, reserved, kept]))
+""",
+        arena,
+    )
+    assert moved == 80
+    assert reserved[0] >= 240
+    assert reserved[1] <= 70
+    assert kept == {}
+
+
+@pytest.mark.parametrize("arena", ["pages", "pool"])
+def test_a_buffer_that_holds_what_was_not_named_stays(run_checks: Any, arena: str) -> None:
+    """Leaving it would free nothing, so that there might be no room for what is on the way."""
+    moved, kept, stays = run_checks(
+        _BY_ARENA
+        + """
+blocks = [new(3 * MIB) for _ in range(160)]
+del blocks[1::2]
+stalloc.compact(blocks)
+others = []
+try:
+    while True:
+        others.append(new(3 * MIB))
+except torch.OutOfMemoryError:
+    pass
+before = [t.data_ptr() for t in blocks]
+result = stalloc.compact(sorted(blocks, key=lambda t: t.data_ptr())[:70])
+print(json.dumps([result.num_moved, dict(result.kept), before == [t.data_ptr() for t in blocks]]))
+""",
+        arena,
+    )
+    assert moved == 0
+    assert kept == {"its segment holds blocks that may not move": 70}
+    assert stays
+
+
+@pytest.mark.parametrize("arena", ["pages", "pool"])
+def test_adopting_on_a_full_device_leaves_what_has_no_room_elsewhere(run_checks: Any, arena: str) -> None:
+    moved, kept, stays = run_checks(
+        _BY_ARENA
+        + """
+blocks, others = [new(3 * MIB) for _ in range(160)], []
+try:
+    while True:
+        others.append(new(3 * MIB))
+except torch.OutOfMemoryError:
+    pass
+before = [t.data_ptr() for t in blocks]
+result = stalloc.adopt(blocks[::2])
+print(json.dumps([result.num_moved, dict(result.kept), before == [t.data_ptr() for t in blocks]]))
+""",
+        arena,
+    )
+    assert moved == 0
+    assert kept == {"there is no room for it elsewhere": 80}
+    assert stays
+
+
 def test_nothing_to_move_an_exact_fit_and_one_byte_more(run_checks: Any) -> None:
     nothing, texts, refused, moved, exact, full = run_checks(
         _PROLOGUE
@@ -366,7 +440,7 @@ size = trace.aligned_size(512)
 begins = np.repeat([0, 1], len(size))
 order = np.lexsort((begins, np.concatenate([trace.end, trace.start])))
 peak = int(np.cumsum(np.concatenate([-size, size])[order]).max())
-gpu = VirtualGPU(total_bytes=int(1.0005 * peak) >> 21 << 21)
+gpu = VirtualGPU(total_bytes=peak + (4 << 20) >> 21 << 21)
 runtime = stalloc.install(device="virtual", gpu=gpu, settings=Settings(plan=False, arena="pool"))
 import torch
 def new(num_bytes):

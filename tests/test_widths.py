@@ -16,7 +16,7 @@ from stalloc.trace import load_traces, save_traces
 #: where a figure of JSON is not one that people are shown: places in files, and what is told in other words
 _NOT_SHOWN = re.compile(
     r"address|_event\b|sites|tree|seconds|proven|counts|fail_over|allowed|unknown|dynamic|static|peak_requests|"
-    r"avoided_by|[.]hits|[.]run_hits|end_allocated|observed_allocated|native_reserved|record_|device_free_bytes|same_stream|whole_segments"
+    r"[.]node[.]|avoided_by|[.]hits|[.]run_hits|end_allocated|observed_allocated|native_reserved|record_|device_free_bytes|same_stream|whole_segments"
 )
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _WIDTHS = (60, 80, 120, None)

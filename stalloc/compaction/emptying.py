@@ -13,7 +13,7 @@ from stalloc.compaction.execution import Copy
 from stalloc.compaction.heap_view import HeapView
 from stalloc.compaction.relocation import move_together, new_buffer, packed, release
 from stalloc.compaction.sliding import plan_slide, slide, whole_segments
-from stalloc.compaction.torch_storages import Candidate
+from stalloc.compaction.torch_storages import Candidate, num_slices
 from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
 from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, whole_pages
@@ -115,6 +115,9 @@ def move_in_rounds(
             taken += waiting.pop(0)
         if through_host and not taken:
             taken = waiting.pop(0)
+        if through_host and _buffer_bytes(taken) > room + PAGE_BYTES + _freed(view, taken):
+            result.kept["there is no room for it elsewhere"] += len(taken)
+            continue
         move(taken, result, copy, through_host=through_host, unwanted=_inside(ranges))
         release(device)
         # what is empty now has gone back to the device, which may give the same addresses again
@@ -168,11 +171,35 @@ def _inside(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:
 
 
 def _room(view: HeapView, cap_bytes: int | None) -> int:
-    """How many bytes a new buffer may have, beside the table of the copy."""
+    """How many bytes a new buffer may have, beside the table of the copy, which is a page."""
     free = view.controller.memory.source.free_bytes()
     if cap_bytes is not None:
         free = min(free, cap_bytes - view.controller.state.record.statistics.reserved_bytes)
     return free - PAGE_BYTES
+
+
+def _freed(view: HeapView, taken: list[Candidate]) -> int:
+    """The bytes that go back to the device for sure once some storages have no memory."""
+    members: dict[int, list[Candidate]] = {}
+    for member in taken:
+        members.setdefault(view.segment_of(member.address), []).append(member)
+    return sum(int(view.segment_gain[row]) for row, group in members.items() if row >= 0 and _empties(view, row, group))
+
+
+def _empties(view: HeapView, row: int, members: list[Candidate]) -> bool:
+    """Whether nothing lives in a segment once some storages have left it.
+
+    A block of storages that were moved before is free with the last of them, of which the first may be gone.
+    """
+    base, size = int(view.segment_base[row]), int(view.segment_bytes[row])
+    inside = (view.address >= base) & (view.address < base + size)
+    leaving, device = sorted(member.address for member in members), members[0].storage.device
+    for address, num_bytes in zip(view.address[inside].tolist(), view.block_bytes[inside].tolist(), strict=True):
+        num_leaving = bisect_left(leaving, address + num_bytes) - bisect_left(leaving, address)
+        num_alive = num_slices(address, device)
+        if num_leaving != (num_alive if num_alive is not None else 1):
+            return False
+    return True
 
 
 def segments_to_empty(
@@ -184,9 +211,8 @@ def segments_to_empty(
         mine.setdefault(view.segment_of(member.address), {})[member.address] = member
     choices = []
     for row, members in mine.items():
-        base, size = int(view.segment_base[row]), int(view.segment_bytes[row])
-        inside = (view.address >= base) & (view.address < base + size)
-        if set(view.address[inside].tolist()) - set(members):
+        base = int(view.segment_base[row])
+        if not _empties(view, row, list(members.values())):
             result.kept["its segment holds blocks that may not move"] += len(members)
             continue
         moved, gain = _live_bytes(members.values()), int(view.segment_gain[row])

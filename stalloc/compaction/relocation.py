@@ -77,9 +77,9 @@ def new_buffer(total: int, device: Any, unwanted: Callable[[int], bool]) -> Any:
 
 def point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
     """Give each storage its part of a buffer; their old memory goes with the storages that had the parts."""
-    remember_arena(arena)
     for member, at in zip(group, offset.tolist(), strict=True):
         exchange(member.storage, slice_storage(arena, at, member.size_bytes))
+    remember_arena(arena, len(group))
 
 
 def _through_host(group: Sequence[Candidate], offset: Column, total: int, unwanted: Callable[[int], bool]) -> Any:
@@ -110,18 +110,32 @@ def free_memory(group: Sequence[Candidate]) -> None:
 
 
 def write_from_host(group: Sequence[Candidate], host: Any, offset: Column, unwanted: Callable[[int], bool]) -> Any:
-    """Give storages without memory a new buffer with bytes that wait in host memory."""
+    """Give storages without memory a new buffer with bytes that wait in host memory; where there is none, one each.
+
+    That buffer is returned, or the last.
+    """
     import torch
 
     device = group[0].storage.device
     try:
         arena = new_buffer(len(host), device, unwanted)
     except torch.OutOfMemoryError:
+        if len(group) > 1:  # somebody else was quicker, but each of the places that became free is large enough for one
+            return write_one_by_one(group, host, offset)
         arena = torch.empty(len(host), dtype=torch.uint8, device=device)  # anywhere is better than nowhere
     arena.copy_(host)
     wait_for(device)
     point_into(group, arena, offset)
     return arena
+
+
+def write_one_by_one(group: Sequence[Candidate], host: Any, offset: Column) -> Any:
+    """As `write_from_host`, with a buffer for each storage, the largest first; the last one is returned."""
+    made, anywhere = None, lambda address: False
+    for nth in sorted(range(len(group)), key=lambda nth: -group[nth].size_bytes):
+        low = int(offset[nth])
+        made = write_from_host([group[nth]], host[low : low + group[nth].size_bytes], np.zeros(1, np.int64), anywhere)
+    return made
 
 
 def _bytes(storage: Any) -> Any:

@@ -24,7 +24,7 @@ from stalloc.compaction.relocation import (
     read_to_host,
     release,
     wait_for,
-    write_from_host,
+    write_one_by_one,
 )
 from stalloc.compaction.schedule import Schedule
 from stalloc.compaction.torch_storages import Candidate, borrowed_storage
@@ -154,7 +154,7 @@ def slide(view: HeapView, found: Slide, bounce: Any, copy: Copy | None) -> list[
                 wait_for(device)
         if blocks is None:
             release(device)
-            _take_holes(everything, host, places.tolist())
+            write_one_by_one(everything, host, places)
             return []
         for block, members in zip(blocks, found.contents, strict=False):
             point_into(members, block, packed([member.size_bytes for member in members], ALIGNMENT_BYTES)[0])
@@ -193,11 +193,3 @@ def _hold(segments: Sequence[Segment], device: Any) -> list[Any] | None:
             if len(others) > len(segments):
                 return None
     return blocks
-
-
-def _take_holes(group: Sequence[Candidate], host: Any, places: Sequence[int]) -> None:
-    """New memory for each storage by itself, the largest first, for bytes that wait in host memory at `places`."""
-    none = np.zeros(1, np.int64)
-    for nth in sorted(range(len(group)), key=lambda nth: -group[nth].size_bytes):
-        low, high = places[nth], places[nth] + group[nth].size_bytes
-        write_from_host([group[nth]], host[low:high], none, lambda address: False)

@@ -110,18 +110,35 @@ class _Arena:
     low: int  #: address
     high: int
     alive: Any  #: a weak reference to its storage, which the slices keep alive
+    others: int  #: references to it besides those of the slices, as torch made them
 
 
 _arenas: list[_Arena] = []
 
 
-def remember_arena(arena: Any) -> None:
-    """Storages on slices of this uint8 tensor may be moved again, as long as it lives."""
+def remember_arena(arena: Any, num_slices: int) -> None:
+    """So many storages on slices of this uint8 tensor may be moved again, as long as it lives."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     _arenas[:] = [known for known in _arenas if not known.alive.expired()]
     low, storage = arena.data_ptr(), arena.untyped_storage()
-    _arenas.append(_Arena(arena.device, low, low + storage.nbytes(), StorageWeakRef(storage)))
+    alive, num_bytes = StorageWeakRef(storage), storage.nbytes()
+    del storage
+    _arenas.append(_Arena(arena.device, low, low + num_bytes, alive, _num_references(alive) - num_slices))
+
+
+def _num_references(alive: Any) -> int:
+    import torch
+
+    return int(torch._C._storage_Use_Count(alive.cdata))
+
+
+def num_slices(address: int, device: Any) -> int | None:
+    """How many storages keep the buffer alive that begins at an address; None if none of those moved into does."""
+    for arena in _arenas:
+        if arena.device == device and arena.low == address and not arena.alive.expired():
+            return _num_references(arena.alive) - arena.others
+    return None
 
 
 def _in_arena(address: int, device: Any) -> bool:
