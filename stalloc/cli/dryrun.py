@@ -34,6 +34,7 @@ JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and f
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
 `taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know
 (`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded,
+`sleep` the `phases` of a program that calls stalloc.sleep, and where one `ran_out` of memory on this card,
 `node` every byte of the node, by rank and for the machine (--node prints it).
 The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
@@ -57,6 +58,7 @@ from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
 from stalloc.cli.shared_options import refuse_typed
+from stalloc.cli.sleep_report import seen_phases
 from stalloc.device.completion import VARIABLE, Completion
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
@@ -170,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
         **offer.as_json(),
         **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
+        "sleep": results["stalloc"].sleep,
         "uncertain": uncertain,
         "files": files.all().as_json(),
         "node": node.as_json(),
@@ -266,7 +269,7 @@ def _results(
                 uncertain["shared_blocks"] = _shared_blocks(tried, uncertain, measure_otherwise)
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
-            results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
+            results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"], offered)
         if (shared := uncertain["shared_blocks"]) and shared["taken_bytes"] > offered:
             tell("running the program with work done later")
             uncertain["order_decides"] = [
@@ -284,7 +287,7 @@ def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]]) -> Need:
+def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]], offered: int) -> Need:
     """What stalloc needs, found by running: the replay is exact for PyTorch's allocator, and may be a page off here."""
     least, page = need.needed_bytes, 2 << 20
     for size in (least, least + page, least + max(2 * page, least // 100)):
@@ -292,7 +295,7 @@ def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]]) -> Need:
             break
         if measure(size)["exit_code"] == 0:
             return _with_need(need, size, "run")
-    return _with_need(need, need.taken_bytes, "run")
+    return _with_need(need, min(need.taken_bytes, offered) if need.fits else need.taken_bytes, "run")
 
 
 def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
@@ -353,11 +356,11 @@ def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> d
     if tried["exit_code"] == 0:
         tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])
         if tried["fits"]:
-            return tried
+            return tried | {"sleep": seen_phases(tried, tried)}
     _refuse_failure(name, tried)
     again = measure(offered)
     _refuse_failure(name, again)
-    return tried | {"fits": again["exit_code"] == 0}
+    return tried | {"fits": again["exit_code"] == 0, "sleep": seen_phases(tried, again)}
 
 
 def _refuse_failure(name: str, tried: dict[str, Any]) -> None:
@@ -393,6 +396,7 @@ def _stalloc(
         device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]
         device["allocated_peak_bytes"] = device["run_allocated_peak_bytes"]
     result["out_of_memory"] = any(device["out_of_memory_errors"] for device in result["devices"])
+    result["out_of_memory"] |= result["sleep"] is not None and result["sleep"]["ran_out"] is not None
     if result["exit_code"] != 0 and not result["out_of_memory"]:
         sys.stderr.write(result["output"])
     return result
@@ -415,10 +419,13 @@ def _replayed(history: Path, name: str, settings: dict[str, str]) -> dict[int, i
 
 def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: int) -> Need:
     """What one allocator was seen to do, the runs before the replay."""
-    devices = {}
+    devices, sleep = {}, tried.get("sleep")
+    phases = sleep["phases"] if sleep is not None and len(tried["devices"]) == 1 else []
+    awake = max((one["allocated_peak_bytes"] for one in phases), default=0)
     for device in tried["devices"]:
         taken = device["reserved_peak_bytes"]
-        least = max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
+        # a replay knows of no sleep
+        least = awake or max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
         least = min(least, offered, taken) if tried["fits"] else min(least, taken)
         devices[device["device"]] = {
             "needed_bytes": least,
@@ -428,11 +435,11 @@ def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: i
     largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in FIGURES}
     by = "replay" if replayed else "reserved"
     uses_torch = bool(tried.get("uses_torch", True))
-    return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, **largest)
+    return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, sleep=sleep, **largest)
 
 
 def _entry(need: Need) -> dict[str, Any]:
-    return {key: value for key, value in asdict(need).items() if key not in ("devices", "uses_torch")}
+    return {key: value for key, value in asdict(need).items() if key not in ("devices", "uses_torch", "sleep")}
 
 
 def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from stalloc.cli.node_report import print_node
 from stalloc.cli.output import command_text, size_text, table_console
+from stalloc.cli.sleep_report import print_sleep
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
 from stalloc.device.context import ASSUMED_BYTES, SOURCE
@@ -69,6 +70,8 @@ class Need:
     allocated_peak_bytes: int
     uses_torch: bool = field(default=True, repr=False)
     devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
+    sleep: dict[str, Any] | None = field(default=None, repr=False)
+    """Its phases, as `seen_phases` has them, where the program sleeps."""
 
 
 def allocator_name(name: str, *, uses_torch: bool = True) -> str:
@@ -109,6 +112,8 @@ def print_needs(
     if offer.headroom_bytes:
         print_prose(console, f"CUDA context and NCCL: {offer.headroom_source}", indent="  ")
     print_node(console, node, offer.headroom_bytes, whole=whole_node)
+    if result["sleep"] is not None:
+        print_sleep(console, result["sleep"], "under stalloc", human_bytes(offer.program_bytes))
     for line in last_lines(result):
         print_prose(console, line, indent="  ")
     if result["uncertain"].get("taking_what_is_free"):

@@ -89,8 +89,8 @@ def ran_out_text(told: dict[str, Any]) -> str:
     holders = ", ".join(f"{human_bytes(size)} by {_holder(name)}" for name, size in told["holders"][:_MOST_HOLDERS])
     return (
         f"{printable(told['place'])} asks for {human_bytes(told['wanted_bytes'])} when "
-        f"{human_bytes(told['allocated_bytes'])} are allocated and {human_bytes(told['reserved_bytes'])} reserved; "
-        f"most is held: {holders}"
+        f"{human_bytes(told['allocated_bytes'])} are allocated and {human_bytes(told['reserved_bytes'])} reserved"
+        f"{f'; most is held: {holders}' if holders else ''}"
     )
 
 

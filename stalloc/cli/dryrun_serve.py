@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+
 from stalloc.analysis.server_findings import DRIVER_GROWTH_BYTES
 from stalloc.analysis.server_log import ServerLog, read_server_log
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
@@ -17,6 +19,7 @@ from stalloc.cli.dryrun_report import Offer, last_lines
 from stalloc.cli.dryrun_runs import Runs, headroom_of, offer_of, ran_out_text
 from stalloc.cli.output import command_text, table_console, wants_text, write_json
 from stalloc.cli.program import program_command
+from stalloc.cli.sleep_report import print_sleep
 from stalloc.cli.tables import print_items, print_prose, print_table
 from stalloc.device import DEFAULT_GPU, VirtualGPU
 from stalloc.device.context import SOURCE
@@ -115,6 +118,7 @@ def _seen_entry(seen: RunSeen, log: ServerLog | None) -> dict[str, Any]:
         **{name: server.get(name, 0) for name in ("graph_bytes", "num_graphs", "pinned_bytes")},
         "engine": log.engine if log is not None else None,
         "ran_out": dataclasses.asdict(seen.ran_out) if seen.ran_out is not None else None,
+        "sleep": {**server["sleep"], "is_given_plenty": False} if server.get("sleep") else None,
     }
 
 
@@ -149,7 +153,10 @@ def _print(result: dict[str, Any], offer: Offer, args: argparse.Namespace) -> No
     console.print(f"{name}: {human_bytes(offer.program_bytes)} free as the program begins")
     if not result["starts"]:
         why = f": {ran_out_text(result['ran_out'])}" if result["ran_out"] else ""
-        print_prose(console, f"it does not start, for lack of memory{why}", indent="  ")
+        slept = result["sleep"] and f"it runs out of memory after `{printable(result['sleep']['ended_in'])}`"
+        if slept is None or result["sleep"]["ran_out"] is None:  # else the phases are followed by more than that
+            print_prose(console, f"{slept or 'it does not start, for lack of memory'}{why}", indent="  ")
+        _print_sleep(console, result)
         return
     rows = [
         ("weights", result["weights_bytes"], "and what else is live as the cache is made"),
@@ -160,8 +167,14 @@ def _print(result: dict[str, Any], offer: Offer, args: argparse.Namespace) -> No
         ("reserved", result["reserved_peak_bytes"] or None, "by PyTorch, at the most"),
     ]
     print_items(console, [(name, human_bytes(size), text) for name, size, text in rows if size is not None])
+    _print_sleep(console, result)
     for line in [*_places(result), *_notes(result), *_unseen(result, offer), *last_lines(result)]:
         print_prose(console, line, indent="  ")
+
+
+def _print_sleep(console: Console, result: dict[str, Any]) -> None:
+    if result["sleep"] is not None:
+        print_sleep(console, result["sleep"], "context included", human_bytes(result["memory_bytes"]))
 
 
 def _place(place: str | None, otherwise: str) -> str:

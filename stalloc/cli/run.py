@@ -28,8 +28,9 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, all of the device that reserved most; `devices` lists
 every device; with --compare-native the same figures are under `native` and `native_expandable`. `plan_source` is
 "file", "cache", "fit" or null; `order` has the findings of --check-order; `budget_bytes`, `budget_kept` and `budget_by`
-are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) on the virtual GPU. The exit
-code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+are there with a budget, `cap` (its cost) with a cap, `files` (what was kept and discarded) and `sleep` (the phases of a
+program that calls stalloc.sleep) on the virtual GPU. The exit code is the program's own, also after Ctrl-C (130) and
+SIGTERM (143), which leave the report.
 """
 
 import argparse
@@ -62,6 +63,8 @@ from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
+from stalloc.integrations.installation import installation
+from stalloc.integrations.sleep_phases import SleepPhases
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.sandbox import Ended
@@ -166,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
                 raise BadInputError(f"{option} is for the virtual GPU: add --device virtual.")
             os.environ[variable] = value
     is_virtual = device.activate(args.device, gpu) == "virtual"
+    if is_virtual:
+        installation.sleep_phases = SleepPhases()
     outputs = (args.save_plan, args.report)
     inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None
     if inside is not None and (ended := inside.fork(keep_new=not args.discard_files)) is not None:
@@ -211,6 +216,7 @@ def _run_here(
     from stalloc import integrations
     from stalloc.integrations import plan_cache
     from stalloc.integrations.installing import read_plan_file
+    from stalloc.integrations.sleep_and_wake import phases_told
 
     held = limit if isinstance(limit, Held) else None
     capped = limit if isinstance(limit, Capped) else None
@@ -243,6 +249,7 @@ def _run_here(
     reports = [dataclasses.asdict(report) for report in runtime.reports()] if runtime is not None else []
     source = "file" if args.plan else None if not is_planned else "cache" if held is None else "fit"
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
+    result["sleep"] = phases_told(runtime, failed=code != 0)
     if held is not None:
         result |= held.outcome(reports)
     if cap is not None:

@@ -150,6 +150,16 @@ def reset_peaks(device):
 
 
 @njit()
+def restart_allocated_peak(device):
+    """Let the peak of what is allocated begin anew; what it was, in bytes. Python calls this."""
+    state = locked(device)
+    peak = state.total.allocated_peak
+    state.total.allocated_peak = state.total.allocated_bytes
+    unlock(state)
+    return peak
+
+
+@njit()
 def count_arena(device, size):
     """Count an arena of `size` bytes that came from the device (negative: went back). Python calls this."""
     state = locked(device)

@@ -63,6 +63,7 @@ class DeviceState:
         self.triggers = Triggers(self.tables)
         self._parts = self.record.small, self.record.large
         self._texts: list[np.ndarray] = []
+        self._earlier_peak = self._phase_peak = 0  # bytes: since the program's reset, and since `take_phase_peak`
         self.tables.write({"slow_function": slow_function, "device": device})
         self.write(**self._text_fields("CUDA out of memory. stalloc: out of memory"))
 
@@ -126,7 +127,20 @@ class DeviceState:
 
     def reset_peaks(self) -> None:
         """Let the peaks that the program asks for begin anew (torch.cuda.reset_peak_memory_stats)."""
+        self._phase_peak, self._earlier_peak = max(self._phase_peak, self.record.total.allocated_peak), 0
         counters.reset_peaks(self.address)
+
+    @property
+    def told_peak_bytes(self) -> int:
+        """The most that was allocated since the program reset its peaks."""
+        return max(self._earlier_peak, self.record.total.allocated_peak)
+
+    def take_phase_peak(self) -> int:
+        """The most that was allocated since this was asked last; the program's own peak stays as it is."""
+        peak = int(counters.restart_allocated_peak(self.address))
+        self._earlier_peak = max(self._earlier_peak, peak)
+        peak, self._phase_peak = max(self._phase_peak, peak), 0
+        return peak
 
     def set_out_of_memory_text(self, text: str, driver_status: int = 0) -> None:
         """What the next out-of-memory error says; with a status of the driver it is no lack of memory."""

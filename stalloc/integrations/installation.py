@@ -40,6 +40,9 @@ class Installation:
     # cli.native, sizing.run_work
     is_compared = False  #: PyTorch's own allocator is tried here for comparison, so `stalloc.sleep` does nothing
 
+    # cli.run, server_watch
+    sleep_phases: "Any" = None  #: the SleepPhases of a run on the virtual GPU, where somebody asks for them
+
     # sleep_and_wake, showing, flight_record
     was_to_sleep = False  #: it was called all the same
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken

@@ -98,6 +98,10 @@ def _start(
     runtime = start(settings or Settings(), plans, plan_together)
     runtime.try_plans(known_plans)
     watch_runtime(runtime)
+    if installation.sleep_phases is not None:
+        from stalloc.integrations.sleep_and_wake import tell_phases
+
+        tell_phases(runtime)
     return runtime
 
 

@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 from stalloc.imports import after_import
+from stalloc.integrations.installation import installation
+from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.integrations.vllm_sleep import watch_vllm
 
 
 def _of_transformers(cache: Any) -> int:
@@ -39,6 +42,8 @@ class ServerWatch:
 
     def begin(self) -> None:
         """Look from here on, or from when the libraries are imported."""
+        installation.sleep_phases = SleepPhases()
+        watch_vllm(installation.sleep_phases)
         after_import("torch", self._watch_graphs)
         for module, owner, method, tokens in _ENGINES:
             after_import(module, partial(self._watch_engine, module, owner, method, tokens))
@@ -70,8 +75,10 @@ class ServerWatch:
 
         setattr(of, method, made)
 
-    def told(self) -> dict[str, Any]:
-        """What was seen so far, as JSON has it."""
+    def told(self, *, failed: bool) -> dict[str, Any]:
+        """What was seen of a program that is over, as JSON has it."""
+        phases = installation.sleep_phases
+        phases.end(None)
         torch: Any = sys.modules.get("torch")
         pinned: dict[str, int] = {}
         if torch is not None and torch.cuda.is_initialized() and hasattr(torch.cuda, "host_memory_stats"):
@@ -81,6 +88,7 @@ class ServerWatch:
             "num_graphs": self._num_graphs,
             "tokens": self._tokens,
             "pinned_bytes": pinned.get("allocated_bytes.peak", 0),
+            "sleep": phases.told(failed=failed),
         }
 
 

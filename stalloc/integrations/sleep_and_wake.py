@@ -15,6 +15,7 @@ from typing import Any, Literal
 from stalloc.errors import BadInputError, SetupError
 from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import served_controllers
+from stalloc.integrations.sleep_notes import begin_phase, end_phase, note_request, note_waking
 from stalloc.runtime import Runtime, current
 from stalloc.sleeping.asleep import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
 from stalloc.sleeping.kept_bytes import InFile, InHost, Keeper, Nowhere
@@ -81,6 +82,7 @@ def sleep(
     for controller in used:
         check_can_sleep(controller)
     done: list[Sleep] = []
+    end_phase(runtime, _asleep)
     runtime.refuse_requests("this job sleeps, and its memory is with others: call stalloc.wake() first.")
     try:
         for controller in used:
@@ -93,6 +95,7 @@ def sleep(
     _asleep.extend(done)
     installation.sleeps_whole = wanted is None
     _serve(runtime)
+    begin_phase("sleep", wanted, _asleep)
     return Slept(sum(one.held_bytes for one in done), sum(one.kept_bytes for one in done))
 
 
@@ -105,13 +108,37 @@ def wake(*, tags: str | Iterable[str] | None = None) -> None:
     """
     runtime = current()
     wanted = _wanted(tags)
-    for one in reversed(_asleep.copy()):
-        if wanted is None or one.tags & wanted:
+    waking = [one for one in reversed(_asleep) if wanted is None or one.tags & wanted]
+    if waking and runtime is not None:
+        end_phase(runtime, _asleep)
+    for number, one in enumerate(waking):
+        try:
             wake_up(one)
-            _asleep.remove(one)
-            installation.sleeps_whole = False
+        except SetupError:
+            note_waking(waking[number:], _named_addresses())
+            raise
+        _asleep.remove(one)
+        installation.sleeps_whole = False
+    if waking:
+        begin_phase("wake", wanted, _asleep)
     if runtime is not None:
         _serve(runtime)
+
+
+def tell_phases(runtime: Runtime) -> None:
+    """Have requests that are refused noted with the phases, once something is tagged."""
+    runtime.observers.append(
+        lambda device, size, _, free: note_request(runtime, device, size, free, _named_addresses())
+    )
+
+
+def phases_told(runtime: Runtime | None, *, failed: bool) -> dict[str, Any] | None:
+    """The phases of a program that is over, as `SleepPhases.told` has them."""
+    if runtime is None or installation.sleep_phases is None:
+        return None
+    end_phase(runtime, _asleep)
+    told: dict[str, Any] | None = installation.sleep_phases.told(failed=failed)
+    return told
 
 
 def _serve(runtime: Runtime) -> None:

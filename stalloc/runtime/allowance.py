@@ -39,7 +39,7 @@ class Allowance:
     def _peak_with(self, size_bytes: int) -> int:
         total, (asked_bytes, num_allocs, num_ooms) = self._record.total, self._asked
         was_served = total.num_allocs > num_allocs and self._record.statistics.num_ooms == num_ooms
-        peaks = asked_bytes if was_served else 0, total.allocated_peak, self._state.allocated_peak_bytes
+        peaks = asked_bytes if was_served else 0, self._state.told_peak_bytes, self._state.allocated_peak_bytes
         self._peak_bytes = max(self._peak_bytes, *peaks)
         now = total.allocated_bytes + self._record.shared.deferred_bytes + size_bytes
         self._asked = now, total.num_allocs, self._record.statistics.num_ooms

@@ -121,7 +121,7 @@ def run_peaks(controller: "Controller") -> tuple[int, int]:
     """
     state, observed = controller.state, controller.status.observed or Observed()
     return (
-        max(state.record.total.allocated_peak, state.allocated_peak_bytes, observed.allocated_peak_bytes),
+        max(state.told_peak_bytes, state.allocated_peak_bytes, observed.allocated_peak_bytes),
         max(state.record.statistics.reserved_peak.total, state.reserved_peak_bytes, observed.reserved_peak_bytes),
     )
 
@@ -230,7 +230,7 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
     """
     now, free = counts(controller.state), inactive(controller.state)
     total, large, small = now.total, now.large, now.small
-    byte_peaks = [total.allocated_peak, large.allocated_peak, small.allocated_peak]
+    byte_peaks = [controller.state.told_peak_bytes, large.allocated_peak, small.allocated_peak]
     block_peaks = [total.live_peak, large.live_peak, small.live_peak]
     bytes_ever = [large.allocated_ever + small.allocated_ever, small.allocated_ever]
     blocks_ever = [total.num_allocs, small.num_allocs]

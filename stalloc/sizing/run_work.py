@@ -140,7 +140,7 @@ class _Run:
             "findings": virtual.findings() | more,
             "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
-            "server": self._server.told() if self._server is not None else None,
+            "server": self._server.told(failed=code != 0) if self._server is not None else None,
             "ran_out": self._place_and_holders() if code != 0 else None,
         }
         write_whole(self._folder / RESULT, json.dumps(told))

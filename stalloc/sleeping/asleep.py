@@ -16,7 +16,7 @@ from stalloc.device.mapped_pages import page_runs
 from stalloc.errors import SetupError
 from stalloc.figures import human_bytes
 from stalloc.runtime.controller import Controller
-from stalloc.sleeping.kept_bytes import Keeper
+from stalloc.sleeping.kept_bytes import Keeper, Nowhere
 
 Run = tuple[int, int]
 """Address and bytes of memory in a row."""
@@ -49,10 +49,28 @@ class Sleep:
         """Where its pages were mapped, each of which may be in several places."""
         return [page for _, pages in self.mapped for page in pages] + [page for _, page, _, _ in self.shared]
 
+    def to_map(self) -> list[tuple[Any, list[int]]]:
+        """What waking maps: the pages of ranges that are still open; in others nothing lives any more."""
+        open_ranges = {id(one) for one in self.controller.memory.source.ranges}
+        return [(owner, pages) for owner, pages in self.mapped if id(owner) in open_ranges]
+
     @property
     def kept_bytes(self) -> int:
         """What was copied."""
         return sum(size for _, size in self.kept)
+
+    @property
+    def live_bytes(self) -> int:
+        """What is allocated in its pages."""
+        asleep = set(self.addresses())
+        blocks = (block for segment in segments(self.controller.state) for block in segment.blocks)
+        ends = [(block.address, block.address + block.size_bytes) for block in blocks if block.requested_bytes]
+        return sum(
+            min(end, page + GRANULE) - max(begin, page)
+            for begin, end in ends
+            for page in range(begin // GRANULE * GRANULE, end, GRANULE)
+            if page in asleep
+        )
 
 
 def check_can_sleep(controller: Controller) -> None:
@@ -69,6 +87,12 @@ def check_can_sleep(controller: Controller) -> None:
         raise SetupError(
             "STALLOC_POISON writes to free memory, which a job that sleeps does not have: unset one of them."
         )
+
+
+def could_give_back(controller: Controller, tags: Mapping[int, Tags], wanted: Collection[str]) -> int:
+    """The bytes that would go back if what has one of the `wanted` tags went to sleep, beside what sleeps already."""
+    found = _find_pages(controller, Nowhere, _living(controller, tags), (), wanted)
+    return sum(one.held_bytes for one in found)
 
 
 def fall_asleep(
@@ -117,8 +141,8 @@ def wake_up(sleep: Sleep) -> None:
     """Map pages again, and bring the bytes back. Raises SetupError if the device has no room: the job sleeps on."""
     memory = sleep.controller.memory
     with sleep.controller.lock, memory.source.at_device(capturing=False):
-        open_ranges = {id(one) for one in memory.source.ranges}  # others were closed, as nothing lived there any more
-        mapped = [(owner, pages) for owner, pages in sleep.mapped if id(owner) in open_ranges]
+        mapped = sleep.to_map()
+        open_ranges = {id(one) for one in memory.source.ranges}
         needed = GRANULE * sum(len(pages) for _, pages in mapped)
         runs = ((owner, run) for owner, pages in mapped for run in page_runs(pages))
         if not memory.paging.make_room(needed) or not all(owner.map(*run) for owner, run in runs):
