@@ -52,8 +52,8 @@ def test_every_benchmark_is_run_by_a_test() -> None:
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if name in NEEDS_TRACES:
-        request.getfixturevalue("shared_traces")
+    if name in NEEDS_TRACES and request.getfixturevalue("shared_traces") is None:
+        pytest.skip("the recordings of others that it compares with are not here")
     out = tmp_path / "figures.json"
     command = [sys.executable, "-P", "-m", "stalloc", "bench", name, "--json", str(out), *QUICK[name]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
