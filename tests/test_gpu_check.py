@@ -138,7 +138,7 @@ def test_devices_that_do_not_reach_each_other_are_noted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "minutes"), [("cuMemMap:hang@9", 2), ("cudaDeviceSynchronize:700@9", 10)])
+@pytest.mark.parametrize(("fault", "minutes"), [("cuMemMap:hang@9", 4), ("cudaDeviceSynchronize:700@9", 10)])
 def test_under_a_fault_each_part_has_its_turn_within_the_minutes_given(tmp_path, fault, minutes):
     code, printed, found = checked(tmp_path, "--minutes", str(minutes), fault=fault)
     assert code == 1
