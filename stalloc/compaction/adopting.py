@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stalloc.compaction.emptying import Relocation, move, move_in_rounds, segments_to_empty
+from stalloc.compaction.emptying import Relocation, by_segment, move, move_in_rounds, segments_to_empty
 from stalloc.compaction.execution import Copy
 from stalloc.compaction.heap_view import HeapView, heap_view
 from stalloc.compaction.relocation import move_together, release
@@ -187,8 +187,6 @@ def _adopt_by_segment(
     view: HeapView, group: list[Candidate], cap_bytes: int | None, result: Relocation, copy: Copy | None
 ) -> None:
     """Everything of a device, segment by segment."""
-    segments: dict[int, list[Candidate]] = {}
-    for member in sorted(group, key=lambda member: member.address):
-        segments.setdefault(view.segment_of(member.address), []).append(member)
+    segments = by_segment(view, sorted(group, key=lambda member: member.address))
     with view.controller.full_device.moving():
         move_in_rounds(view, list(segments.values()), cap_bytes, result, copy, slides=False)

@@ -178,12 +178,18 @@ def _room(view: HeapView, cap_bytes: int | None) -> int:
     return free - PAGE_BYTES
 
 
+def by_segment(view: HeapView, group: Iterable[Candidate]) -> dict[int, list[Candidate]]:
+    """The storages of each segment, by its row; -1: of none."""
+    found: dict[int, list[Candidate]] = {}
+    for member in group:
+        found.setdefault(view.segment_of(member.address), []).append(member)
+    return found
+
+
 def _freed(view: HeapView, taken: list[Candidate]) -> int:
     """The bytes that go back to the device for sure once some storages have no memory."""
-    members: dict[int, list[Candidate]] = {}
-    for member in taken:
-        members.setdefault(view.segment_of(member.address), []).append(member)
-    return sum(int(view.segment_gain[row]) for row, group in members.items() if row >= 0 and _empties(view, row, group))
+    groups = by_segment(view, taken).items()
+    return sum(int(view.segment_gain[row]) for row, members in groups if row >= 0 and _empties(view, row, members))
 
 
 def _empties(view: HeapView, row: int, members: list[Candidate]) -> bool:

@@ -49,10 +49,14 @@ class Sleep:
         """Where its pages were mapped, each of which may be in several places."""
         return [page for _, pages in self.mapped for page in pages] + [page for _, page, _, _ in self.shared]
 
+    def open_ranges(self) -> set[int]:
+        """By `id`, the ranges that are still open; in others nothing lives any more."""
+        return {id(one) for one in self.controller.memory.source.ranges}
+
     def to_map(self) -> list[tuple[Any, list[int]]]:
-        """What waking maps: the pages of ranges that are still open; in others nothing lives any more."""
-        open_ranges = {id(one) for one in self.controller.memory.source.ranges}
-        return [(owner, pages) for owner, pages in self.mapped if id(owner) in open_ranges]
+        """What waking maps: the pages of open ranges."""
+        still_open = self.open_ranges()
+        return [(owner, pages) for owner, pages in self.mapped if id(owner) in still_open]
 
     @property
     def kept_bytes(self) -> int:
@@ -141,8 +145,7 @@ def wake_up(sleep: Sleep) -> None:
     """Map pages again, and bring the bytes back. Raises SetupError if the device has no room: the job sleeps on."""
     memory = sleep.controller.memory
     with sleep.controller.lock, memory.source.at_device(capturing=False):
-        mapped = sleep.to_map()
-        open_ranges = {id(one) for one in memory.source.ranges}
+        mapped, open_ranges = sleep.to_map(), sleep.open_ranges()
         needed = GRANULE * sum(len(pages) for _, pages in mapped)
         runs = ((owner, run) for owner, pages in mapped for run in page_runs(pages))
         if not memory.paging.make_room(needed) or not all(owner.map(*run) for owner, run in runs):
