@@ -174,7 +174,18 @@ print(json.dumps([texts, [unmoved, allocated], counts]))
     assert counts == [0, 0, 0]
 
 
-_BY_ARENA = _PROLOGUE.replace("install(", "install(settings=stalloc.integrations.Settings(arena=sys.argv[1]), ", 1)
+_BY_ARENA = (
+    _PROLOGUE.replace("install(", "install(settings=stalloc.integrations.Settings(arena=sys.argv[1]), ", 1)
+    + """
+def fill():
+    others = []
+    try:
+        while True:
+            others.append(new(3 * MIB))
+    except torch.OutOfMemoryError:
+        return others
+"""
+)
 
 
 @pytest.mark.parametrize("arena", ["pages", "pool"])
@@ -209,12 +220,7 @@ def test_a_buffer_that_holds_what_was_not_named_stays(run_checks: Any, arena: st
 blocks = [new(3 * MIB) for _ in range(160)]
 del blocks[1::2]
 stalloc.compact(blocks)
-others = []
-try:
-    while True:
-        others.append(new(3 * MIB))
-except torch.OutOfMemoryError:
-    pass
+others = fill()
 before = [t.data_ptr() for t in blocks]
 result = stalloc.compact(sorted(blocks, key=lambda t: t.data_ptr())[:70])
 print(json.dumps([result.num_moved, dict(result.kept), before == [t.data_ptr() for t in blocks]]))
@@ -231,12 +237,8 @@ def test_adopting_on_a_full_device_leaves_what_has_no_room_elsewhere(run_checks:
     moved, kept, stays = run_checks(
         _BY_ARENA
         + """
-blocks, others = [new(3 * MIB) for _ in range(160)], []
-try:
-    while True:
-        others.append(new(3 * MIB))
-except torch.OutOfMemoryError:
-    pass
+blocks = [new(3 * MIB) for _ in range(160)]
+others = fill()
 before = [t.data_ptr() for t in blocks]
 result = stalloc.adopt(blocks[::2])
 print(json.dumps([result.num_moved, dict(result.kept), before == [t.data_ptr() for t in blocks]]))
