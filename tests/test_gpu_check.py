@@ -138,7 +138,10 @@ def test_devices_that_do_not_reach_each_other_are_noted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "minutes"), [("cuMemMap:hang@9", 4), ("cudaDeviceSynchronize:700@9", 10)])
+@pytest.mark.parametrize(
+    ("fault", "minutes"),
+    [("cuMemMap:hang@9", 4), ("cudaDeviceSynchronize:700@9", 10), ("cuMemSetAccess:801", 10)],
+)
 def test_under_a_fault_each_part_has_its_turn_within_the_minutes_given(tmp_path, fault, minutes):
     code, printed, found = checked(tmp_path, "--minutes", str(minutes), fault=fault)
     assert code == 1
@@ -146,6 +149,8 @@ def test_under_a_fault_each_part_has_its_turn_within_the_minutes_given(tmp_path,
     assert found["left_out"] == []
     failed = {name: entry for name, entry in found["parts"].items() if not entry["passed"]}
     assert next(iter(failed)) in found["first_failure"]
+    if fault == "cuMemSetAccess:801":
+        failed.pop("timing:124m:expandable")  # PyTorch's own expandable segments make this call, too
     assert all("exit code" not in entry["failure"] for entry in failed.values()), printed
 
 
