@@ -187,4 +187,4 @@ def test_torchrun_starts_programs_on_virtual_gpus(program: str, word: str, tmp_p
         [*command, str(script), word], capture_output=True, text=True, env=os.environ | served, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["collected" if word == "there" else "trained"] * 2
+    assert done.stdout.count("collected" if word == "there" else "trained") == 2  # lines of two ranks may run together
