@@ -9,6 +9,7 @@ import atexit
 import gc
 import inspect
 import os
+import time
 import weakref
 from types import MethodType
 from typing import Any
@@ -23,6 +24,8 @@ from stalloc.techniques.dealt_batches import deal_batches
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.saved_whole import keep_whole, save_once
 from stalloc.techniques.shard_settings import Layout, ShardWay
+
+_LAST_MOMENT_SECONDS = 0.2  # of a busy machine, in which a thread that waits for a core gets one
 
 
 def recompute_whole_blocks() -> None:
@@ -125,6 +128,9 @@ def _leave_job() -> None:
     """At exit, while Python is whole: the threads of a process group abort a process that no longer is."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A model that is still there keeps its group. A thread of gloo may not have let go of what it sent last, for which
+    # it needs Python: a moment in which nobody else has it.
+    time.sleep(_LAST_MOMENT_SECONDS)
 
 
 def units_within(model: Any, blocks: list[Block]) -> list[Block]:
