@@ -138,13 +138,16 @@ def step(size, workspace=0):
         x = new(size * 4000)
         del z
     return new(size * 128000)
-def capture(sizes, pool=None, workspace=8 * MIB):
+def capture(sizes, pool=None, workspace=8 * MIB, outputs=None):
     graphs = []
     for size in sizes:
         step(size)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            step(size, 0 if graphs else workspace)
+            output = step(size, 0 if graphs else workspace)
+        if outputs is not None:
+            outputs.append(output)
+        del output
         pool = graph.pool()
         graphs.append(graph)
     return graphs
@@ -166,6 +169,26 @@ show(reserved() - before - 8 * MIB, largest + 8 * MIB)
 """
     )
     assert least <= taken <= least + (2 + 1) * (2 << 20), "whole pages, and one for each number of the random state"
+
+
+@pytest.mark.parametrize("sizes", ["range(8, 257, 8)", "range(256, 7, -8)", "(64, 256, 8, 128)"])
+@pytest.mark.parametrize("leaves_out", [0, 1])
+def test_graphs_in_one_pool_lie_beside_the_outputs_that_are_kept_of_others(
+    run_checks: Any, sizes: str, leaves_out: int
+) -> None:
+    taken, outputs, work = run_checks(
+        PROLOGUE
+        + CAPTURES
+        + ENGINE
+        + f"""
+outputs = []
+graphs = capture({sizes}, outputs=outputs, workspace=0)
+del outputs[:{leaves_out}]  # which is free, and somewhere between the others
+graphs += capture([256], pool=graphs[0].pool(), outputs=outputs, workspace=0)
+show(reserved() - before, sum(one.nbytes for one in outputs), 256 * (2 * 14000 + 4000))
+"""
+    )
+    assert outputs <= taken <= outputs + work + 6 * (2 << 20), "beside the ends of what is kept"
 
 
 def test_a_capture_unlike_its_warm_up_is_served_all_the_same(run_checks: Any) -> None:

@@ -239,7 +239,6 @@ class Capture(Record):
     capture_plan: int  # table of CaptureEntry, what the warm-up of a capture requested
     capture_plan_length: int  # 0: nothing is planned
     capture_plan_first: int  # the capture has asked for all entries before it
-    capture_plan_bytes: int  # of its places together
     capture_plan_base: int  # the address they are from; 0: Python is to be asked for it
     capture_plan_lacks: int  # where a planned place lacks memory, for which Python is asked; 0: it has it
 

@@ -7,6 +7,7 @@ without any are done together, and what has been counted is known.
 import threading
 
 from stalloc.core import constants
+from stalloc.core.snapshot import segments
 from stalloc.device.capture import is_captured
 from stalloc.runtime.loans import Loans
 from stalloc.runtime.memory import DeviceMemory
@@ -73,14 +74,13 @@ class Captures:
     def place_plan(self, pool: int, size_bytes: int) -> bool:
         """At a request (bytes, rounded): do what its planned place lacks; False if that is nothing.
 
-        The places get memory as they are asked for, since a capture may be unlike its warm-up. Where something lives in
-        the pool nothing is planned, since best fit uses what is free around it.
+        The places get memory as they are asked for, since a capture may be unlike its warm-up.
         """
         record, paging = self._state.record, self._memory.paging
         if not record.capture.capture_plan_length or self._state.heap.pool_kind(pool) != record.hot.private_kind:
             return False
         if not record.capture.capture_plan_base:
-            base = self._base(pool, int(record.capture.capture_plan_bytes))
+            base = self._plan(pool)
             self._state.write(**({"capture_plan_base": base} if base else {"capture_plan_length": 0}))
             return True
         address = int(record.capture.capture_plan_lacks)
@@ -90,16 +90,29 @@ class Captures:
                 self._state.write(capture_plan_length=0)
         return address != 0
 
-    def _base(self, pool: int, size_bytes: int) -> int:
-        """Where a plan of so many bytes may begin; 0: nowhere."""
+    def _plan(self, pool: int) -> int:
+        """Plan the capture that begins in a pool; where the plan begins, 0: it fits nowhere.
+
+        What outlived the captures before is planned around, where it lives in a range of pages.
+        """
         heap, memory = self._state.heap, self._memory
-        if not heap.is_idle(pool):
-            return 0
-        base = heap.find_place(pool, size_bytes)
-        if base or not memory.source.paged or memory.source.refusal:
+        if heap.is_idle(pool):
+            size_bytes = self._warm_ups.plan(0, ())
+            base = heap.find_place(pool, size_bytes)
+            if not base and memory.source.paged and not memory.source.refusal:
+                base = heap.find_range(pool, size_bytes)
+                if not base and memory.paging.add_range(pool, size_bytes):
+                    base = heap.find_range(pool, size_bytes)
             return base
-        base = heap.find_range(pool, size_bytes)
-        return base or (heap.find_range(pool, size_bytes) if memory.paging.add_range(pool, size_bytes) else 0)
+        base, kind = heap.find_range(pool, 1), heap.pool_kind(pool)
+        live = [
+            (block.address, block.size_bytes)
+            for segment in segments(self._state)
+            if segment.kind == kind
+            for block in segment.blocks
+            if block.state != constants.BLOCK_FREE and block.address >= base
+        ]
+        return base if base and heap.find_range(pool, self._warm_ups.plan(base, live)) == base else 0
 
     def heed(self, captured_stream: int) -> None:
         """At a request on a stream that somebody captures, 0: on none: serve what follows as for a graph of torch.

@@ -6,6 +6,8 @@ last, as the workspace that a library makes once does. All of it is known as far
 are while stalloc looks for steps; without a record a capture is served best fit.
 """
 
+import bisect
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +50,16 @@ def last_run(action: Column, address: Column, size: Column) -> Requests:
     return Requests(size[start[part]], start[part], end[part])
 
 
+def _lowest_gap(used: list[tuple[int, int]], size_bytes: int) -> int:
+    """The lowest offset of so many bytes beside ascending ranges [low, high)."""
+    offset = 0
+    for low, high in used:
+        if low - offset >= size_bytes:
+            break
+        offset = max(offset, high)
+    return offset
+
+
 class WarmUps:
     """Reads what one device was asked for before a capture, and tells the core what to expect of it."""
 
@@ -57,7 +69,10 @@ class WarmUps:
         self._freed: set[int] = set()
         self._begin = 0  # the first event that was not looked at
         self._sizes = np.empty(0, np.int64)  # which the core reads
-        self._entries = table(CaptureEntry, 1)
+        self._run = last_run(*np.empty((3, 0), np.int64))  # what the next capture is expected to request
+        self._entries = table(CaptureEntry, 1)  # which the core reads
+        self._offset = np.empty(0, np.int64)  # of each of them, once it is planned
+        self._places: list[tuple[int, int]] = []  # they had in the capture before this one: address and bytes
 
     def look(self) -> None:
         """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
@@ -65,7 +80,44 @@ class WarmUps:
         sizes = np.array(sorted(self._requested - self._freed), np.int64)
         self._state.write(persistent_sizes=sizes.ctypes.data, num_persistent_sizes=len(sizes))
         self._sizes = sizes
-        self._plan(last_run(action, address, size))
+        address_before = self._state.record.capture.capture_plan_base + self._offset
+        self._places = list(zip(address_before.tolist(), self._run.size.tolist(), strict=False))
+        self._offset = self._offset[:0]
+        self._run = last_run(action, address, size)
+        is_planned = is_planned_for_capture(len(self._run.size))
+        self._state.write(
+            capture_plan_length=len(self._run.size) if is_planned else 0,
+            capture_plan_first=0,
+            capture_plan_base=0,
+            capture_plan_lacks=0,
+        )
+
+    def plan(self, base: int, live: Iterable[tuple[int, int]]) -> int:
+        """Plan the capture's requests from an address on, around what is `live`; how many bytes the plan reaches.
+
+        `live` are addresses and bytes. Requests at the positions of those that outlived the capture before are
+        expected to do so too, and lie as low as they can: a later, larger capture then works above them in one piece.
+        """
+        from stalloc.planner.layout import plan_arrays
+
+        run, live = self._run, sorted(live)
+        taken = [(address - base, address - base + size_bytes) for address, size_bytes in live]
+        used, fixed, end = list(taken), {}, run.end.copy()
+        for number in self._outliving(live) if len(self._places) == len(run.size) else ():
+            offset, size_bytes = _lowest_gap(used, run.size[number]), int(run.size[number])
+            bisect.insort(used, (offset, offset + size_bytes))
+            fixed[number], end[number] = offset, run.end.max()
+        layout = plan_arrays(run.start, end, run.size, alignment=ALIGNMENT, fixed=fixed, forbidden=taken)
+        entries = table(CaptureEntry, len(run.size))
+        entries["size_bytes"], entries["offset"] = run.size, layout.offset
+        self._offset, self._entries = layout.offset, entries
+        self._state.write(capture_plan=entries.ctypes.data)
+        return layout.peak_bytes
+
+    def _outliving(self, live: Iterable[tuple[int, int]]) -> list[int]:
+        """Which requests of the capture before are still live; of several that had one place, the last."""
+        last = {place: number for number, place in enumerate(self._places)}
+        return [last[place] for place in live if place in last]
 
     def skip(self) -> None:
         """A capture is over: what it requested is no warm-up of the next one."""
@@ -82,22 +134,3 @@ class WarmUps:
         self._requested.update(np.unique(size[action == ACTION_ALLOC]).tolist())
         self._freed.update(np.unique(size[action == ACTION_FREE_COMPLETED]).tolist())
         return action, address, size
-
-    def _plan(self, run: Requests) -> None:
-        self._state.write(capture_plan_length=0)
-        if not is_planned_for_capture(len(run.size)):
-            return
-        from stalloc.planner.layout import plan_arrays
-
-        layout = plan_arrays(run.start, run.end, run.size, alignment=ALIGNMENT)
-        entries = table(CaptureEntry, len(run.size))
-        entries["size_bytes"], entries["offset"] = run.size, layout.offset
-        self._entries = entries
-        self._state.write(
-            capture_plan=entries.ctypes.data,
-            capture_plan_length=len(entries),
-            capture_plan_first=0,
-            capture_plan_bytes=layout.peak_bytes,
-            capture_plan_base=0,
-            capture_plan_lacks=0,
-        )
