@@ -23,6 +23,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of
 
 
 _BEGAN = time.monotonic()
+#: files of which a test may take a minute: they come first, so that at the end no worker waits long for another
+_LONG = ("test_gpu_check", "test_bench_verbs", "test_compiled_sources", "test_order", "test_docs", "test_shard_ranks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,12 +40,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is about strangers' data alone, where there is none: our recordings are asked the same."""
+    """Leaves out what is about strangers' data alone, if absent (our recordings are asked the same); sorts the rest."""
     lacking = {name for name in ("traces", "instances", "field") if shared_folder(name) is None}
     left_out = [item for item in items if lacking & {name.removeprefix("shared_") for name in item.fixturenames}]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.stem not in _LONG)
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,8 @@ def answer(
     if program == "pytest":
         options = [*test_pytest_plugin.PLUGIN, "-p", "no:cacheprovider", "--rootdir", str(folder), *rest]
         return run_warm(_PYTEST, *options, folder=folder, variables=variables)
-    finds_out = rest[:1] == ["run"] and "--device" not in rest  # that there is no GPU, which a fork has already
+    is_told = "--device" in rest or "STALLOC_DEVICE" in variables
+    finds_out = rest[:1] == ["run"] and not is_told  # that there is no GPU, which a fork has already
     if program == "stalloc" and not finds_out and not (shows_stacks and rest[0] == "record"):
         return run_stalloc(*rest, folder=folder, variables=variables)
     if program == "python" and "STALLOC" not in given:  # which is read at the start of one

@@ -138,14 +138,11 @@ def test_devices_that_do_not_reach_each_other_are_noted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "minutes"),
-    [("cuMemMap:hang@9", 4), ("cudaDeviceSynchronize:700@9", 10), ("cuMemSetAccess:801", 10)],
-)
-def test_under_a_fault_each_part_has_its_turn_within_the_minutes_given(tmp_path, fault, minutes):
-    code, printed, found = checked(tmp_path, "--minutes", str(minutes), fault=fault)
+@pytest.mark.parametrize("fault", ["cudaDeviceSynchronize:700@9", "cuMemSetAccess:801"])
+def test_under_a_fault_each_part_has_its_turn_within_ten_minutes(tmp_path, fault):
+    code, printed, found = checked(tmp_path, "--minutes", "10", fault=fault)
     assert code == 1
-    assert found["seconds"] < 60 * minutes
+    assert found["seconds"] < 600
     assert found["left_out"] == []
     failed = {name: entry for name, entry in found["parts"].items() if not entry["passed"]}
     assert next(iter(failed)) in found["first_failure"]
@@ -155,13 +152,18 @@ def test_under_a_fault_each_part_has_its_turn_within_the_minutes_given(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_call_that_hangs_costs_its_part_and_names_itself(tmp_path):
-    code, _, found = checked(tmp_path, "--only", "pages,runtime", fault="cuMemMap:hang@9")
+def test_a_call_that_hangs_costs_its_part_and_names_itself_and_each_part_has_its_turn(tmp_path):
+    parts = ["pages", "runtime", "tensor", "patterns", "graphs_torch", "spawn"]  # spawn's processes hang as well
+    code, printed, found = checked(tmp_path, "--minutes", "2", "--only", ",".join(parts), fault="cuMemMap:hang@9")
     assert code == 1
+    assert found["seconds"] < 120
+    assert found["left_out"] == []
     assert found["first_failure"] == "pages: did not end within 30 s in 'cuMemMap 16 MiB alone'"
     assert any("Fatal Python error: Aborted" in line for line in found["parts"]["pages"]["stderr"])
     assert any("median_us" in note for note in found["parts"]["pages"]["notes"])  # of 2 MiB, before it
     assert found["parts"]["runtime"]["passed"]
+    failed = [entry["failure"] for entry in found["parts"].values() if not entry["passed"]]
+    assert all("exit code" not in failure for failure in failed), printed
 
 
 @pytest.mark.slow

@@ -195,16 +195,20 @@ def found_as_no_harm_runs(program: Program, folder: Path) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        ("test_integrations_streams", "test_integrations_torch", "test_integrations_cupy_loops"),
-        ("test_recompute_checkpointed", "test_recompute_policies"),
-        ("test_compaction_automatic", "test_compaction_device", "test_bench_no_harm"),
+        (
+            *("test_integrations_streams", "test_integrations_torch", "test_integrations_cupy_loops"),
+            *("test_recompute_checkpointed", "test_recompute_policies"),
+            *("test_compaction_automatic", "test_compaction_device", "test_bench_no_harm"),
+        ),
         ("test_torch_graphs", "-m", ""),  # torch.compile's too
-        ("test_sleep", "test_paging", "test_streaming", "test_offloading"),
-        ("test_integrations_cupy", "test_integrations_cupy_pool"),
-        ("test_contexts_of_gpus_in_use", "test_integrations_processes"),
+        (
+            *("test_sleep", "test_paging", "test_streaming", "test_offloading"),
+            *("test_integrations_cupy", "test_integrations_cupy_pool"),
+            *("test_contexts_of_gpus_in_use", "test_integrations_processes"),
+        ),
         ("test_dryrun_ranks", "-m", "", "-k", "torchrun and fsdp2"),  # a dry run has an order of its own
     ],
-    ids=["streams", "techniques", "compaction", "graphs", "on the host", "CuPy", "processes", "ranks"],
+    ids=["streams, techniques, compaction", "graphs", "on the host, CuPy, processes", "ranks"],
 )
 def test_nothing_is_found_in_what_tests_run(words: tuple[str, ...], tmp_path: Path) -> None:
     """Tests that say nothing of when work is done, once more, under the checker."""

@@ -41,6 +41,7 @@ def test_it_allocates():
 """
 #: what the pages call the reader's files and choices, where they do not name one
 MEANT = {
+    "8": "2",  # ranks
     "stalloc swap FILE… --budget SIZE": "stalloc swap operations.trace.npz --budget 16MiB",
     "stalloc evict FILE… --budget 0.5": "stalloc evict operations.trace.npz --budget 0.5",
     "SCRIPT": "train.py", "FILE…": "snapshot.pickle", "FILE": "snapshot.pickle", "PLAN": "step.plan.npz",

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,7 @@ def torchrun(num_ranks: int, words: list[str], folder: Path) -> subprocess.Compl
     """A run of so many processes on one machine."""
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
-        [*command, *words],
+        [*command, "-m", "stalloc", *words],
         capture_output=True,
         text=True,
         env=os.environ | SERVED,
@@ -76,43 +78,83 @@ def torchrun(num_ranks: int, words: list[str], folder: Path) -> subprocess.Compl
     )
 
 
+#: what torchrun gives to its ranks, without what its own start and that of each rank takes
+AS_RANKS = """
+import os, sys
+num_ranks = int(sys.argv.pop(1))
+port, told = os.pipe()
+for rank in range(num_ranks):
+    if os.fork() == 0:
+        of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)) | {"MASTER_ADDR": "localhost"}
+        own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"MASTER_PORT": os.read(port, 5).decode()}
+        os.environ |= {**of_all, **own, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        from stalloc.cli import main
+        sys.exit(main())
+from torch.distributed import TCPStore
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+os.write(told, f"{store.port:05}".encode() * num_ranks)
+sys.exit(max(abs(os.waitstatus_to_exitcode(os.wait()[1])) for _ in range(num_ranks)))
+"""
+
+
+def forked(num_ranks: int, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The same run, of ranks that are forks of a Python which has imported torch."""
+    return run_warm(AS_RANKS, num_ranks, *words, folder=folder, variables=os.environ | SERVED)
+
+
+Start = Callable[[int, list[str], Path], subprocess.CompletedProcess[str]]
+
+
 def losses(folder: Path, name: str) -> list[float]:
     """Of each step, the mean over ranks."""
     of_ranks = [json.loads(file.read_text()) for file in folder.glob(f"{name}.*.json")]
     return [sum(one) / len(of_ranks) for one in zip(*of_ranks, strict=True)]
 
 
-def alone(folder: Path, *words: str) -> None:
-    done = run_warm(PROGRAM.read_text(), str(BATCH), str(folder / "alone"), *words)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """What one process gives, in a folder; it trains once."""
+
+    @cache
+    def trained(*words: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        done = run_warm(PROGRAM.read_text(), str(BATCH), str(folder / "alone"), *words)
+        assert done.returncode == 0, done.stderr
+        return folder
+
+    return trained
+
+
+def train_in_shards(start: Start, way: str, folder: Path, *words: str) -> None:
+    """Train on four ranks."""
+    options = ["run", "--device", "virtual", "--keep-files", "--shard", way]
+    done = start(RANKS, [*options, str(PROGRAM), str(BATCH // RANKS), "many", *words], folder)
     assert done.returncode == 0, done.stderr
+
+
+WAYS = ("zero-2+blocks", "zero-1", "zero-1+blocks", "mics:2+blocks", "hpz:2", "2/2/4", "ddp")
 
 
 @pytest.mark.parametrize(
-    "way", ["zero-3", "zero-2+blocks", "zero-1", "zero-1+blocks", "mics:2+blocks", "hpz:2", "2/2/4", "ddp"]
+    ("way", "start"), [("zero-3", torchrun), *((way, forked) for way in WAYS)], ids=["zero-3", *WAYS]
 )
-def test_four_processes_train_as_one(way: str, tmp_path: Path) -> None:
-    alone(tmp_path)
-    words = ["-m", "stalloc", "run", "--device", "virtual", "--keep-files", "--shard", way, str(PROGRAM)]
-    done = torchrun(RANKS, [*words, str(BATCH // RANKS), "many"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path, "many") == pytest.approx(losses(tmp_path, "alone"), abs=2e-6)
-    compared = run_warm(COMPARE, str(tmp_path / "alone.pt"), str(tmp_path / "many.pt"), "1e-5")
+def test_four_processes_train_as_one(way: str, start: Start, tmp_path: Path, alone: Callable[..., Path]) -> None:
+    train_in_shards(start, way, tmp_path)
+    assert losses(tmp_path, "many") == pytest.approx(losses(alone(), "alone"), abs=2e-6)
+    compared = run_warm(COMPARE, str(alone() / "alone.pt"), str(tmp_path / "many.pt"), "1e-5")
     assert compared.returncode == 0, compared.stderr
     assert "alike" in compared.stdout
 
 
-def test_mixed_precision_and_recomputation_lie_inside_the_shards(tmp_path: Path) -> None:
-    alone(tmp_path, "bfloat16")
-    words = ["-m", "stalloc", "run", "--device", "virtual", "--keep-files", "--shard", "zero-3+blocks", str(PROGRAM)]
-    done = torchrun(RANKS, [*words, str(BATCH // RANKS), "many", "bfloat16"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path, "many") == pytest.approx(losses(tmp_path, "alone"), rel=1e-2)
+def test_mixed_precision_and_recomputation_lie_inside_the_shards(tmp_path: Path, alone: Callable[..., Path]) -> None:
+    train_in_shards(forked, "zero-3+blocks", tmp_path, "bfloat16")
+    assert losses(tmp_path, "many") == pytest.approx(losses(alone("bfloat16"), "alone"), rel=1e-2)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rotated_layer_is_the_linear_one_and_a_quantised_gather_is_near(num_ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "rotated.py"
     script.write_text(ROTATED)
-    done = torchrun(num_ranks, [str(script)], tmp_path)
+    done = forked(num_ranks, ["run", "--device", "virtual", str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rotated") == num_ranks  # lines of several ranks may run into one another

@@ -15,7 +15,7 @@ from .cases import Case
 from .judging import judged
 from .targets import Row
 
-NUM_EDITS = 6
+NUM_EDITS, QUICK_EDITS = 6, 2  #: of each case
 TIMES_QUICKER = 20
 #: cases with fewer requests are planned in less time than a call takes, those with more take too long for a table
 WORTH_IT, MOST = 2_000, 200_000
@@ -42,14 +42,14 @@ def edited(case: Case, seed: int) -> Case:
     return replace(case, start=start, end=end, size=size)
 
 
-def rows_of(cases: list[Case], repeat: int) -> list[Row]:
+def rows_of(cases: list[Case], repeat: int, num_edits: int) -> list[Row]:
     """How much quicker a small edit is planned from the plan before, and how often the peak is the same."""
     slow, quick, same, worse, count = [], [], 0, 0.0, 0
     for case in cases:
         if not WORTH_IT <= len(case.size) <= MOST:
             continue
         before = plan((case.start, case.end, case.size), alignment=case.alignment)
-        for seed in range(NUM_EDITS):
+        for seed in range(num_edits):
             changed = edited(case, seed)
             given = (changed.start, changed.end, changed.size)
             scratch, again = [], []
