@@ -48,7 +48,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_cuda_graph": "--eager" in sys.argv}
-        settings["disable_piecewise_cuda_graph"] = settings["disable_cuda_graph"]
         engine = sglang.Engine(model_path=folder, log_level="info", **settings)
         output = engine.generate(input_ids=[1, 2, 3, 4], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
         engine.shutdown()
