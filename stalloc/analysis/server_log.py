@@ -44,7 +44,7 @@ _BYTES = {
 _COUNTS = {
     "tokens": (
         rf"GPU KV cache size: {_NUMBER} tokens",
-        rf"[^\w]KV Cache is allocated\. #tokens: {_NUMBER}",
+        rf"[^\w]KV Cache is allocated\.[^\n]*#tokens: {_NUMBER}",
         rf"max_total_num_tokens={_NUMBER}",
     ),
     "num_blocks": (rf"# (?:GPU|CUDA) blocks: {_NUMBER}",),
