@@ -164,6 +164,49 @@ def test_an_engine_that_does_not_say_its_tokens(server: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_in_another_process_is_told_by_its_log(tmp_path: Path) -> None:
+    program = tmp_path / "apart.py"
+    program.write_text("""
+print("Load weight end. elapsed=0.01 s, avail mem=0.76 GB, mem usage=0.10 GB.")
+print("[22:03:06] KV Cache is allocated. #tokens: 4096, K size: 0.25 GB, V size: 0.25 GB")
+print("Capture cuda graph end. Time elapsed: 1.23 s. mem usage=0.03 GB. avail mem=0.23 GB.")
+""")
+    told, shown, code = dryrun(program, *CARD, words=())
+    assert (code, told["by"], told["tokens"], told["num_graphs"]) == (0, "log", 4096, 0), shown
+    assert (told["cache_bytes"], told["graph_bytes"]) == (512 * MIB, round(0.03 * 1024 * MIB))
+    assert "CUDA graphs 30.72 MiB" in shown
+
+
+LMDEPLOY = """
+import torch
+class CacheEngine:
+    def __init__(self, cache_config):
+        self.cache_config = cache_config
+        self.cache = torch.empty(cache_config.num_gpu_blocks << 20, dtype=torch.uint8, device="cuda")
+"""
+USES_LMDEPLOY = """
+import os, types, torch
+from lmdeploy.pytorch.engine.cache_engine import CacheEngine
+assert os.environ["LMDEPLOY_ENABLE_CHECK_ENV"] == "0"
+weights = torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
+blocks = torch.cuda.mem_get_info()[0] // 2 >> 20
+engine = CacheEngine(types.SimpleNamespace(num_gpu_blocks=blocks, num_reserved_gpu_blocks=1, block_size=64))
+"""
+
+
+@pytest.mark.slow
+def test_tokens_of_lmdeploy_are_those_of_its_blocks(tmp_path: Path) -> None:
+    folder = tmp_path / "lmdeploy" / "pytorch" / "engine"
+    folder.mkdir(parents=True)
+    (folder / "cache_engine.py").write_text(LMDEPLOY)
+    program = tmp_path / "uses_lmdeploy.py"
+    program.write_text(USES_LMDEPLOY)
+    told, shown, code = dryrun(program, *CARD, words=())
+    assert code == 0, shown
+    assert told["tokens"] == 64 * (told["cache_bytes"] // BLOCK - 1)
+
+
+@pytest.mark.slow
 def test_a_card_that_is_too_small(server: Path) -> None:
     told, shown, code = dryrun(server, "--serve", "--memory", "150MiB", "--headroom", "128MiB")
     assert (code, told["starts"]) == (1, False)

@@ -152,3 +152,19 @@ def test_sglang_by_its_fraction_and_what_was_free(explain, after, half, causes):
     assert told["cache_bytes"] == 2 * round(float(half) * GIB)
     assert [one["cause"] for one in told["findings"]] == causes
     assert "mem_fraction_static 0.85" in shown
+
+
+def test_all_graphs_of_sglang_count_once(explain):
+    """Of lines of 0.5.12, 0.5.14 and later, which capture those of a decode and of a prefill apart, on each rank."""
+    captures = [
+        f"[2026-11-29 22:03:0{second} TP{rank}] Capture {kind} end. elapsed={second}.23 s, mem usage={used} GB, "
+        f"avail mem={free} GB.\n"
+        for second, kind, used, free in [(7, "target decode cuda graph", "0.30", "13.01"),
+                                         (9, "piecewise CUDA graph", "0.91", "12.10")]
+        for rank in range(2)
+    ]  # fmt: skip
+    start = SGLANG[: SGLANG.index("[2025-03-08 12:29:28 TP0] Capture")].format(after="6.09", half="1.42")
+    told, _ = explain(start.replace("#tokens", "dtype: torch.bfloat16, #tokens") + "".join(captures))
+    assert told["tokens"] == 46_611
+    assert told["graphs_bytes"] == round(0.30 * GIB) + round(0.91 * GIB)
+    assert told["free_at_end_bytes"] == round(12.10 * GIB)

@@ -36,17 +36,15 @@ _BYTES = {
     "graphs_bytes": (
         rf"CUDA graph pool memory: {_FIGURE} \(actual",
         rf"[Gg]raph capturing finished in [^\n]* took {_FIGURE}",
-        rf"Capture cuda graph end\.[^\n]*mem usage={_FIGURE}",
     ),
     "free_before_weights_bytes": (rf"Load weight begin\. avail mem={_FIGURE}",),
     "free_after_weights_bytes": (rf"Load weight end\.[^\n]*avail mem={_FIGURE}",),
     "free_after_cache_bytes": (rf"Memory pool end\. avail mem={_FIGURE}",),
-    "free_at_end_bytes": (rf"Capture cuda graph end\.[^\n]*avail mem={_FIGURE}",),
 }
 _COUNTS = {
     "tokens": (
         rf"GPU KV cache size: {_NUMBER} tokens",
-        rf"[^\w]KV Cache is allocated\. #tokens: {_NUMBER}",
+        rf"[^\w]KV Cache is allocated\.[^\n]*#tokens: {_NUMBER}",
         rf"max_total_num_tokens={_NUMBER}",
     ),
     "num_blocks": (rf"# (?:GPU|CUDA) blocks: {_NUMBER}",),
@@ -119,8 +117,7 @@ def read_server_log(text: str) -> ServerLog | None:
     def find(name: str, wordings: tuple[str, ...], where: str) -> str | None:
         for wording in wordings:
             if (match := re.search(wording, where)) is not None:
-                line = where[where.rfind("\n", 0, match.start(1)) + 1 :].split("\n", 1)[0]
-                lines.setdefault(name, line.strip())
+                lines.setdefault(name, _line_at(where, match.start(1)))
                 return match[1]
         return None
 
@@ -140,13 +137,10 @@ def read_server_log(text: str) -> ServerLog | None:
     if blocks is not None and "tokens" not in counts:
         counts["tokens"] = blocks * _V0_BLOCK_TOKENS
     is_sglang = bool(re.search(r"Load weight begin|KV Cache is allocated|server_args=ServerArgs", told))
-    if is_sglang and "cache_bytes" not in sizes:
-        parts = re.search(rf"[^\w]KV Cache is allocated\.[^\n]*K size: {_FIGURE}, V size: {_FIGURE}", told)
-        whole = re.search(rf"[^\w]KV Cache is allocated\.[^\n]*KV size: {_FIGURE}", told)
-        match = parts or whole
-        if match is not None:
-            sizes["cache_bytes"] = sum(_as_bytes(figure) for figure in match.groups())
-            lines["cache_bytes"] = told[told.rfind("\n", 0, match.start()) + 1 :].split("\n", 1)[0].strip()
+    if is_sglang:
+        for name, (size, line) in _of_sglang(told).items():
+            sizes.setdefault(name, size)
+            lines.setdefault(name, line)
     if not {"cache_bytes", "tokens", "weights_bytes", "num_sampled"} & (sizes.keys() | counts.keys()):
         return None
     meanwhile = find("released_meanwhile", (r"(Error in memory profiling)",), told)
@@ -161,6 +155,29 @@ def read_server_log(text: str) -> ServerLog | None:
         **counts,
         **ratios,  # type: ignore[arg-type]
     )
+
+
+def _line_at(text: str, place: int) -> str:
+    return text[text.rfind("\n", 0, place) + 1 :].split("\n", 1)[0].strip()
+
+
+def _of_sglang(told: str) -> dict[str, tuple[int, str]]:
+    """What SGLang spreads over several figures, or lines, with the first of them."""
+    found: dict[str, tuple[int, str]] = {}
+    parts = re.search(rf"[^\w]KV Cache is allocated\.[^\n]*K size: {_FIGURE}, V size: {_FIGURE}", told)
+    whole = re.search(rf"[^\w]KV Cache is allocated\.[^\n]*KV size: {_FIGURE}", told)
+    if (match := parts or whole) is not None:
+        found["cache_bytes"] = sum(_as_bytes(figure) for figure in match.groups()), _line_at(told, match.start(1))
+    captures: dict[str, str] = {}  # of each kind of graphs (decode, piecewise, draft), by the first rank that tells
+    for match in re.finditer(r"\bCapture ([^.\n]*)graph end\.", told):
+        captures.setdefault(match[1].lower(), _line_at(told, match.start()))
+    for line in captures.values():
+        if (used := re.search(rf"mem usage={_FIGURE}", line)) is not None:
+            before, first = found.get("graphs_bytes", (0, line))
+            found["graphs_bytes"] = before + _as_bytes(used[1]), first
+        if (free := re.search(rf"avail mem={_FIGURE}", line)) is not None:
+            found["free_at_end_bytes"] = _as_bytes(free[1]), line
+    return found
 
 
 def _first_of_last(text: str, starts: list[int]) -> int:

@@ -35,8 +35,10 @@ from stalloc.sizing.served import Served, read_served
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.trace.sites import UNKNOWN
 
-#: engines are run in this process, where they are seen, and without what nvcc would have to compile
-_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+#: vLLM is run in this process, where it is seen, and without what nvcc would have to compile
+_OF_VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+#: lmdeploy would end, as the sum that it has a kernel of Triton compute is not there
+_VARIABLES = _OF_VLLM | {"LMDEPLOY_ENABLE_CHECK_ENV": "0"}
 _LARGER = 16  # a part of the card by which the second one is larger: see sizing/served.py
 _MOST_VALUES = 64  # that are run one by one
 _MOST_SITES = 3  # of the cache, shown
@@ -115,7 +117,8 @@ def _seen_entry(seen: RunSeen, log: ServerLog | None) -> dict[str, Any]:
         "starts": seen.completes,
         "tokens": _tokens(seen, log),
         "reserved_peak_bytes": max((one["reserved_peak_bytes"] for one in seen.devices), default=0),
-        **{name: server.get(name, 0) for name in ("graph_bytes", "num_graphs", "pinned_bytes")},
+        **{name: server.get(name, 0) for name in ("num_graphs", "pinned_bytes")},
+        "graph_bytes": server.get("graph_bytes") or (log.graphs_bytes or 0 if log is not None else 0),
         "engine": log.engine if log is not None else None,
         "ran_out": dataclasses.asdict(seen.ran_out) if seen.ran_out is not None else None,
         "sleep": {**server["sleep"], "is_given_plenty": False} if server.get("sleep") else None,
@@ -162,7 +165,7 @@ def _print(result: dict[str, Any], offer: Offer, args: argparse.Namespace) -> No
         ("weights", result["weights_bytes"], "and what else is live as the cache is made"),
         ("activation peak", result["activation_bytes"], _place(result["activation_at"], "above the weights, before")),
         ("cache", result["cache_bytes"], _cache_text(result, args)),
-        ("CUDA graphs", result["graph_bytes"] or None, f"reserved in the pools of {result['num_graphs']} graphs"),
+        ("CUDA graphs", result["graph_bytes"] or None, _graphs_text(result)),
         ("while serving", result["serving_bytes"], _place(result["serving_at"], "above weights and cache")),
         ("reserved", result["reserved_peak_bytes"] or None, "by PyTorch, at the most"),
     ]
@@ -179,6 +182,10 @@ def _print_sleep(console: Console, result: dict[str, Any]) -> None:
 
 def _place(place: str | None, otherwise: str) -> str:
     return f"{otherwise}: {printable(place)}" if place and place != UNKNOWN else otherwise
+
+
+def _graphs_text(result: dict[str, Any]) -> str:
+    return f"reserved in the pools of {result['num_graphs']} graphs" if result["num_graphs"] else ""
 
 
 def _cache_text(result: dict[str, Any], args: argparse.Namespace) -> str:
@@ -214,7 +221,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
             "the program prints says it"
         )
     if result["engine"] == "vLLM":
-        words = " ".join(f"{name}={os.environ.get(name, value)}" for name, value in _VARIABLES.items())
+        words = " ".join(f"{name}={os.environ.get(name, value)}" for name, value in _OF_VLLM.items())
         lines.append(f"run with {words}, so that the engine is in this process and nothing is compiled by nvcc")
     return lines
 

@@ -25,10 +25,16 @@ def _of_nano_vllm(runner: Any) -> int:
     return int(runner.config.num_kvcache_blocks * runner.config.kvcache_block_size)
 
 
+def _of_lmdeploy(engine: Any) -> int:
+    cache = engine.cache_config
+    return int((cache.num_gpu_blocks - cache.num_reserved_gpu_blocks) * cache.block_size)
+
+
 #: module, class, the method after which the cache is there, and how many tokens it has then. vLLM and SGLang print it.
 _ENGINES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
     ("transformers.generation.continuous_batching.cache", "PagedAttentionCache", "__init__", _of_transformers),
     ("nanovllm.engine.model_runner", "ModelRunner", "allocate_kv_cache", _of_nano_vllm),
+    ("lmdeploy.pytorch.engine.cache_engine", "CacheEngine", "__init__", _of_lmdeploy),
 )
 
 
