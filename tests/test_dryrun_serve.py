@@ -75,7 +75,7 @@ def test_a_server_is_divided_into_what_it_makes_of_the_card(server: Path) -> Non
     assert told["tokens"] == 16 * blocks
     assert (told["num_graphs"], told["graph_bytes"]) == (1, 2 * MIB)
     assert f"{16 * blocks:,} tokens, 64.0 KiB each: {16 * blocks // 100} requests of 100 tokens" in shown
-    assert told["tokens_least"] == int(16 * (blocks - 0.35 * 1024))
+    assert told["tokens_least"] == int(16 * (blocks - 0.46 * 1024))
     assert f"{told['tokens_least']:,} to {told['tokens']:,} tokens" in shown
 
 

@@ -234,7 +234,7 @@ def _unseen(result: dict[str, Any], offer: Offer) -> list[str]:
         source = SOURCE if offer.headroom_source == SOURCE else "--headroom"
         lines.append(f"not seen here: the CUDA context, for which {kept} are taken off what is free ({source})")
     least, most = (human_bytes(one) for one in DRIVER_GROWTH_BYTES)
-    text = f"not seen here: what the driver takes while an engine measures, {least} to {most} in seven public logs"
+    text = f"not seen here: what the driver takes while an engine measures, {least} to {most} in sixteen public logs"
     if result["tokens_least"] is not None:
         text += f"; with that, the cache holds {result['tokens_least']:,} to {result['tokens']:,} tokens"
     lines.append(text)
