@@ -22,6 +22,7 @@ QUICK: dict[str, list[str]] = {
     "graphs": ["--models", "small", "--sizes", "3", "--orders", "smallest", "--keep", "none"],
     "hostile": ["--mutations", "40", "--plans", "4", "--traces", "-"],
     "largest": ["pieces", "--quick"],
+    "mixtures": ["--only", "least", "--steps", "8"],
     "networks": ["--only", "no network"],
     "no_harm": ["--quick", "--only", "elementwise"],
     "operations": ["--only", "ResNet", "--rounds", "3"],

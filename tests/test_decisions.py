@@ -142,8 +142,8 @@ def test_figures_that_a_plan_begins_with() -> None:
 
 
 def test_pages_rest_under_a_plan_if_none_moves_and_elsewhere_if_few_do() -> None:
-    assert [d.rests(128, pages, is_planned=False) for pages in (2, 3)] == [True, False]
-    assert [d.rests(64, pages, is_planned=True) for pages in (0, 1)] == [True, False]
+    assert [d.rests(128, pages, repeats=False) for pages in (2, 3)] == [True, False]
+    assert [d.rests(64, pages, repeats=True) for pages in (0, 1)] == [True, False]
     assert [d.is_restless(steps) for steps in (8, 9)] == [False, True]
 
 

@@ -99,6 +99,31 @@ def test_no_more_is_held_than_without_a_plan(seed: int) -> None:
     assert program.state.reserved_peak_bytes <= without.state.reserved_peak_bytes + 4 * MIB
 
 
+class LargeMixture(Mixture):
+    """The same with sixteen times the bytes, and so many more requests that a few pages do not matter beside them."""
+
+    def __init__(self, seed: int, *, more: int) -> None:
+        super().__init__(seed)
+        self._more = more
+
+    def allocate(self, size_bytes: int) -> int:
+        return super().allocate(16 * size_bytes)
+
+    def train(self, width: int = 1000) -> None:
+        for _ in range(self._more):
+            self.free(super().allocate(MIB // 16))
+        super().train(width)
+
+
+@pytest.mark.parametrize(("more", "least", "most"), [(4000, 1.0, 1.01), (0, 1.04, 1 + 1 / 16)])
+def test_a_page_may_move_for_many_requests_rather_than_more_be_held(more: int, least: float, most: float) -> None:
+    program = LargeMixture(0, more=more)
+    for _ in range(40):
+        program.step(program.train)
+    ratio = program.state.record.statistics.reserved_bytes / program.state.allocated_peak_bytes
+    assert least <= ratio <= most
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     """Every address is checked; what an expert leaves out does not cost the others their places."""

@@ -2,7 +2,8 @@
 
 Contract: each move waits for the device. Where pages move in step after step, as where no plan serves or the plans of
 several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
-fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. It stays as it is where a
+fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. A few may move under a plan of
+steps that are alike in part, since they do for what the data decides, however much is held. It stays as it is where a
 program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for in steps of 32 MiB. A
 plan whose pages move in step after step nevertheless gets pages for all of its places, where that costs no more than
 said, or than an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
@@ -79,7 +80,8 @@ class Allowance:
     def note_step(self, free_bytes: Callable[[], int]) -> None:
         """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
         num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
-        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, is_planned=planned)
+        repeats = planned and self._record.tables.gaps == 0  # else a few pages move for what the data decides
+        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, repeats=repeats)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
         self._restless = max(0, self._restless - 1) if rests else self._restless + 1
         if decisions.is_restless(self._restless) and not rests:

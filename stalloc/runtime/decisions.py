@@ -264,9 +264,9 @@ def most_before_eviction(before_bytes: int, allocated_bytes: int, held_bytes: in
     return min(before_bytes, max(allocated_bytes, least_bytes, before_bytes - max(t.SPARE_BYTES, part_bytes)))
 
 
-def rests(requests: int, moved_pages: int, *, is_planned: bool) -> bool:
-    """Whether pages rested in a step of so many requests in which so many moved."""
-    return moved_pages == 0 if is_planned else requests >= t.NEGLIGIBLE_ONE_IN * moved_pages
+def rests(requests: int, moved_pages: int, *, repeats: bool) -> bool:
+    """Whether pages rested in a step of so many requests in which so many moved; `repeats`: all of it is planned."""
+    return moved_pages == 0 if repeats else requests >= t.NEGLIGIBLE_ONE_IN * moved_pages
 
 
 def is_restless(steps: int) -> bool:
