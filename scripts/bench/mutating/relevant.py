@@ -45,6 +45,8 @@ _OF_MODULE = {
     "core/schedule_cursor": "runtime_replay",
     "core/iteration_log": "runtime_replay runtime_steps",
     "core/arena_schedule": "runtime_schedules",
+    "runtime/allowance": "runtime_partly_dynamic",
+    "runtime/warm_ups": "torch_graphs",
     "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/torch_expandable": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/simulation": "simulate",

@@ -437,6 +437,27 @@ _SERVING = (
         "if _BAD_SHARE * lost > lost + hits else 0",
         "if _BAD_SHARE * lost > lost + hits else state.iterations.bad_iterations",
     ),
+    _rule(
+        "around-kept-outputs",
+        "runtime/warm_ups",
+        "a capture is planned where earlier ones have left something",
+        "fixed=fixed, forbidden=taken",
+        "fixed=fixed",
+    ),
+    _rule(
+        "kept-outputs-low",
+        "runtime/warm_ups",
+        "an output that is kept lies wherever the plan has room",
+        "return [last[place] for place in live if place in last]",
+        "return []",
+    ),
+    _rule(
+        "few-pages-move",
+        "runtime/allowance",
+        "more may be held as soon as a page moves in each step of a mixture",
+        "repeats = planned and self._record.tables.gaps == 0",
+        "repeats = planned",
+    ),
 )
 
 _REPLAYING = (
