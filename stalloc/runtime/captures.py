@@ -105,6 +105,8 @@ class Captures:
                     base = heap.find_range(pool, size_bytes)
             return base
         base, kind = heap.find_range(pool, 1), heap.pool_kind(pool)
+        if not base:
+            return 0
         live = [
             (block.address, block.size_bytes)
             for segment in segments(self._state)
@@ -112,7 +114,7 @@ class Captures:
             for block in segment.blocks
             if block.state != constants.BLOCK_FREE and block.address >= base
         ]
-        return base if base and heap.find_range(pool, self._warm_ups.plan(base, live)) == base else 0
+        return base if heap.find_range(pool, self._warm_ups.plan(base, live)) == base else 0
 
     def heed(self, captured_stream: int) -> None:
         """At a request on a stream that somebody captures, 0: on none: serve what follows as for a graph of torch.

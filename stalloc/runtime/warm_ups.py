@@ -104,7 +104,8 @@ class WarmUps:
         taken = [(address - base, address - base + size_bytes) for address, size_bytes in live]
         used, fixed, end = list(taken), {}, run.end.copy()
         for number in self._outliving(live) if len(self._places) == len(run.size) else ():
-            offset, size_bytes = _lowest_gap(used, run.size[number]), int(run.size[number])
+            size_bytes = int(run.size[number])
+            offset = _lowest_gap(used, size_bytes)
             bisect.insort(used, (offset, offset + size_bytes))
             fixed[number], end[number] = offset, run.end.max()
         layout = plan_arrays(run.start, end, run.size, alignment=ALIGNMENT, fixed=fixed, forbidden=taken)
