@@ -19,7 +19,7 @@ from stalloc.core.records import block_at, entry_at, interval_at, lifespan_at, s
 from stalloc.core.segments import add_segment
 
 _MAX_LEASES = 4096
-_MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
+_MIN_LEASE = 12 << 20  # bytes; what comes after a request shares its lease, since the end of each is lost
 _HALVINGS = 4  # of the time that a request lasts, to find intervals that are needed late if none is needed late enough
 _LOST = 16  # requests in a row that are not on the schedule, after which the program does something else
 
