@@ -124,6 +124,42 @@ def test_a_page_may_move_for_many_requests_rather_than_more_be_held(more: int, l
     assert least <= ratio <= most
 
 
+class FineMixture(Mixture):
+    """Many experts that keep a few tensors of less than 2 MiB, where gradients of another size have places later."""
+
+    most_held_bytes = 0
+
+    def allocate(self, size_bytes: int) -> int:
+        address = super().allocate(size_bytes)
+        self.most_held_bytes = max(self.most_held_bytes, self.state.record.statistics.reserved_bytes)
+        return address
+
+    def train(self, width: int = 1000) -> None:
+        saved: list[list[int]] = []
+        for _ in range(6 * LAYERS):
+            for count in self.tokens():
+                saved.append([self.allocate(count * 2816) for _ in range(4)])
+                self.free(self.allocate(count * 1024))
+        gradients = []
+        for kept in reversed(saved):
+            gradients += [self.allocate(11 * MIB // 4) for _ in range(2)]
+            for address in reversed(kept):
+                self.free(address)
+        for address in gradients:
+            self.free(address)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_idle_is_not_cut_into_pieces_too_small_to_use(seed: int) -> None:
+    program = FineMixture(seed)
+    for number in range(20):
+        program.step(program.train)
+        if number == 10:
+            program.most_held_bytes = 0
+    assert program.controller.status.phase is Phase.PLANNED
+    assert program.most_held_bytes <= 1.035 * program.state.allocated_peak_bytes
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_experts_without_tokens_skip_what_they_would_ask_for(seed: int) -> None:
     """Every address is checked; what an expert leaves out does not cost the others their places."""
