@@ -32,7 +32,7 @@ def find_needs(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     command, offer = program_command(args), offer_of(args)
     files, tell = program_files(args, command), lines_told()
-    tell(f"importing the libraries for a virtual {offer.gpu.name}")
+    tell("importing the libraries")
     warm(dataclasses.replace(offer.gpu, total_bytes=PLENTY))
     program = _Program(command, offer, files)
     results, uncertain, native = _results(program, tell)

@@ -68,7 +68,7 @@ class Runs:
 
     def warm(self, gpu: VirtualGPU) -> None:
         """Be ready to run."""
-        self._tell(f"importing the libraries for a virtual {gpu.name}")
+        self._tell("importing the libraries")
         warm(dataclasses.replace(gpu, total_bytes=PLENTY))
 
     def __call__(self, asked: Sequence[Asked]) -> list[RunSeen]:

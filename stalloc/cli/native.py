@@ -115,7 +115,7 @@ def main() -> int:
     run = sandboxed_run(args, command, quiet=True) if kind == "virtual" else None
     if run is not None and (ended := run.fork(keep_new=False)) is not None:
         if ended.told is not None:
-            write_whole(args.result, json.dumps(ended.told | {"files": ended.files.as_json()}))
+            write_whole(args.result, json.dumps(ended.told))
         return ended.finish()
     return leave(_measured(args, command, kind, run))
 

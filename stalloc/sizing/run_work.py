@@ -124,7 +124,7 @@ class _Run:
         if work.num_steps:
             after_import("torch", self._count_steps)
         self._host = virtual.host_use()
-        self._host.begin()
+        self._host.begin(forked_from=os.getppid())
         code = program()
         if errors:
             raise errors[0]
