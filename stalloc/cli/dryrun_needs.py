@@ -33,7 +33,7 @@ def find_needs(args: argparse.Namespace) -> int:
     command, offer = program_command(args), offer_of(args)
     files, tell = program_files(args, command), lines_told()
     tell("importing the libraries")
-    warm(dataclasses.replace(offer.gpu, total_bytes=PLENTY))
+    warm(dataclasses.replace(offer.gpu, total_bytes=PLENTY), command)
     program = _Program(command, offer, files)
     results, uncertain, native = _results(program, tell)
     node = node_memory(offer.gpu, {None: (native.devices, native.process)}, files_bytes=files.all().written_bytes)

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stalloc import device
@@ -73,20 +74,26 @@ class RunSeen:
     """The trace of the whole program for each device; empty where its replay would not be exact."""
 
 
-def warm(gpu: VirtualGPU) -> None:
-    """Put this process on the virtual GPU and import what the runs need."""
+def warm(gpu: VirtualGPU, command: Sequence[str]) -> None:
+    """Put this process on the virtual GPU and import what runs of the program need."""
     with patient_threads():
-        _warm(gpu)
+        device.activate("virtual", gpu)
+        found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
+        if not found:
+            raise SetupError("neither PyTorch nor CuPy is installed, so there is nothing to run: install one of them.")
+        found = _named(command, found) or found
+        for name in (*found, *_WARM):
+            if "torch" in found or not name.startswith("torch"):
+                importlib.import_module(name)
 
 
-def _warm(gpu: VirtualGPU) -> None:
-    device.activate("virtual", gpu)
-    found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
-    if not found:
-        raise SetupError("neither PyTorch nor CuPy is installed, so there is nothing to run: install one of them.")
-    for name in (*found, *_WARM):
-        if "torch" in found or not name.startswith("torch"):
-            importlib.import_module(name)
+def _named(command: Sequence[str], libraries: Sequence[str]) -> list[str]:
+    """Those that the script itself names; what another module imports all the same, each run imports."""
+    try:
+        script = b"" if command[0] == "-m" else Path(command[0]).read_bytes()
+    except OSError:
+        return []
+    return [name for name in libraries if name.encode() in script]
 
 
 def side_by_side(jobs: int) -> int:
