@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ import cupyx
 MULTIPLIES = """
 import torch
 layer = torch.nn.Linear(256, 256, device="cuda")
-layer(torch.ones(64, 256, device="cuda"))
+layer(torch.ones(64, 256, device="cuda", requires_grad=True)).sum().backward()
 """
 STREAMS = """
 import threading, cupy
@@ -95,13 +97,17 @@ thread.start(), thread.join()
 )
 def test_what_a_program_sets_before_its_imports_counts(tmp_path: Path, variable: str, value: str, source: str) -> None:
     program, out = tmp_path / "program.py", tmp_path / "result.json"
+    program.write_text(source, encoding="utf-8")
+    words = ("dryrun", "--gpu", "H100", "--json", out, program)
 
-    def taken(source: str, **variables: str) -> int:
-        program.write_text(source, encoding="utf-8")
-        done = run_stalloc("dryrun", "--gpu", "H100", "--json", out, program, variables=os.environ | variables)
+    def taken(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         assert done.returncode == 0, done.stderr
-        return int(json.loads(out.read_text(encoding="utf-8"))["native"]["taken_bytes"])
+        return dict(json.loads(out.read_text(encoding="utf-8"))["native"])
 
-    given, without = taken(source, **{variable: value}), taken(source)
+    without = taken(run_stalloc(*words))
+    fresh = [sys.executable, "-m", "stalloc", *map(str, words)]
+    with_it = os.environ | {variable: value}
+    given = taken(subprocess.run(fresh, env=with_it, capture_output=True, text=True, check=False))
     assert given != without
-    assert taken(f"import os\nos.environ[{variable!r}] = {value!r}\n{source}") == given
+    program.write_text(f"import os\nos.environ[{variable!r}] = {value!r}\n{source}", encoding="utf-8")
+    assert taken(run_stalloc(*words)) == given

@@ -67,7 +67,8 @@ class _Program:
     def asked(self, name: str, size_bytes: int, **how: Any) -> Asked:
         """A run under one allocator on a device of that many bytes; `how`: other fields of its `RunWork`."""
         work = self.contenders[name].work
-        work = dataclasses.replace(work, gpu=dataclasses.replace(work.gpu, total_bytes=size_bytes), **how)
+        gpu = dataclasses.replace(work.gpu, total_bytes=size_bytes)
+        work = dataclasses.replace(work, gpu=gpu, at_first_use=True, **how)
         return Asked(command=self._command, work=work, name=name)
 
     def seen(self, name: str, size_bytes: int, **how: Any) -> RunSeen:

@@ -48,6 +48,7 @@ class RunWork:
 
     gpu: VirtualGPU
     under: Literal["native", "stalloc"] = "native"
+    at_first_use: bool = False  #: stalloc serves the program from its first use of CUDA on, as `stalloc run` does
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error can say who holds memory
     watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
@@ -107,9 +108,12 @@ class _Run:
             from stalloc.integrations.startup import start_at_first_use
 
             installation.sleep_phases = SleepPhases()
-            errors = start_at_first_use(
-                lambda torch, cupy: integrations.install(device="virtual", torch=torch, cupy=cupy)
-            )
+            if work.at_first_use:
+                errors = start_at_first_use(
+                    lambda torch, cupy: integrations.install(device="virtual", torch=torch, cupy=cupy)
+                )
+            else:
+                integrations.install(device="virtual")
         if work.keep_history or work.name_holders:
             from stalloc.integrations.native_history import NativeHistory
 
