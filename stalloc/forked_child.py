@@ -34,6 +34,8 @@ class ForkedChild:
         self.folder = sandbox.folder if sandbox is not None else Path(tempfile.mkdtemp(prefix="stalloc-trial-"))
         self.files = Files()
         """The files that the child wrote, once it has ended."""
+        self.exit_code = 0
+        """Its own, or -N if signal N has ended it, once it has ended."""
         self.overrun = ""
         """Why it was ended before it had done its work, if what it wrote took too much room."""
         sys.stdout.flush()
@@ -67,7 +69,7 @@ class ForkedChild:
                 break
             except (ProcessLookupError, PermissionError):
                 continue
-        os.waitpid(self._pid, 0)
+        self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         os.close(self._watched)
 
     def check_room(self) -> None:

@@ -52,6 +52,10 @@ class _After:
                 return spec
         return None
 
+    def tell(self, names: Collection[str]) -> None:
+        if self._name in names:
+            self._imported()
+
     def _imported(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -89,3 +93,10 @@ def before_import(names: Collection[str], action: Callable[[], object]) -> None:
         action()
     else:
         sys.meta_path.insert(0, _Before(names, action))
+
+
+def tell_imported(names: Collection[str]) -> None:
+    """Tell those who wait for the import of `names`, which have come without one."""
+    for finder in list(sys.meta_path):
+        if isinstance(finder, _After):
+            finder.tell(names)

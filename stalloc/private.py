@@ -21,6 +21,8 @@ from stalloc.files import SCRATCH_PATTERN
 
 SANDBOX_VARIABLE = "STALLOC_SANDBOX"
 """Set in a process that stalloc has put into a sandbox, where files of other users may seem to be nobody's."""
+STARTED_ANEW = "STALLOC_STARTED_ANEW"
+"""Set where the libraries were imported with the variables that the program sets before it imports them."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MAX_LINKS = 40  # as Linux has it
 _OLD_SECONDS = 24 * 3600.0

@@ -42,6 +42,14 @@ def test_what_is_needed_is_less_than_what_a_cache_takes_of_plenty_and_does(tmp_p
         assert figure in shown
 
 
+def test_what_cupy_holds_beside_pytorch_is_needed_too(tmp_path: Path) -> None:
+    program = tmp_path / "both.py"
+    program.write_text(f"import cupy\nkept = cupy.empty(100 << 20, dtype=cupy.uint8)\n{GROWING}")
+    result, _, _ = dryrun(program)
+    assert result["native"]["needed_by"] == "reserved"
+    assert result["native"]["needed_bytes"] >= (100 + 220) << 20
+
+
 SLEEPING = """
 import torch, stalloc
 cache = [torch.empty(32 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]

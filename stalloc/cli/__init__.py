@@ -195,6 +195,7 @@ def _run(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(args.parser, unknown)}")
+    args.words = argv
     return int(args.run(args))
 
 

@@ -42,37 +42,21 @@ The exit code is 0 if the program fits with stalloc, 1 if it does not or if it f
 import argparse
 import contextlib
 import os
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.dryrun_report import FIGURES, Need, allocator_name, print_needs
-from stalloc.cli.native import compare, native_settings, run_apart
-from stalloc.cli.output import add_json_argument, wants_text, write_json
-from stalloc.cli.program import add_program_arguments, program_command
-from stalloc.cli.program_writes import program_files
-from stalloc.cli.progress import working
+from stalloc.cli.output import add_json_argument
+from stalloc.cli.program import add_program_arguments
 from stalloc.cli.shared_options import refuse_typed
-from stalloc.cli.sleep_report import seen_phases
-from stalloc.device.completion import VARIABLE, Completion
+from stalloc.device.completion import VARIABLE
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
 from stalloc.device.deciding_lines import as_variable, parse_assumption
-from stalloc.device.known_gpus import PLENTY, takes_what_is_free
-from stalloc.errors import BadInputError, SetupError
-from stalloc.figures import human_bytes
-from stalloc.sandbox import ProgramFiles, files_from_json
+from stalloc.errors import BadInputError
+from stalloc.private import STARTED_ANEW
 from stalloc.sizing.model_program import PROGRAM, add_model_arguments, check_model, model_words
 from stalloc.sizing.named_models import KNOWN
-from stalloc.sizing.node import node_memory
-
-Measure = Callable[..., dict[str, Any]]
-"""Runs the program on a device of that many bytes; returns what came of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,34 +137,30 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try the program natively and with stalloc; 0 if it fits with stalloc."""
-    from stalloc.cli.dryrun_runs import offer_of  # replay, of which --help needs nothing
+    """Answer with the part of the verb that is asked for; its exit code."""
+    # replay and libraries, of which --help needs nothing
+    if args.serve:
+        from stalloc.cli.dryrun_serve import serve as answer
+    elif args.find:
+        from stalloc.cli.dryrun_find import find as answer
+    elif args.ranks is not None:
+        from stalloc.cli.dryrun_runs import try_ranks as answer
+    else:
+        from stalloc.cli.dryrun_needs import find_needs as answer
+    from stalloc.sizing.side_by_side import ImportedOtherwiseError
 
     _check_together(args)
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     _take_model(args)
-    if args.find or args.serve or args.ranks is not None:
-        with _assuming(args):
-            return _in_forks(args)
-    command, offer = program_command(args), offer_of(args)
-    files = program_files(args, command)
-    with working("running the program under its own allocators", in_pipes=True) as tell, _assuming(args):
-        options = [*(["--gpu", args.gpu] if args.gpu else []), *(["--keep-files"] if args.keep_files else [])]
-        results, uncertain, native = _results(options, offer.program_bytes, command, tell, files)
-    node = node_memory(offer.gpu, {None: (native["devices"], native["process"])}, files_bytes=files.all().written_bytes)
-    result = {
-        **offer.as_json(),
-        **{name: _entry(need) for name, need in results.items()},
-        "devices": _by_device(results),
-        "sleep": results["stalloc"].sleep,
-        "uncertain": uncertain,
-        "files": files.all().as_json(),
-        "node": node.as_json(),
-    }
-    if wants_text(args):
-        print_needs(result, results, offer, command, node, whole_node=args.node)
-    write_json(args, result)
-    return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
+    before = dict(os.environ)
+    with _assuming(args):
+        try:
+            return answer(args)
+        except ImportedOtherwiseError as found:
+            variables = {STARTED_ANEW: "1", **found.variables}
+    # a new Python imports the libraries with the variables that the program sets; those that it unsets are empty
+    environment = {name: value for name, value in (before | variables).items() if variables.get(name, value)}
+    return subprocess.run([sys.executable, "-m", "stalloc", *args.words], env=environment, check=False).returncode
 
 
 def _check_together(args: argparse.Namespace) -> None:
@@ -224,227 +204,3 @@ def _assuming(args: argparse.Namespace) -> Iterator[None]:
             os.environ[ASSUMED] = before
         else:
             os.environ.pop(ASSUMED, None)
-
-
-def _in_forks(args: argparse.Namespace) -> int:
-    """Answer with the verbs' parts that run the program many times, each in a fork; the exit code."""
-    if args.serve:
-        from stalloc.cli.dryrun_serve import serve as answer
-    elif args.find:
-        from stalloc.cli.dryrun_find import find as answer
-    else:
-        from stalloc.cli.dryrun_runs import try_ranks as answer
-    return answer(args)
-
-
-def _results(
-    options: list[str], offered: int, command: list[str], tell: Callable[[str], None], files: ProgramFiles
-) -> tuple[dict[str, Need], dict[str, Any], dict[str, Any]]:
-    """The needs by allocator, what the native run could not know, and that run; `options`: which GPU, whose files."""
-
-    def native(size: int, history: Path | None = None, **how: Any) -> dict[str, Any]:
-        return _noted(files, _native(options, size, command, history, **how))
-
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        history = Path(folder) / "history.pickle"
-        measures: dict[str, Measure] = {"native": lambda size, **how: native(size, history, **how)}
-        settings = dict(zip(("native", "expandable"), [conf for _, conf, _ in native_settings()], strict=False))
-        if "expandable" in settings:
-            measures["expandable"] = lambda size, **how: native(size, conf=settings["expandable"], **how)
-        measures["stalloc"] = lambda size, **how: _noted(files, _stalloc(options, size, command, **how))
-        results: dict[str, Need] = {}
-        uncertain: dict[str, Any] = {}
-        for number, (name, measure) in enumerate(measures.items(), start=1):
-            tell(f"running the program under {allocator_name(name)}, {number} of {len(measures)}")
-            tried = _try(name, offered, measure)
-            if name == "expandable" and not tried["uses_torch"]:
-                continue
-            if history.exists():
-                tell(f"replaying what it needs under {allocator_name(name)}")
-            results[name] = _need(name, tried, _replayed(history, name, settings), offered)
-            if name == "native":
-                first = tried
-                measure_otherwise = partial(native, PLENTY)
-                uncertain = _uncertain(tried, results[name], measure_otherwise, settings)
-                uncertain["shared_blocks"] = _shared_blocks(tried, uncertain, measure_otherwise)
-        if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
-            tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
-            results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"], offered)
-        if (shared := uncertain["shared_blocks"]) and shared["taken_bytes"] > offered:
-            tell("running the program with work done later")
-            uncertain["order_decides"] = [
-                told
-                for name, need in results.items()
-                if need.fits and (told := _what_order_decides(name, need, measures[name], offered)) is not None
-            ]
-    return results, uncertain, first
-
-
-def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:
-    """A result, after noting in `files` what became of the program's files."""
-    if "files" in result:
-        files.note(files_from_json(result["files"]))
-    return result
-
-
-def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]], offered: int) -> Need:
-    """What stalloc needs, found by running: the replay is exact for PyTorch's allocator, and may be a page off here."""
-    least, page = need.needed_bytes, 2 << 20
-    for size in (least, least + page, least + max(2 * page, least // 100)):
-        if size >= need.taken_bytes:
-            break
-        if measure(size)["exit_code"] == 0:
-            return _with_need(need, size, "run")
-    return _with_need(need, min(need.taken_bytes, offered) if need.fits else need.taken_bytes, "run")
-
-
-def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
-    devices = {index: {**figures, "needed_bytes": size_bytes} for index, figures in need.devices.items()}
-    return replace(need, needed_bytes=size_bytes, needed_by=needed_by, devices=devices)
-
-
-def _uncertain(
-    tried: dict[str, Any], need: Need, measure: Callable[..., dict[str, Any]], settings: dict[str, str]
-) -> dict[str, Any]:
-    """What a native run could not know, with its figures for the least and the most that cuDNN may ask for."""
-    uncertain: dict[str, Any] = tried.get("virtual", {})
-    if takes_what_is_free(PLENTY, need.taken_bytes):
-        uncertain["taking_what_is_free"] = need.taken_bytes
-    convolutions = uncertain.get("convolutions", {})
-    if convolutions.get("unknown_bytes"):
-        seen = [{name: getattr(need, name) for name in FIGURES}]
-        with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-            for which in ("least", "most"):
-                file = Path(folder) / f"{which}.pickle"
-                one = measure(file, workspaces=which)
-                other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), PLENTY)
-                seen.append({name: getattr(other, name) for name in FIGURES})
-        allocated = [one["allocated_peak_bytes"] for one in seen]
-        convolutions["allocated_peak_bytes"] = [min(allocated), max(allocated)]
-        # tries, and no range: in how many pieces memory is reserved may differ more with what lies between them
-        convolutions["taken_bytes_tried"] = sorted({one["taken_bytes"] for one in seen})
-        # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
-        convolutions["needed_bytes_tried"] = sorted({one["needed_bytes"] for one in seen[:2]})
-    return uncertain
-
-
-def _shared_blocks(tried: dict[str, Any], uncertain: dict[str, Any], measure: Measure) -> dict[str, Any] | None:
-    """What blocks used on several streams (record_stream) take if their streams are not done with them at once."""
-    if not uncertain.pop("shares_blocks", False):
-        return None
-    from stalloc.sizing.delayed_events import shared_blocks
-
-    return shared_blocks(tried["devices"], lambda how: measure(completion=how)["devices"])
-
-
-def _what_order_decides(name: str, need: Need, measure: Measure, offered: int) -> dict[str, Any] | None:
-    from stalloc.sizing.delayed_events import Outcome, outcome_of, what_order_decides
-
-    def outcome(how: Completion) -> Outcome:
-        if how == "at-once" and need.taken_bytes <= offered:
-            return Outcome(fits=True, num_retries=0)
-        result = measure(offered, completion=how)
-        _refuse_failure(name, result)
-        return outcome_of(result["exit_code"] == 0, result["devices"])
-
-    return what_order_decides(name, outcome)
-
-
-def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """Run under one allocator with plenty of memory and, if that takes more than is offered, with what is offered."""
-    tried = measure(PLENTY)
-    if tried["exit_code"] == 0:
-        tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])
-        if tried["fits"]:
-            return tried | {"sleep": seen_phases(tried, tried)}
-    _refuse_failure(name, tried)
-    again = measure(offered)
-    _refuse_failure(name, again)
-    return tried | {"fits": again["exit_code"] == 0, "sleep": seen_phases(tried, again)}
-
-
-def _refuse_failure(name: str, tried: dict[str, Any]) -> None:
-    if tried["exit_code"] != 0 and not tried["out_of_memory"]:
-        raise SetupError(
-            f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above."
-        )
-
-
-def _native(
-    options: list[str],
-    offered: int,
-    command: list[str],
-    history: Path | None = None,
-    *,
-    conf: str | None = None,
-    workspaces: str = "likely",
-    completion: Completion = "at-once",
-) -> dict[str, Any]:
-    wanted = ["--history", str(history)] if history is not None and offered == PLENTY else []
-    wanted += ["--completion", completion]
-    all_options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *options, "--memory", f"{offered}B"]
-    return compare(all_options, command, quiet=True, conf=conf)
-
-
-def _stalloc(
-    options: list[str], offered: int, command: list[str], *, completion: Completion = "at-once"
-) -> dict[str, Any]:
-    wanted = ["--discard-files", "--completion", completion]
-    all_options = [*wanted, "--device", "virtual", *options, "--memory", f"{offered}B"]
-    result = run_apart(["-m", "stalloc", "run", "--json"], [*all_options, *command], quiet=True)
-    for device in result["devices"]:
-        device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]
-        device["allocated_peak_bytes"] = device["run_allocated_peak_bytes"]
-    result["out_of_memory"] = any(device["out_of_memory_errors"] for device in result["devices"])
-    result["out_of_memory"] |= result["sleep"] is not None and result["sleep"]["ran_out"] is not None
-    if result["exit_code"] != 0 and not result["out_of_memory"]:
-        sys.stderr.write(result["output"])
-    return result
-
-
-def _replayed(history: Path, name: str, settings: dict[str, str]) -> dict[int, int]:
-    """The least memory of each device, by the replay of the history; empty without one."""
-    if not history.exists():
-        return {}
-    from stalloc.replay.least_memory import least_memory
-    from stalloc.replay.simulation import Candidate
-    from stalloc.trace import load_traces
-
-    candidate = Candidate("stalloc") if name == "stalloc" else Candidate("torch", settings[name])
-    try:
-        return {trace.device: least_memory(trace, candidate) for trace in load_traces(history)}
-    except BadInputError:
-        return {}  # settings that the model does not know, or a history that is not whole
-
-
-def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: int) -> Need:
-    """What one allocator was seen to do, the runs before the replay."""
-    devices, sleep = {}, tried.get("sleep")
-    phases = sleep["phases"] if sleep is not None and len(tried["devices"]) == 1 else []
-    awake = max((one["allocated_peak_bytes"] for one in phases), default=0)
-    for device in tried["devices"]:
-        taken = device["reserved_peak_bytes"]
-        # a replay knows of no sleep
-        least = awake or max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
-        least = min(least, offered, taken) if tried["fits"] else min(least, taken)
-        devices[device["device"]] = {
-            "needed_bytes": least,
-            "taken_bytes": taken,
-            "allocated_peak_bytes": device["allocated_peak_bytes"],
-        }
-    largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in FIGURES}
-    by = "replay" if replayed else "reserved"
-    uses_torch = bool(tried.get("uses_torch", True))
-    return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, sleep=sleep, **largest)
-
-
-def _entry(need: Need) -> dict[str, Any]:
-    return {key: value for key, value in asdict(need).items() if key not in ("devices", "uses_torch", "sleep")}
-
-
-def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for name, need in results.items():
-        for index, device in need.devices.items():
-            found.setdefault(index, {"device": index})[name] = device
-    return [found[index] for index in sorted(found)]

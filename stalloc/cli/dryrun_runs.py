@@ -61,15 +61,16 @@ class Runs:
                 raise BadInputError(f"--{option} is {getattr(args, option)}: give a number from 0.")
         self._rank = _the_rank(args) if args.ranks is not None and args.find else None
         self._jobs = side_by_side(args.jobs)
-        self.files = program_files(args, program_command(args))
+        self._command = program_command(args)
+        self.files = program_files(args, self._command)
         self._tell = lines_told()
         self._began = time.monotonic()
         self._num_told = 0
 
     def warm(self, gpu: VirtualGPU) -> None:
         """Be ready to run."""
-        self._tell(f"importing the libraries for a virtual {gpu.name}")
-        warm(dataclasses.replace(gpu, total_bytes=PLENTY))
+        self._tell("importing the libraries")
+        warm(dataclasses.replace(gpu, total_bytes=PLENTY), self._command)
 
     def __call__(self, asked: Sequence[Asked]) -> list[RunSeen]:
         """Make these runs, side by side."""

@@ -1,6 +1,6 @@
 """A program under its own allocators, in a process of its own, for comparison: python -m stalloc.cli.native.
 
-Not a verb: `stalloc run --compare-native` and `stalloc dryrun` start it. It writes one JSON object with what torch's
+Not a verb: `stalloc run --compare-native` starts it. It writes one JSON object with what torch's
 caching allocator and CuPy's pool reserved, and the host time of the steps, timed as under stalloc.
 """
 
@@ -8,30 +8,25 @@ import argparse
 import itertools
 import json
 import os
-import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stalloc.allocator_conf import conf_in_force, conf_text, only_this
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.cli.program_writes import sandboxed_run
-from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
 from stalloc.notices import say
 from stalloc.sandbox import SandboxedRun, leave
 from stalloc.sizing.native_peaks import native_peaks
-from stalloc.sizing.process_memory import process_told
 
 _MAX_STEPS = 256  #: steps after each of which reserved is noted
-_MAX_EVENTS = 1 << 21  #: of a history
 _EXPANDABLE = "expandable_segments"
 
 
@@ -52,52 +47,29 @@ def native_settings() -> list[tuple[str, str, str]]:
     ]
 
 
-def compare(options: list[str], command: list[str], *, quiet: bool = False, conf: str | None = None) -> dict[str, Any]:
-    """Run a program under its own allocators in a new process, and return the result that it wrote.
+def compare(options: list[str], command: list[str], conf: str) -> dict[str, Any]:
+    """Run a program under its own allocators in a new process, with these settings of PyTorch; what it wrote.
 
-    `quiet`: show what the program printed only if it fails for another reason than memory. `conf`: the settings of
-    PyTorch, in place of the user's. Raises SetupError if nothing was written.
-    """
-    more = {} if conf is None else only_this(conf)
-    result = run_apart(["-m", "stalloc.cli.native", "--result"], [*options, *command], quiet=quiet, more=more)
-    if quiet and result["exit_code"] != 0 and not result["out_of_memory"]:
-        sys.stderr.write(result["output"])
-    return result
-
-
-def run_apart(
-    entry: list[str], arguments: list[str], *, quiet: bool, more: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run `python ENTRY FILE ARGUMENTS` in a new process and return the JSON object it wrote to FILE.
-
-    With `quiet` what it printed is kept under "output" instead of being shown. Raises SetupError if FILE is missing.
+    Raises SetupError if nothing was written.
     """
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        file, log = Path(folder) / "result.json", Path(folder) / "output"
+        file = Path(folder) / "result.json"
         # neither stalloc in a program that is to run natively, nor the plan of an earlier run
-        environment = {name: value for name, value in os.environ.items() if name != "STALLOC"} | {
-            "STALLOC_CACHE": "off"
-        }
-        for name, value in (more or {}).items():
-            environment.pop(name, None)
-            if value:
-                environment[name] = value
-        with log.open("w+b") as output:
-            ending = subprocess.run(
-                [sys.executable, *entry, str(file), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output if quiet else sys.stderr,
-                stderr=output if quiet else None,
-                env=environment,
-                check=False,
-            )
-        text = log.read_text(encoding="utf-8", errors="replace")
+        changed = {"STALLOC": "", "STALLOC_CACHE": "off"} | only_this(conf)
+        environment = {name: value for name, value in (os.environ | changed).items() if changed.get(name, value)}
+        ending = subprocess.run(
+            [sys.executable, "-m", "stalloc.cli.native", "--result", str(file), *options, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            env=environment,
+            check=False,
+        )
         if not file.exists():
-            sys.stderr.write(text)
             raise SetupError(
                 f"the program ended with code {ending.returncode} before it could report: see its output above."
             )
-        return {**json.loads(file.read_text(encoding="utf-8")), "output": text}
+        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return told
 
 
 def _measure(step_times: list[float], steps: list[list[tuple[int, int]]]) -> dict[str, Any]:
@@ -127,34 +99,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
     parser.add_argument("--result", required=True)
     parser.add_argument("--workspaces", choices=("least", "likely", "most"), default="likely")
-    parser.add_argument("--completion", choices=COMPLETIONS)
-    parser.add_argument("--history")  # where torch's history of the run is to go
     add_program_arguments(parser)
     args = parser.parse_args()
     try:
         command = program_command(args)
         from stalloc import device
-        from stalloc.device.virtual import complete, guess_workspaces
+        from stalloc.device.virtual import guess_workspaces
 
         kind = device.activate(args.device, chosen_gpu(args))
         if kind == "virtual":
             guess_workspaces(args.workspaces)
-            if args.completion:
-                complete(args.completion)
     except StallocError as error:
         say(str(error))
         return 2
-    run = sandboxed_run(args, command, [args.history], quiet=True) if kind == "virtual" else None
+    run = sandboxed_run(args, command, quiet=True) if kind == "virtual" else None
     if run is not None and (ended := run.fork(keep_new=False)) is not None:
         if ended.told is not None:
-            write_whole(args.result, json.dumps(ended.told | {"files": ended.files.as_json()}))
+            write_whole(args.result, json.dumps(ended.told))
         return ended.finish()
     return leave(_measured(args, command, kind, run))
 
 
 def _measured(args: argparse.Namespace, command: list[str], kind: str, run: SandboxedRun | None) -> int:
     """Run the program in this process, and write what was measured; its exit code."""
-    from stalloc.device.virtual import after_torch_import, findings, host_use
+    from stalloc.device.virtual import after_torch_import, findings
     from stalloc.imports import after_import
 
     step_times: list[float] = []
@@ -172,25 +140,15 @@ def _measured(args: argparse.Namespace, command: list[str], kind: str, run: Sand
 
         if kind == "virtual":
             after_torch_import()
-        if args.history:
-            torch = sys.modules["torch"]
-            torch.cuda.memory._record_memory_history(context=None, max_entries=_MAX_EVENTS)
         register_optimizer_step_post_hook(note_step)
 
     after_import("torch", watch_torch)
     installation.is_compared = True
-    use = host_use() if kind == "virtual" else None
-    if use is not None:
-        use.begin()
     code = run_program(command)
-    process = process_told(use) if use is not None else None
-    if args.history and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        write_whole(args.history, pickle.dumps(sys.modules["torch"].cuda.memory._snapshot()))
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
     result["uses_torch"] = "torch" in sys.modules
     if kind == "virtual":
-        sleeping = {"sleeps": True} if installation.was_to_sleep else {}
-        result |= {"virtual": findings() | sleeping, "process": process}
+        result["virtual"] = findings()
     if run is not None:
         run.tell(result)
     else:

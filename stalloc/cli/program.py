@@ -169,23 +169,10 @@ def run_served(command: list[str], start: Callable[[bool, bool], object]) -> tup
     `start` installs stalloc, for torch and for CuPy if it is told so. Until then the environment is the program's, and
     so are processes that it forks. An error of stalloc's ends the program, and is raised.
     """
-    from stalloc import first_use
-    from stalloc.integrations import startup
     from stalloc.integrations.installing import current
+    from stalloc.integrations.startup import start_at_first_use
 
-    devices.check_cupy()
-    errors: list[StallocError] = []
-
-    def start_or_end() -> None:
-        try:
-            if startup.sees_gpus():
-                start(*startup.served_libraries())
-        except StallocError as error:
-            errors.append(error)
-            raise SystemExit(2) from None
-
-    startup.at_first_use(start_or_end)
-    first_use.await_use(startup.start_now)
+    errors = start_at_first_use(start)
     code = run_program(command)
     if errors:
         raise errors[0]

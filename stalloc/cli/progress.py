@@ -1,7 +1,8 @@
 """Progress on standard error, for work that takes longer than a second.
 
-Contract: on a terminal as one line that goes away again, or stays where escapes are not wanted (NO_COLOR). Logs and
-pipes get plain lines, one a second at the most, of verbs that run a program, which may take minutes; of others nothing.
+Contract: on a terminal as one line that goes away again, or stays where escapes are not wanted (NO_COLOR); pipes get
+nothing. Verbs that run a program many times, which may take minutes, say plain lines: on a terminal one for each step,
+in logs and pipes one a second at the most.
 """
 
 import contextlib
@@ -15,15 +16,14 @@ _PATIENCE = 1.0  # seconds
 
 
 @contextlib.contextmanager
-def working(text: str, *, in_pipes: bool = False) -> Iterator[Callable[[str], None]]:
+def working(text: str) -> Iterator[Callable[[str], None]]:
     """Say `text` if the block takes longer than a second; the context gives a function that changes the text."""
     shown = [text]
-    if sys.stderr is None or not (in_pipes or sys.stderr.isatty()):
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda new: None
         return
     over = threading.Event()
-    tell = _tell if sys.stderr.isatty() else _tell_in_lines
-    teller = threading.Thread(target=tell, args=(shown, over), daemon=True)
+    teller = threading.Thread(target=_tell, args=(shown, over), daemon=True)
     teller.start()
     try:
         yield lambda new: shown.__setitem__(0, new)
@@ -59,11 +59,3 @@ def _tell(shown: list[str], over: threading.Event) -> None:
     with console.status(shown[0]) as status:
         while not over.wait(0.2):
             status.update(shown[0])
-
-
-def _tell_in_lines(shown: list[str], over: threading.Event) -> None:
-    last = ""
-    while not over.wait(_PATIENCE):
-        if shown[0] != last:
-            last = shown[0]
-            print(f"{last} …", file=sys.stderr, flush=True)

@@ -119,7 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
-    parser.add_argument("--discard-files", action="store_true", help=argparse.SUPPRESS)  # new ones too, for a dry run
     parser.add_argument(
         "--check-order",
         action="store_true",
@@ -172,8 +171,8 @@ def run(args: argparse.Namespace) -> int:
     if is_virtual:
         installation.sleep_phases = SleepPhases()
     outputs = (args.save_plan, args.report)
-    inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None
-    if inside is not None and (ended := inside.fork(keep_new=not args.discard_files)) is not None:
+    inside = sandboxed_run(args, command, outputs) if is_virtual else None
+    if inside is not None and (ended := inside.fork(keep_new=True)) is not None:
         return _after(args, ended)
     result = _run_here(args, command, gpu, capped or held, peers)
     if args.report:
@@ -297,8 +296,7 @@ def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
 
 def _after(args: argparse.Namespace, ended: Ended) -> int:
     """Do what is left to do once the program has ended in its sandbox."""
-    if not args.discard_files:
-        say_files(ended.files)
+    say_files(ended.files)
     if ended.told is not None:
         write_json(args, ended.told | {"files": ended.files.as_json()})
     return ended.finish()
@@ -308,7 +306,7 @@ def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[st
     """Run the program under its own allocators; if it uses PyTorch, under each of the settings to compare with."""
     made: list[tuple[str, dict[str, Any]]] = []
     for key, conf, dropped in native_settings():
-        made.append((key, compare(device_options(args), command, conf=conf) | {"conf": conf, "dropped": dropped}))
+        made.append((key, compare(device_options(args), command, conf) | {"conf": conf, "dropped": dropped}))
         if not made[-1][1]["uses_torch"]:
             break
     return made

@@ -7,15 +7,16 @@ from rich.console import Console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
+from stalloc.sizing.side_by_side import RunSeen
 
 
-def seen_phases(plenty: dict[str, Any], card: dict[str, Any]) -> dict[str, Any] | None:
+def seen_phases(plenty: RunSeen, card: RunSeen) -> dict[str, Any] | None:
     """Of two runs, the phases of that on the card where it completes, else of that with plenty; None without any.
 
     Where memory ran out on the card is told in either case.
     """
-    is_given_plenty = card["exit_code"] != 0
-    told, ran_out = (plenty if is_given_plenty else card).get("sleep"), (card.get("sleep") or {}).get("ran_out")
+    is_given_plenty = not card.completes
+    told, ran_out = (plenty if is_given_plenty else card).sleep, (card.sleep or {}).get("ran_out")
     if told is None and ran_out is None:
         return None
     return {"phases": [], "ended_in": "start", **(told or {}), "is_given_plenty": is_given_plenty, "ran_out": ran_out}

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Literal
+
+Workspaces = Literal["least", "likely", "most"]
 
 _MAX_RANK = 8
 _FILE = Path(__file__).with_name("cudnn_workspaces.csv")

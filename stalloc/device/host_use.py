@@ -43,11 +43,11 @@ class HostUse:
         self._asked_sites_at_peak: Counter[str] = Counter()
         self._knows_asked = False
         self._imported = self._before_import = 0
-        self._at_start = 0
+        self._at_start = self._at_fork = 0
         self._shared = _SharedMemory()
 
-    def begin(self) -> None:
-        """Look from now on; before torch is imported, or after."""
+    def begin(self, forked_from: int | None = None) -> None:
+        """Look from now on; before torch is imported, or after. `forked_from`: the process that has imported it."""
         if "torch" in sys.modules:
             self._follow_torch()
         else:
@@ -57,6 +57,8 @@ class HostUse:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
         self._at_start = _status()["VmRSS"]
+        # a fork maps pages of libraries that it touches, and no others
+        self._at_fork = _status(forked_from)["VmRSS"] if forked_from is not None else 0
         self._shared.start()
 
     def told(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class HostUse:
             "registered_bytes": counted[3],
             "own_bytes": max(0, peak - self._at_start - self._imported - resident),
             "resident_peak_bytes": peak,
-            "resident_before_bytes": self._at_start + self._imported,
+            "resident_before_bytes": max(self._at_start + self._imported, self._at_fork),
             "largest_child_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             "shared_memory_bytes": self._shared.stop(),
         }
@@ -188,11 +190,11 @@ def _mapped_by(process: int, found: dict[str, int]) -> int:
     return sum(found.values())
 
 
-def _status() -> dict[str, int]:
-    """What the system says of this process, in bytes; zeros where it does not."""
+def _status(process: int | str = "self") -> dict[str, int]:
+    """What the system says of a process, in bytes; zeros where it does not."""
     found = {"VmRSS": 0, "VmHWM": 0}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name in found:
                 found[name] = int(value.split()[0]) * 1024

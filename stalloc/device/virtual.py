@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from stalloc.device.collectives import prepare_collectives
 from stalloc.device.communicators import Communicators
 from stalloc.device.completion import COMPLETIONS, Completion
 from stalloc.device.completion import VARIABLE as COMPLETION
-from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
+from stalloc.device.cudnn import AskedConvolution, Workspaces, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.cupy_reads import count_reads
 from stalloc.device.deciding_lines import Decisions
 from stalloc.device.driver_faults import VARIABLE, set_faults
@@ -264,7 +264,7 @@ def table_workspace(
     return table_answer(_active_library(), direction, sizes, window, stride, cudnn_version)
 
 
-def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
+def guess_workspaces(which: Workspaces) -> None:
     """Let workspaces of cuDNN that no GPU was seen to ask for be none, the likely ones (as they are) or the most."""
     _active_library().stalloc_virtual_set_guesses({"least": -1, "likely": 0, "most": 1}[which])
 

@@ -225,6 +225,29 @@ def start_now() -> None:
             installation.is_starting = False
 
 
+def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocError]:
+    """Have `start` install stalloc, for torch and for CuPy if it is told so, once the program uses CUDA or needs it.
+
+    An error of stalloc's ends the program, and is in the list that is returned.
+    """
+    from stalloc import device, first_use
+
+    device.check_cupy()
+    errors: list[StallocError] = []
+
+    def start_or_end() -> None:
+        try:
+            if sees_gpus():
+                start(*served_libraries())
+        except StallocError as error:
+            errors.append(error)
+            raise SystemExit(2) from None
+
+    at_first_use(start_or_end)
+    first_use.await_use(start_now)
+    return errors
+
+
 def sees_gpus() -> bool:
     """Whether there is a GPU in this process's environment; where there is none torch or CuPy will say so."""
     from stalloc.device.nvidia_driver import gpus

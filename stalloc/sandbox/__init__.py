@@ -3,7 +3,7 @@
 `Sandbox` is that of one process; `SandboxedRun` runs a verb's program in one; `ProgramFiles` is for many runs.
 """
 
-from stalloc.sandbox.forked import Ended, SandboxedRun, leave
+from stalloc.sandbox.forked import Ended, SandboxedRun, end_as_python, leave
 from stalloc.sandbox.program_files import ProgramFiles
 from stalloc.sandbox.sandbox import Sandbox
 from stalloc.sandbox.ways import Way, way
@@ -16,6 +16,7 @@ __all__ = [
     "Sandbox",
     "SandboxedRun",
     "Way",
+    "end_as_python",
     "files_from_json",
     "leave",
     "merged",

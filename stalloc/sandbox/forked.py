@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from stalloc.errors import SetupError
 from stalloc.files import write_whole
@@ -41,8 +41,13 @@ def is_fork() -> bool:
 
 def leave(code: int) -> int:
     """In the fork: end it as Python ends a program, and never go back to who called the verb. Else just the code."""
-    if not _is_fork:
-        return code
+    if _is_fork:
+        end_as_python(code)
+    return code
+
+
+def end_as_python(code: int) -> NoReturn:
+    """End this process, a fork, as Python ends a program, without taking anything apart."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
     atexit._run_exitfuncs()

@@ -13,18 +13,27 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stalloc.device import VirtualGPU
 from stalloc.device.completion import Completion
+from stalloc.device.cudnn import Workspaces
 from stalloc.device.known_gpus import takes_what_is_free
+from stalloc.errors import StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
+from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.private import STARTED_ANEW
+from stalloc.sandbox import end_as_python
 from stalloc.sizing.fake_ranks import be_rank
+from stalloc.sizing.imported_before import put_aside
 from stalloc.sizing.native_peaks import native_peaks
 from stalloc.sizing.process_memory import process_told
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
+
+if TYPE_CHECKING:
+    from stalloc.runtime import Runtime
 
 HISTORY, RESULT = "run.trace.npz", "result.json"
 MAX_EVENTS = 1 << 21  #: of a history
@@ -39,11 +48,13 @@ class RunWork:
 
     gpu: VirtualGPU
     under: Literal["native", "stalloc"] = "native"
+    at_first_use: bool = False  #: stalloc serves the program from its first use of CUDA on, as `stalloc run` does
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error can say who holds memory
     watch_server: bool = False  #: note what a server takes beside its requests, and how many tokens its cache holds
     is_rank: bool = False  #: whether the run is one of several ranks, as the variables say
     completion: Completion = "at-once"  #: when its work is done
+    workspaces: Workspaces = "likely"  #: of cuDNN, where no GPU was seen to ask for one
     num_steps: int = 0  #: steps of an optimizer after which the run ends; 0: it goes to the program's end
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -67,17 +78,18 @@ def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
 
     virtual.become(work.gpu)
     virtual.complete(work.completion)
+    virtual.guess_workspaces(work.workspaces)
     _Run(folder, work).perform(program)
 
 
 class _Run:
     def __init__(self, folder: Path, work: RunWork) -> None:
         self._folder, self._work = folder, work
-        self._runtime: Any = None
         self._history: Any = None
         self._refused: dict[str, Any] | None = None  # the history as it was when memory ran out last
         self._refused_at = UNKNOWN  # the line that the main thread was at then
         self._num_steps = 0
+        self._process = os.getpid()
         self._server: Any = None
         self._host: Any = None
 
@@ -86,13 +98,22 @@ class _Run:
         from stalloc.imports import after_import
 
         work = self._work
+        put_aside(self._imports_otherwise)
         if work.is_rank:
             be_rank()
         installation.is_compared = work.under == "native"
+        errors: list[StallocError] = []
         if work.under == "stalloc":
             from stalloc import integrations
+            from stalloc.integrations.startup import start_at_first_use
 
-            self._runtime = integrations.install(device="virtual")
+            installation.sleep_phases = SleepPhases()
+            if work.at_first_use:
+                errors = start_at_first_use(
+                    lambda torch, cupy: integrations.install(device="virtual", torch=torch, cupy=cupy)
+                )
+            else:
+                integrations.install(device="virtual")
         if work.keep_history or work.name_holders:
             from stalloc.integrations.native_history import NativeHistory
 
@@ -107,8 +128,18 @@ class _Run:
         if work.num_steps:
             after_import("torch", self._count_steps)
         self._host = virtual.host_use()
-        self._host.begin()
-        self._end(program())
+        self._host.begin(forked_from=os.getppid())
+        code = program()
+        if errors:
+            raise errors[0]
+        self._tell(code)
+        end_as_python(0)
+
+    def _imports_otherwise(self, variables: dict[str, str]) -> None:
+        """End, unless the libraries have been imported anew with such variables, or a child of the program imports."""
+        if os.getpid() == self._process and STARTED_ANEW not in os.environ:
+            self._write({"imports_with": variables})
+            os._exit(0)
 
     def _count_steps(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -118,40 +149,50 @@ class _Run:
     def _stepped(self, *_: Any) -> None:
         self._num_steps += 1
         if self._num_steps >= self._work.num_steps:
-            self._end(0)
+            self._tell(0)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     def _ran_out(self) -> None:
         if self._work.name_holders:
             self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
 
-    def _end(self, code: int) -> None:
-        """Write the result and end the process."""
+    def _tell(self, code: int) -> None:
+        """Write the result."""
         from stalloc.device import virtual
+        from stalloc.integrations.installing import current
+        from stalloc.integrations.sleep_and_wake import phases_told
 
         process = process_told(self._host)
-        devices, refused = self._peaks()
+        runtime = current() if self._work.under == "stalloc" else None
+        devices, refused = self._peaks(runtime)
         taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
         more = {"taking_what_is_free": taken} if takes_what_is_free(self._work.gpu.total_bytes, taken) else {}
         more |= {"sleeps": True} if installation.was_to_sleep else {}
+        sleep = phases_told(runtime, failed=code != 0)
+        refused = refused or (sleep is not None and sleep["ran_out"] is not None)
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
+            "uses_torch": "torch" in sys.modules,
             "devices": devices,
             "findings": virtual.findings() | more,
             "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "server": self._server.told(failed=code != 0) if self._server is not None else None,
             "ran_out": self._place_and_holders() if code != 0 else None,
+            "sleep": sleep,
         }
-        write_whole(self._folder / RESULT, json.dumps(told))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        self._write(told)
 
-    def _peaks(self) -> tuple[list[dict[str, int]], bool]:
-        if self._runtime is None:
+    def _write(self, told: dict[str, Any]) -> None:
+        write_whole(self._folder / RESULT, json.dumps(told))
+
+    def _peaks(self, runtime: "Runtime | None") -> tuple[list[dict[str, int]], bool]:
+        if self._work.under == "native":
             return native_peaks(), False
-        reports = self._runtime.reports()
+        reports = runtime.reports() if runtime is not None else []
         figures = [
             {
                 "device": one.device,

@@ -2,7 +2,8 @@
 
 Contract: this process is on the virtual GPU, has imported torch (where there is one) and has not used it; `warm` makes
 it so. Results come in the order of the works, whichever ends first. A program that fails for another reason than memory
-ends it all with a SetupError, after its output.
+ends it all with a SetupError, after its output; one that would import the libraries otherwise with an
+ImportedOtherwiseError.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stalloc import device
@@ -34,6 +36,14 @@ _WARM = (
 _MOST_AT_ONCE = 8
 
 
+class ImportedOtherwiseError(Exception):
+    """The program sets `variables` before it imports a library that reads them as it is imported."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        super().__init__(", ".join(sorted(variables)))
+        self.variables = variables
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """One run: the program's words, what it runs under, and how people call it ("batch=8, PyTorch")."""
@@ -52,29 +62,38 @@ class RunSeen:
     """One entry for each device: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
     findings: dict[str, Any]
     """What it could not know, as in `device.virtual.findings`."""
+    uses_torch: bool = True
     process: dict[str, Any] = field(default_factory=dict)
     """The memory that the process took beside its allocators, as `process_memory` tells it."""
     ran_out: RanOut | None = None
     server: dict[str, Any] | None = None
     """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
+    sleep: dict[str, Any] | None = None
+    """Its phases under stalloc, as `SleepPhases` tells them, if it sleeps."""
     traces: list[Trace] = field(default_factory=list)
     """The trace of the whole program for each device; empty where its replay would not be exact."""
 
 
-def warm(gpu: VirtualGPU) -> None:
-    """Put this process on the virtual GPU and import what the runs need."""
+def warm(gpu: VirtualGPU, command: Sequence[str]) -> None:
+    """Put this process on the virtual GPU and import what runs of the program need."""
     with patient_threads():
-        _warm(gpu)
+        device.activate("virtual", gpu)
+        found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
+        if not found:
+            raise SetupError("neither PyTorch nor CuPy is installed, so there is nothing to run: install one of them.")
+        found = _named(command, found) or found
+        for name in (*found, *_WARM):
+            if "torch" in found or not name.startswith("torch"):
+                importlib.import_module(name)
 
 
-def _warm(gpu: VirtualGPU) -> None:
-    device.activate("virtual", gpu)
-    found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
-    if not found:
-        raise SetupError("neither PyTorch nor CuPy is installed, so there is nothing to run: install one of them.")
-    for name in (*found, *_WARM):
-        if "torch" in found or not name.startswith("torch"):
-            importlib.import_module(name)
+def _named(command: Sequence[str], libraries: Sequence[str]) -> list[str]:
+    """Those that the script itself names; what another module imports all the same, each run imports."""
+    try:
+        script = b"" if command[0] == "-m" else Path(command[0]).read_bytes()
+    except OSError:
+        return []
+    return [name for name in libraries if name.encode() in script]
 
 
 def side_by_side(jobs: int) -> int:
@@ -119,6 +138,7 @@ def _collect(
     for child in first_ended(list(running)):
         number = running.pop(child)
         with child:
+            child.end()
             seen[number] = _read(child, asked[number])
         files.note(child.files)
         told(asked[number], seen[number])
@@ -130,8 +150,12 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         raise SetupError(f"{child.overrun} ({one.name}).")
     if not file.exists():
         sys.stderr.write(child.output())
-        raise SetupError(f"the program ({one.name}) ended before it could report: see its output above.")
+        raise SetupError(
+            f"the program ({one.name}) ended with code {child.exit_code} before it could report: see its output above."
+        )
     found = json.loads(file.read_text(encoding="utf-8"))
+    if "imports_with" in found:
+        raise ImportedOtherwiseError(found["imports_with"])
     server = found["server"]
     # an engine that measures what is free says itself that it is too little, before the device has to
     lacks_memory = found["out_of_memory"] or (server is not None and bool(find_errors(child.output())))
@@ -146,7 +170,9 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         completes=found["exit_code"] == 0,
         devices=found["devices"],
         findings=found["findings"],
+        uses_torch=found["uses_torch"],
         process=found["process"],
+        sleep=found["sleep"],
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
         server=server | {"output": child.output()} if server is not None else None,
         traces=_traces(child) if found["is_replayable"] else [],
