@@ -6,8 +6,8 @@ happens (the choice of the device, hooks, what is looked up in `sys.modules`), b
 So it has done with torch._dynamo, which torch imports for the first optimizer, and takes as long as all the rest.
 The GPU is chosen by the program: it is no more than figures in the virtual GPU's library, which the last choice sets.
 
-At its end a program does what it registered for its end, but nothing is taken apart, which takes a third of a second:
-the end of an interpreter is tested in a fresh one.
+At its end a program does what it registered for its end, but nothing is taken apart, neither the interpreter nor what
+torch made at its import, which take a third of a second: the end of an interpreter is tested in a fresh one.
 
 A request is one line of JSON on the socket whose descriptor is the only argument, with the descriptors of the files
 for standard output and error. Answered are the number of the process, then its exit code, as lines.
@@ -21,6 +21,7 @@ import json
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -224,6 +225,9 @@ if __name__ == "__main__":
     for name in USUAL:
         importlib.import_module(name)
     gc.collect()
+    for one in gc.get_objects():
+        if type(one) is weakref.finalize:  # isinstance would ask proxies, which import what they stand for
+            one.atexit = False
     gc.freeze()
     program = serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
