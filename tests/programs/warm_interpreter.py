@@ -32,13 +32,11 @@ from typing import Any
 LIBRARIES = ("torch", "triton", "torch._dynamo", "cupy_backends", "cupy")
 #: what most programs import, and where nothing happens at the import
 USUAL = (
-    *("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual"),
-    *(
-        "stalloc.integrations.installing",
-        "stalloc.lifespans.repeating_schedule",
-        "stalloc.planner.planning",
-        "stalloc.runtime",
-    ),
+    *("numba", "rich.console", "networkx", "numpy.ma"),
+    *("stalloc.cli.run", "stalloc.cli.shared_options", "stalloc.cli.tables"),
+    *("stalloc.analysis", "stalloc.fitting.capping", "stalloc.replay.registry", "stalloc.trace.sources"),
+    *("stalloc.device.virtual", "stalloc.integrations.installing", "stalloc.runtime"),
+    *("stalloc.lifespans.repeating_schedule", "stalloc.planner.planning"),
 )
 PACKAGES = ("torch", "functorch", "triton", "cupy", "cupy_backends")
 
