@@ -10,7 +10,7 @@ At its end a program does what it registered for its end, but nothing is taken a
 torch made at its import, which take a third of a second: the end of an interpreter is tested in a fresh one.
 
 A request is one line of JSON on the socket whose descriptor is the only argument, with the descriptors of the files
-for standard output and error. Answered are the number of the process, then its exit code, as lines.
+for standard input, output and error. Answered are the number of the process, then its exit code, as lines.
 """
 
 import atexit
@@ -169,7 +169,7 @@ def import_libraries() -> None:
 def serve(connection: socket.socket) -> Callable[[], None] | None:
     """Fork for each request; in the child return what runs the program, at the end of the requests None."""
     while True:
-        line, descriptors, _, _ = socket.recv_fds(connection, 1 << 22, 2)
+        line, descriptors, _, _ = socket.recv_fds(connection, 1 << 22, 3)
         if not line:
             return None
         while not line.endswith(b"\n"):
@@ -188,7 +188,7 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
 
 def become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Run the program of a request as `python -c` would."""
-    for number, descriptor in enumerate(descriptors, 1):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request["folder"])
