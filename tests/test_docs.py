@@ -30,6 +30,7 @@ _LONG = (
     "Memory grows with each step",
     "Guarding GPU memory in CI",
     "Use it on a cluster",
+    "Parameters that come and go",
 )
 _PYTEST = "import sys, pytest; sys.path.insert(0, ''); sys.exit(pytest.main(sys.argv[1:]))"
 

@@ -147,7 +147,7 @@ def test_the_transformer_takes_what_the_published_simulator_says(program_of, nam
         assert made.overhead == (figure if figure is None else pytest.approx(figure, abs=0.001))
 
 
-@pytest.mark.parametrize("name", each([RESNET, TRANSFORMER], always=("dtr_",)))
+@pytest.mark.parametrize("name", each([RESNET, TRANSFORMER], always=("dtr_resnet",)))
 def test_with_addresses_nothing_that_is_free_is_out_of_coops_reach(program_of, name):
     program = program_of(name)
     peak = peak_of(program.copied)

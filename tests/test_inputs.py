@@ -7,11 +7,11 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from properties import variants
+from warm_programs import run_stalloc
 
 from stalloc.cli import main
 from stalloc.errors import BadInputError
@@ -67,10 +67,12 @@ def test_a_link_to_a_pipe_and_names_that_no_file_has_are_refused(other_kinds):
                 read(name)
 
 
-def run_with_input(tmp_path, data: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "stalloc", *arguments], input=data, capture_output=True, cwd=tmp_path, check=False
-    )
+def run_with_input(tmp_path, data: bytes, *arguments: str) -> subprocess.CompletedProcess[str]:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as file:
+        file.write(data)  # a pipe holds 64 KiB
+    with os.fdopen(reading) as pipe:
+        return run_stalloc(*arguments, folder=tmp_path, stdin=pipe.fileno())
 
 
 @variants("name", ["-", "/dev/stdin"])
@@ -94,8 +96,8 @@ def test_an_empty_or_wrong_standard_input_ends_in_one_sentence(tmp_path):
     for data in (b"", b"nonsense"):
         done = run_with_input(tmp_path, data, "stats", "-")
         assert done.returncode == 2
-        assert done.stderr.startswith(b"stalloc: standard input")
-        assert done.stderr.count(b"\n") == 1
+        assert done.stderr.startswith("stalloc: standard input")
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -132,4 +134,4 @@ def test_what_follows_a_gzip_file_ends_in_a_trace_or_one_sentence(tmp_path, rest
 def test_a_pickle_from_standard_input_is_known_by_its_content(tmp_path):
     done = run_with_input(tmp_path, pickle.dumps({"segments": [], "device_traces": []}), "stats", "-")
     assert done.returncode == 2
-    assert b"holds no allocation events" in done.stderr
+    assert "holds no allocation events" in done.stderr

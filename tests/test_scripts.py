@@ -9,6 +9,10 @@ import pytest
 from warm_programs import run_file
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS / "lib"))
+
+from near_tests import near_tests  # noqa: E402
+
 PYTHON_SCRIPTS = sorted(
     path.relative_to(SCRIPTS).as_posix()
     for path in (*SCRIPTS.iterdir(), *(SCRIPTS / "bench").iterdir())
@@ -39,13 +43,6 @@ def test_a_script_enters_the_environment_by_itself(name: str, tmp_path: Path) ->
     )
 
 
-def near(file: str) -> list[str]:
-    """The tests that `scripts/test --near FILE` runs."""
-    done = run_file(SCRIPTS / "lib" / "near_tests.py", file, folder=SCRIPTS.parent)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 @pytest.mark.parametrize(
     ("file", "test", "other"),
     [
@@ -61,11 +58,14 @@ def near(file: str) -> list[str]:
     ],
 )
 def test_the_tests_nearest_to_a_file_import_it_or_run_it(file: str, test: str, other: str) -> None:
-    found = near(file)
-    assert test in found
-    assert other not in found
+    root = SCRIPTS.parent
+    found = near_tests(root / file)
+    assert root / test in found
+    assert root / other not in found
 
 
-def test_the_tests_nearest_to_something_else_are_refused(tmp_path: Path) -> None:
+def test_what_is_nearest_is_printed_and_what_is_no_module_is_refused() -> None:
+    found = run_file(SCRIPTS / "lib" / "near_tests.py", "tests/test_cost.py", folder=SCRIPTS.parent)
+    assert (found.returncode, found.stdout) == (0, "tests/test_cost.py\n")
     done = run_file(SCRIPTS / "lib" / "near_tests.py", "README.md", folder=SCRIPTS.parent)
     assert (done.returncode, done.stderr) == (2, "--near README.md: give a Python file of the checkout.\n")

@@ -41,16 +41,17 @@ class WarmInterpreter:
         folder: str,
         timeout: float,
         stdout: int | None = None,
+        stdin: int | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program as `python -c` would, and return what came of it. Raises TimeoutExpired."""
         if self._process is None:
             self._start()
         request = {"source": source, "arguments": arguments, "variables": dict(variables), "folder": folder}
-        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as stderr:
+        with open(os.devnull) as nothing, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as stderr:
             data = json.dumps(request).encode() + b"\n"
-            sent = socket.send_fds(
-                self._connection, [data], [said.fileno() if stdout is None else stdout, stderr.fileno()]
-            )
+            stdin = nothing.fileno() if stdin is None else stdin
+            stdout = said.fileno() if stdout is None else stdout
+            sent = socket.send_fds(self._connection, [data], [stdin, stdout, stderr.fileno()])
             self._connection.sendall(data[sent:])
             number = int(self._answers.readline())
             self._connection.settimeout(timeout)
@@ -99,11 +100,15 @@ def run_warm(
     variables: Mapping[str, str] | None = None,
     timeout: float = 300,
     stdout: int | None = None,
+    stdin: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as `python -c` would; no variables but `variables`, if they are given; it prints to `stdout`."""
+    """Run a program as `python -c` would; no variables but `variables`, if they are given.
+
+    It reads from `stdin`, by default nothing, and prints to `stdout`, both descriptors.
+    """
     environment = os.environ if variables is None else variables
     texts = [str(argument) for argument in arguments]
-    return _INTERPRETER.run(source, texts, environment, str(folder or os.getcwd()), timeout, stdout)
+    return _INTERPRETER.run(source, texts, environment, str(folder or os.getcwd()), timeout, stdout, stdin)
 
 
 def run_stalloc(
@@ -111,10 +116,11 @@ def run_stalloc(
     folder: Path | str | None = None,
     variables: Mapping[str, str] | None = None,
     stdout: int | None = None,
+    stdin: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line; arguments as of `run_warm`."""
     source = "import sys\nfrom stalloc.cli import main\nsys.exit(main())"
-    return run_warm(source, *arguments, folder=folder, variables=variables, stdout=stdout)
+    return run_warm(source, *arguments, folder=folder, variables=variables, stdout=stdout, stdin=stdin)
 
 
 def run_file(

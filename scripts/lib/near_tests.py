@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,15 @@ def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = ("stalloc", *parts) if parts[0] == "kernels" else parts[1:] if parts[0] == "tests" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def import_graph() -> tuple[dict[str, Path], dict[str, set[str]]]:
+    """The modules of the checkout by name, and what each imports."""
+    sources = [path for folder in ("stalloc", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
+    modules = {module_name(path): path for path in sources}
+    owners = handed_on(modules)
+    return modules, {name: set(imported(path, owners)) for name, path in modules.items()}
 
 
 def imported(path: Path, owners: dict[str, str]) -> Iterator[str]:
@@ -62,10 +72,7 @@ def near_tests(file: Path) -> list[Path]:
     """The nearest tests, as paths; a test file is nearest to itself."""
     if file.name.startswith("test_"):
         return [file]
-    sources = [path for folder in ("stalloc", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
-    modules = {module_name(path): path for path in sources}
-    owners = handed_on(modules)
-    by = {name: set(imported(path, owners)) for name, path in modules.items()}
+    modules, by = import_graph()
     tests = {name for name, path in modules.items() if path.name.startswith("test_")}
     wave, seen = {module_name(file)}, set()
     while wave:

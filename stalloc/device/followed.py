@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.device import drawn, value_reads
 from stalloc.device.drawn import chooser, drawer
 from stalloc.device.value_reads import (
     checker,
@@ -291,7 +290,4 @@ def leave_uncompiled(dynamo: Any) -> None:
     rules: Any = getattr(dynamo, "trace_rules", None)
     if not hasattr(rules, "add"):
         rules = dynamo.skipfiles  # before torch 2.3
-    checking = "stalloc.device.order_checker", "stalloc.device.watched_operations"
-    following = __name__, "stalloc.device.collectives", drawn.__name__, value_reads.__name__, Values.__module__
-    for module in (*following, *checking):
-        rules.add(module)
+    rules.add(__package__)  # all at once: it puts its rules together anew each time

@@ -227,7 +227,8 @@ def steps_of_net(name: str) -> list[Any]:
 
 
 def steps_of_program(name: str) -> list[Any]:
-    program = Program(name, SMALL, "cpu")
+    size = dataclasses.replace(SMALL, length=20) if name == "tree" else SMALL  # evictions for each node
+    program = Program(name, size, "cpu")
     found: list[Any] = []
     program.optimizer.register_step_pre_hook(
         lambda *_: found.extend(one.grad.clone() for one in program.model.parameters() if one.grad is not None)

@@ -13,6 +13,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,12 @@ def train(make: Make, *, paged: bool, **where: Any) -> tuple[list[torch.Tensor],
     return [one.detach() for one in net.parameters()], copy.deepcopy(optimizer.state_dict()), host_bytes
 
 
+@cache
+def alone(name: str) -> tuple[list[torch.Tensor], dict[str, Any], int]:
+    """The same of an optimizer that is not paged."""
+    return train(OPTIMIZERS[name], paged=False)
+
+
 def refused(optimizer: Any) -> str:
     try:
         stalloc.page_optimizer(optimizer)
@@ -137,7 +144,7 @@ def elsewhere() -> dict[str, Any]:
     found: dict[str, Any] = {"on disk": {}, "by the processor": {}}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, make) in enumerate(OPTIMIZERS.items()):
-            as_it_is = train(make, paged=False)
+            as_it_is = alone(name)
             on_disk = train(make, paged=True, host=40_000, disk=f"{folder}/{number}:1MiB", device=0.25)
             found["on disk"][name] = same(as_it_is[:2], on_disk[:2])
             if (name.startswith("Adam") and name != "Adamax") or name == "groups":
@@ -145,7 +152,7 @@ def elsewhere() -> dict[str, Any]:
                 found["by the processor"][name] = farthest(shared[0], as_it_is[0])
     all_fused = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0)
     found["in other layouts"] = in_other_layouts()
-    found["fused is fused"] = same(train(OPTIMIZERS["AdamW fused"], paged=False)[:2], all_fused[:2])
+    found["fused is fused"] = same(alone("AdamW fused")[:2], all_fused[:2])
     short = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0, host=100_000)
     found["bounded"] = same(all_fused[:2], short[:2]) and all_fused[2] > 100_000 >= short[2] > 0
     return found
@@ -421,7 +428,7 @@ def main() -> None:
     equal = {}
     host: dict[str, int] = {}
     for name, make in OPTIMIZERS.items():
-        as_it_is = train(make, paged=False)
+        as_it_is = alone(name)
         with_pages = train(make, paged=True)
         equal[name] = same(as_it_is[:2], with_pages[:2])
         host[name] = with_pages[2]
@@ -429,7 +436,7 @@ def main() -> None:
     told = {
         "equal": equal,
         "host": host,
-        "bounded": {"equal": same(train(OPTIMIZERS["AdamW"], paged=False)[:2], bounded[:2]), "bytes": bounded[2]},
+        "bounded": {"equal": same(alone("AdamW")[:2], bounded[:2]), "bytes": bounded[2]},
         "refused": refusals(),
         "device": on_the_device(host="64MiB"),
         "device and disk": with_disk(),

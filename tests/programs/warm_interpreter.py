@@ -6,11 +6,11 @@ happens (the choice of the device, hooks, what is looked up in `sys.modules`), b
 So it has done with torch._dynamo, which torch imports for the first optimizer, and takes as long as all the rest.
 The GPU is chosen by the program: it is no more than figures in the virtual GPU's library, which the last choice sets.
 
-At its end a program does what it registered for its end, but nothing is taken apart, which takes a third of a second:
-the end of an interpreter is tested in a fresh one.
+At its end a program does what it registered for its end, but nothing is taken apart, neither the interpreter nor what
+torch made at its import, which take a third of a second: the end of an interpreter is tested in a fresh one.
 
 A request is one line of JSON on the socket whose descriptor is the only argument, with the descriptors of the files
-for standard output and error. Answered are the number of the process, then its exit code, as lines.
+for standard input, output and error. Answered are the number of the process, then its exit code, as lines.
 """
 
 import atexit
@@ -21,6 +21,7 @@ import json
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -31,13 +32,11 @@ from typing import Any
 LIBRARIES = ("torch", "triton", "torch._dynamo", "cupy_backends", "cupy")
 #: what most programs import, and where nothing happens at the import
 USUAL = (
-    *("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual"),
-    *(
-        "stalloc.integrations.installing",
-        "stalloc.lifespans.repeating_schedule",
-        "stalloc.planner.planning",
-        "stalloc.runtime",
-    ),
+    *("numba", "rich.console", "networkx", "numpy.ma"),
+    *("stalloc.cli.run", "stalloc.cli.shared_options", "stalloc.cli.tables"),
+    *("stalloc.analysis", "stalloc.fitting.capping", "stalloc.replay.registry", "stalloc.trace.sources"),
+    *("stalloc.device.virtual", "stalloc.integrations.installing", "stalloc.runtime"),
+    *("stalloc.lifespans.repeating_schedule", "stalloc.planner.planning"),
 )
 PACKAGES = ("torch", "functorch", "triton", "cupy", "cupy_backends")
 
@@ -170,7 +169,7 @@ def import_libraries() -> None:
 def serve(connection: socket.socket) -> Callable[[], None] | None:
     """Fork for each request; in the child return what runs the program, at the end of the requests None."""
     while True:
-        line, descriptors, _, _ = socket.recv_fds(connection, 1 << 22, 2)
+        line, descriptors, _, _ = socket.recv_fds(connection, 1 << 22, 3)
         if not line:
             return None
         while not line.endswith(b"\n"):
@@ -189,7 +188,7 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
 
 def become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Run the program of a request as `python -c` would."""
-    for number, descriptor in enumerate(descriptors, 1):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request["folder"])
@@ -224,6 +223,9 @@ if __name__ == "__main__":
     for name in USUAL:
         importlib.import_module(name)
     gc.collect()
+    for one in gc.get_objects():
+        if type(one) is weakref.finalize:  # isinstance would ask proxies, which import what they stand for
+            one.atexit = False
     gc.freeze()
     program = serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
