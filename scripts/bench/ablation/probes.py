@@ -6,13 +6,11 @@ is not the neutral one. All probes are in one copy at a time.
 
 from changed import Change
 
-from ablation.rules import RUNTIME
-
 
 def _probe(name: str, file: str, old: str, new: str) -> Change:
     return Change(
         name=name,
-        file=f"{file if '/' in file else RUNTIME + file}.py",
+        file=f"{file if '/' in file else f'stalloc/runtime/{file}'}.py",
         old=old,
         new=new.replace("FIRED", f'fired("{name}")'),
     )
