@@ -16,12 +16,11 @@ class Rule:
     lines: int  #: of the package that go with it, about
     what: str
     changes: tuple[Change, ...]
-    arena: str = "pages"  #: what it is for
 
     def __add__(self, other: "Rule") -> "Rule":
         """Both off."""
         name, what = f"{self.name} + {other.name}", "several rules"
-        return Rule(name, self.lines + other.lines, what, self.changes + other.changes, self.arena)
+        return Rule(name, self.lines + other.lines, what, self.changes + other.changes)
 
 
 def _change(name: str, told: dict[str, str]) -> Change:
