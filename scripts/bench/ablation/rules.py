@@ -1,9 +1,8 @@
-"""The rules of the runtime that can be switched off, by `rules.toml`."""
+"""The rules of the runtime that can be switched off, and where they say that they decided something: `rules.toml`."""
 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from changed import Change
 
@@ -23,19 +22,31 @@ class Rule:
         return Rule(name, self.lines + other.lines, what, self.changes + other.changes)
 
 
+def _before(statement: str, *lines: str) -> str:
+    """A statement behind lines that are indented as it is."""
+    indent = statement[: len(statement) - len(statement.lstrip())]
+    return "".join(f"{indent}{line}\n" for line in lines) + statement
+
+
 def _change(name: str, told: dict[str, str]) -> Change:
-    old = told["old"]
-    if "new" in told:
-        return Change(name=name, **told)
-    indent = old[: len(old) - len(old.lstrip())]
-    returned = f"{indent}if True:\n{indent}    return {told['returns']}\n{old}"
-    return Change(name=name, file=told["file"], old=old, new=returned)
+    if "returns" in told:
+        told = told | {"new": _before(told["old"], "if True:", f"    return {told['returns']}")}
+    return Change(name=name, file=told["file"], old=told["old"], new=told["new"])
 
 
-def _rule(name: str, *, changes: list[dict[str, str]], **told: Any) -> Rule:
-    return Rule(name, changes=tuple(_change(name, one) for one in changes), **told)
+def _probe(name: str, told: dict[str, str]) -> Change:
+    """What calls `fired`, which trials.py puts into builtins, where a rule's answer is not the neutral one."""
+    if "before" in told:
+        told = told | {"old": told["before"], "new": _before(told["before"], "FIRED")}
+    return Change(name=name, file=told["file"], old=told["old"], new=told["new"].replace("FIRED", f'fired("{name}")'))
 
 
-_FILE = Path(__file__).with_suffix(".toml")
-BY_NAME = {name: _rule(name, **told) for name, told in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
-RULES = tuple(BY_NAME.values())
+_TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+RULES = tuple(
+    Rule(name, told["lines"], told["what"], tuple(_change(name, one) for one in told["changes"]))
+    for name, told in _TOLD.items()
+)
+BY_NAME = {rule.name: rule for rule in RULES}
+#: all are in one copy at a time
+PROBES = tuple(_probe(name, one) for name, told in _TOLD.items() for one in told.get("probes", ()))
+PROBED = {probe.name for probe in PROBES}

@@ -137,7 +137,7 @@ def change(changes: list[dict[str, str]]) -> None:
 def run_all(trials: list[Trial], recordings: Path) -> None:
     """A line of JSON for each."""
     fired: set[str] = set()
-    builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see probes.py
+    builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see rules.toml
     for trial in trials:
         fired.clear()
         try:
