@@ -12,8 +12,7 @@ BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 from ablation.judging import judge  # noqa: E402
-from ablation.probes import PROBES  # noqa: E402
-from ablation.rules import RULES  # noqa: E402
+from ablation.rules import PROBES, RULES  # noqa: E402
 from ablation.trials import CHANGED_IN_PLACE  # noqa: E402
 from changed import Checkout  # noqa: E402
 

@@ -12,20 +12,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from stalloc.analysis.error_text import DEVICE, HOST, ErrorText
-from stalloc.analysis.error_wording import DRIVER, FIGURES, HOST_MEMORY, Wording
-from stalloc.analysis.figure_wordings import WITH_FIGURES
-from stalloc.analysis.library_wordings import (
+from stalloc.analysis.size_text import ANY_BYTES, size_bytes
+from stalloc.analysis.torch_wordings import torch_errors
+from stalloc.analysis.wordings import (
+    ADVICE,
+    FIGURES,
     IN_OTHER_WORDS,
     OF_DRIVERS,
     OF_GPU,
     OF_HOST,
     OF_LAUNCHERS,
     OF_LIBRARIES,
-    UNKNOWN_ADVICE,
     WANTED,
+    WITH_FIGURES,
+    Wording,
 )
-from stalloc.analysis.size_text import ANY_BYTES, size_bytes
-from stalloc.analysis.torch_wordings import torch_errors
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
@@ -209,10 +210,11 @@ def _in_other_words(text: str) -> Iterator[ErrorText]:
         line = text[max(begin, match.start() - 200) : min(end, match.end() + 200)].strip()
         wanted, of_gpu = WANTED.search(line), OF_GPU.search(line)
         place = HOST if OF_HOST.search(line) and not of_gpu else DEVICE
+        kind = "driver" if of_gpu else "host-memory" if place == HOST and "bad_alloc" not in line else "unknown"
         yield ErrorText(
             library="a library that stalloc does not know",
             place=place,
             wanted_bytes=size_bytes(wanted[1]) if wanted else None,
-            advice=DRIVER if of_gpu else HOST_MEMORY if place == HOST and "bad_alloc" not in line else UNKNOWN_ADVICE,
+            advice=ADVICE[kind],
             line=printable(line, 200),
         )

@@ -9,7 +9,7 @@ those that hold the same part are as far apart as a group is large. Sources: the
 from dataclasses import dataclass
 
 from stalloc.sharding.step_marks import StepMarks
-from stalloc.techniques.shard_settings import Layout, quantised_bytes
+from stalloc.techniques.shard_settings import Layout
 
 NETWORK_BYTES_PER_SECOND = 50e9
 """Each GPU's rate to other machines: 400 Gbit/s, as in NVIDIA's DGX H100 (its user guide: a ConnectX-7 a GPU)."""
@@ -49,14 +49,10 @@ class _Group:
         return whole * (self.size - 1) / self.size, whole * (self.size - near) / self.size
 
 
-def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, quantised: bool = False) -> Traffic:
-    """The traffic of one step with as many forward passes as were recorded.
-
-    `quantised`: parameters are gathered for the forward pass as int8 with a scale for each block (ZeRO++, qwZ).
-    """
+def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int) -> Traffic:
+    """The traffic of one step with as many forward passes as were recorded."""
     weights = sum(one.size_bytes for one in step.parameters)
     gradients = sum(one.size_bytes for one in step.parameters if one.is_trained)
-    forward = sum(quantised_bytes(one.num_items) for one in step.parameters) if quantised else weights
     stored = layout.stored
     counted = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "broadcast": 0.0}
     between = 0.0
@@ -68,7 +64,7 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int, *, q
         between += far
 
     for _ in range(step.num_passes):
-        add("all_gather", forward, stored)
+        add("all_gather", weights, stored)
         add("all_gather", weights - _of_root(step), layout.parameters)  # for backward; the root stays whole
         add("reduce_scatter", gradients, layout.gradients)
         others = num_ranks // layout.gradients

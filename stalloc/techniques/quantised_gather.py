@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stalloc.techniques.shard_settings import BLOCK_ITEMS
+_BLOCK_ITEMS = 2048  # values that share a scale
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     """Values quantised to int8 (N,), and their scales in float32 (ceil(N / 2048),)."""
     flat = values.detach().reshape(-1).float()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_ITEMS)).view(-1, BLOCK_ITEMS)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK_ITEMS)).view(-1, _BLOCK_ITEMS)
     scales = (blocks.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (blocks / scales[:, None]).round().to(torch.int8).view(-1)[: flat.numel()], scales
 
 
 def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The values (N,) that int8 and scales stand for, with the rounding that they have lost."""
-    blocks = torch.nn.functional.pad(codes, (0, -codes.numel() % BLOCK_ITEMS)).view(-1, BLOCK_ITEMS)
+    blocks = torch.nn.functional.pad(codes, (0, -codes.numel() % _BLOCK_ITEMS)).view(-1, _BLOCK_ITEMS)
     return (blocks.float() * scales[:, None]).view(-1)[: codes.numel()].to(dtype)
 
 

@@ -117,11 +117,3 @@ def valid_layouts(factors: tuple[int, ...], num_ranks: int) -> Iterator[Layout]:
                 made = Layout(parameters, gradients, state)
                 if made.is_valid(num_ranks):
                     yield made
-
-
-BLOCK_ITEMS = 2048  #: values of a quantised gather that share a scale
-
-
-def quantised_bytes(num_items: int) -> int:
-    """Bytes of so many values gathered quantised: int8, and a float32 for each block."""
-    return num_items + 4 * -(-num_items // BLOCK_ITEMS)

@@ -107,9 +107,9 @@ def later_half(times: np.ndarray) -> float:
     return float(np.diff(times[len(times) // 2 :]).mean()) if len(times) > 3 else 0.0
 
 
-def replay(recording: Recording, capacity_bytes: int, arena: str = "pages") -> dict[str, Any]:
+def replay(recording: Recording, capacity_bytes: int) -> dict[str, Any]:
     """Run it on a device of this size: whether it completes, its steps as judging.py reads them, processor time."""
-    settings = Settings(plan_wait_seconds=1e6, planning_share=math.inf, arena=arena)  # type: ignore[arg-type]
+    settings = Settings(plan_wait_seconds=1e6, planning_share=math.inf)
     controller = make_controller(capacity_bytes, settings)
     began, driver, steps = time.process_time(), Driver(controller.device), []
     rows = recording.rows

@@ -37,13 +37,12 @@ class Trial:
     kind: str  #: "program": a recorded one; "live": one that runs; "changing", "tight": a random one
     name: str  #: or its seed
     capacity_bytes: int = AMPLE_BYTES
-    arena: str = "pages"
 
     @property
     def key(self) -> str:
         """What tells it from others."""
         size = "ample" if self.capacity_bytes == AMPLE_BYTES else f"in {self.capacity_bytes >> 20} MiB"
-        return f"{self.kind} {self.name} {size}" + ("" if self.arena == "pages" else f" by {self.arena}")
+        return f"{self.kind} {self.name} {size}"
 
     def file_in(self, recordings: Path) -> Path:
         """Where its requests are."""
@@ -56,7 +55,7 @@ def figures(trial: Trial, recordings: Path) -> dict[str, Any]:
         return _live(trial)
     from ablation.replaying import Recording, replay  # each fork has a runtime of its own
 
-    parts = [replay(one, trial.capacity_bytes, trial.arena) for one in Recording.load(trial.file_in(recordings))]
+    parts = [replay(one, trial.capacity_bytes) for one in Recording.load(trial.file_in(recordings))]
     steps = [step for part in parts for step in part["steps"]]
     rates = [hit_rates(part["steps"]) for part in parts]
     known = [rate for _, rate in rates if rate is not None]
@@ -138,7 +137,7 @@ def change(changes: list[dict[str, str]]) -> None:
 def run_all(trials: list[Trial], recordings: Path) -> None:
     """A line of JSON for each."""
     fired: set[str] = set()
-    builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see probes.py
+    builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see rules.toml
     for trial in trials:
         fired.clear()
         try:

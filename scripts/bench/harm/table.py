@@ -1,8 +1,5 @@
 """The table as text and as JSON."""
 
-import dataclasses
-from typing import Any
-
 from harm.judging import MIB, Row
 
 HEADER = (
@@ -27,11 +24,6 @@ def line(row: Row) -> str:
 def misses(rows: list[Row]) -> list[str]:
     """A line for each target that a row missed."""
     return [f"MISSED {row.name}: {what}" for row in rows for what in row.missed]
-
-
-def as_json(rows: list[Row]) -> list[dict[str, Any]]:
-    """Integers of bytes."""
-    return [dataclasses.asdict(row) for row in rows]
 
 
 def _mib(num_bytes: int | None) -> str:

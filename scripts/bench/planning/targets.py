@@ -3,7 +3,7 @@
 Contract: a row's `ok` is what its value and target say; the figures of the table are rows too, without a target.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .cases import A_MILLION, CAPACITY, MANY, Case
@@ -31,10 +31,6 @@ class Row:
     value: Any
     target: str | None = None
     ok: bool | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The row as JSON holds it."""
-        return asdict(self)
 
 
 def at_most(name: str, value: float, limit: float, unit: str) -> Row:

@@ -4,11 +4,10 @@ Contract: offsets of a packing without overlap, whatever the order; O(log T) a r
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-
-Column = NDArray[np.int64]
+from stalloc.planner.trees import build_floor, highest_floor, raise_floor
 
 
 def ticks(start: Column, end: Column) -> tuple[Column, Column, int]:
@@ -18,52 +17,14 @@ def ticks(start: Column, end: Column) -> tuple[Column, Column, int]:
 
 
 @njit(nogil=True)
-def stack_in_order(first, last, size, order, num_ticks):
-    """(n,) offsets for lifespans [first, last) in ticks."""
-    leaves = 1
-    while leaves < num_ticks:
-        leaves *= 2
-    whole = np.zeros(2 * leaves, np.int64)  # height over all of a node: every tick in it is at least that high
-    top = np.zeros(2 * leaves, np.int64)  # the highest tick in a node
+def _stack(first, last, size, order, cover, top):
     offset = np.zeros(len(first), np.int64)
     for i in order:
-        left, right = leaves + first[i], leaves + last[i]
-        highest = np.int64(0)
-        node = left
-        while node > 0:
-            highest = max(highest, whole[node])
-            node >>= 1
-        node = right - 1
-        while node > 0:
-            highest = max(highest, whole[node])
-            node >>= 1
-        a, b = left, right
-        while a < b:
-            if a & 1:
-                highest = max(highest, top[a])
-                a += 1
-            if b & 1:
-                b -= 1
-                highest = max(highest, top[b])
-            a >>= 1
-            b >>= 1
-        offset[i] = highest
-        raised = highest + size[i]
-        a, b = left, right
-        while a < b:
-            if a & 1:
-                whole[a] = raised
-                top[a] = raised
-                a += 1
-            if b & 1:
-                b -= 1
-                whole[b] = raised
-                top[b] = raised
-            a >>= 1
-            b >>= 1
-        for end in (left, right - 1):
-            node = end >> 1
-            while node > 0:
-                top[node] = max(top[node], top[2 * node], top[2 * node + 1])
-                node >>= 1
+        offset[i] = highest_floor(cover, top, first[i], last[i])
+        raise_floor(cover, top, first[i], last[i], offset[i] + size[i])
     return offset
+
+
+def stack_in_order(first: Column, last: Column, size: Column, order: Column, num_ticks: int) -> Column:
+    """(n,) offsets for lifespans [first, last) in ticks."""
+    return _stack(first, last, size, order, *build_floor(np.zeros(num_ticks, np.int64)))
