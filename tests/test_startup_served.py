@@ -69,6 +69,34 @@ print(torch.cuda.memory.get_allocator_backend(), len(torch.cuda.memory._snapshot
     assert done.stdout == "pluggable True\n", done.stderr
 
 
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_torch_is_served_though_memory_is_pinned_before_cuda_is_used() -> None:
+    source = """
+import torch
+batch = torch.ones(1000).pin_memory()
+x = batch.to("cuda", non_blocking=True)
+print(torch.cuda.memory.get_allocator_backend(), batch.is_pinned(), "pin_memory" in vars(torch.Tensor))
+"""
+    done = served(source)
+    assert (done.stdout, done.stderr) == ("pluggable True False\n", "")
+
+
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_memory_that_is_made_pinned_before_cuda_is_used_costs_a_sentence() -> None:
+    """PyTorch initialises its allocator for it in C++, where nobody is told."""
+    source = """
+import torch
+batch = torch.ones(1000, pin_memory=True)
+x = batch.to("cuda", non_blocking=True)
+print(torch.cuda.memory.get_allocator_backend())
+"""
+    done = served(source)
+    assert done.stdout == "native\n"
+    [sentence] = done.stderr.splitlines()
+    assert "call torch.cuda.init() before" in sentence
+    assert sentence.endswith("The program goes on without stalloc.")
+
+
 @pytest.mark.usefixtures("cupy_installed")
 @pytest.mark.parametrize(
     ("variables", "said"),

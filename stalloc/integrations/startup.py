@@ -178,6 +178,23 @@ def _watch_torch() -> None:
     torch_own_pools.answer(torch)  # a program may take them by name before CUDA is initialised
     watch("_cuda_init")
     watch("_cuda_record_memory_history")  # it initialises CUDA by another way
+    _watch_pinning(torch.Tensor)
+
+
+def _watch_pinning(tensor: "Any") -> None:
+    """The same before memory is pinned, for which torch initialises its allocator in C++.
+
+    Functions that take pin_memory=True are left as they are: torch.compile and torch.jit know them by identity.
+    """
+    own = tensor.pin_memory  # of a base class
+
+    def install_and_pin(*arguments: "Any", **more: "Any") -> "Any":
+        if vars(tensor).get("pin_memory") is install_and_pin:
+            del tensor.pin_memory
+        start_now()
+        return own(*arguments, **more)
+
+    tensor.pin_memory = install_and_pin
 
 
 def _watch_cupy() -> None:

@@ -73,7 +73,13 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
     torch_cache_info.answer(torch, allocator)
-    torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
+    try:
+        torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
+    except RuntimeError:  # which torch.cuda.is_initialized() does not say
+        raise SetupError(
+            "torch has initialised its allocator already, as it does when memory is made pinned (pin_memory=True): "
+            "call torch.cuda.init() before."
+        ) from None
     torch_answers.install(torch, runtime)
     installation.replays = Replays(torch, runtime)
     _watch_optimizers(runtime, stepped)

@@ -23,6 +23,7 @@ from stalloc.errors import StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
 from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.notices import say
 from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import end_as_python
 from stalloc.sizing.fake_ranks import be_rank
@@ -131,7 +132,8 @@ class _Run:
         self._host.begin(forked_from=os.getppid())
         code = program()
         if errors:
-            raise errors[0]
+            say(str(errors[0]))
+            end_as_python(code)
         self._tell(code)
         end_as_python(0)
 
