@@ -142,21 +142,22 @@ def test_figures_that_a_plan_begins_with() -> None:
 
 
 def test_pages_rest_under_a_plan_if_none_moves_and_elsewhere_if_few_do() -> None:
-    assert [d.rests(128, pages, repeats=False) for pages in (2, 3)] == [True, False]
-    assert [d.rests(64, pages, repeats=True) for pages in (0, 1)] == [True, False]
+    assert [d.rests(128, pages, planned=False) for pages in (2, 3)] == [True, False]
+    assert [d.rests(64, pages, planned=True) for pages in (0, 1)] == [True, False]
     assert [d.is_restless(steps) for steps in (8, 9)] == [False, True]
 
 
-def test_more_is_allowed_part_by_part_up_to_what_fragmentation_commonly_costs() -> None:
-    assert [d.next_parts(parts) for parts in (0, 15, 16)] == [1, 16, 16]
+def test_more_is_allowed_up_to_what_fragmentation_commonly_costs_or_a_part_where_steps_differ() -> None:
+    assert (d.most_parts(alike_in_part=False), d.most_parts(alike_in_part=True)) == (16, 1)
 
 
 def test_all_places_of_a_plan_get_pages_if_that_costs_no_more_than_fragmentation() -> None:
-    def rest(needed: int, lacking: int = 0, free: int = 0, *, streams: bool = False) -> bool:
-        return d.rest_bytes(needed, lacking, 256 * MIB, free, has_streams=streams) > 0
+    def rest(needed: int, lacking: int = 0, free: int = 0, *, parts: int = 16, streams: bool = False) -> bool:
+        return d.rest_bytes(needed, lacking, 256 * MIB, free, most_parts=parts, has_streams=streams) > 0
 
     assert [rest(needed * MIB) for needed in (272, 273)] == [True, False]
     assert [rest(needed * MIB, streams=True) for needed in (288, 289)] == [True, False]
+    assert [rest(needed * MIB, parts=1) for needed in (257, 258)] == [True, False]
     assert [rest(260 * MIB, 8 * MIB, free * MIB) for free in (16, 15)] == [True, False]
 
 

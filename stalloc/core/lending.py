@@ -19,7 +19,8 @@ from stalloc.core.records import block_at, entry_at, interval_at, lifespan_at, s
 from stalloc.core.segments import add_segment
 
 _MAX_LEASES = 4096
-_MIN_LEASE = 12 << 20  # bytes; what comes after a request shares its lease, since the end of each is lost
+_MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
+_DYNAMIC_LEASE = 12 << 20  # the same for dynamic requests, of which more follow: the end of each lease is lost
 _HALVINGS = 4  # of the time that a request lasts, to find intervals that are needed late if none is needed late enough
 _LOST = 16  # requests in a row that are not on the schedule, after which the program does something else
 
@@ -137,11 +138,11 @@ def _find_for(state, pool, stream, size, lasts, is_lost):
 
 
 @inner()
-def _lease(state, pool, stream, low, size, lasts, is_lost):
-    """Lease the idle intervals from `low` on that are enough for a request, or for several: a free block, 0 if none."""
+def _lease(state, pool, stream, low, size, least, lasts, is_lost):
+    """Lease the idle intervals from `low` on, of `least` bytes if as many are idle for so long: a free block, or 0."""
     begin, now, bits = interval_at(state, low).offset, schedule_time(state), state.plan.interval_bits
     before = free_end(state, pool, low) if is_lost else 0
-    wanted = max(size - (block_at(state, before).size_bytes if before != 0 else 0), _MIN_LEASE)
+    wanted = max(size - (block_at(state, before).size_bytes if before != 0 else 0), least)
     high, until = low, NEVER
     while high < state.plan.num_intervals and interval_at(state, high).offset - begin < wanted:
         usable = intervals_empty(bits, high, high + 1) and interval_at(state, high).stream == stream
@@ -191,5 +192,6 @@ def lend(state, stream, size, requested, row, anything):
     low, lasts = _find_for(state, pool, stream, size, lasts, is_lost)
     if low < 0:
         return 0
-    block = _lease(state, pool, stream, low, size, lasts, is_lost)
+    least = _DYNAMIC_LEASE if row >= LIFESPAN_ROWS else _MIN_LEASE
+    block = _lease(state, pool, stream, low, size, least, lasts, is_lost)
     return _take(state, block, size, requested, row) if block != 0 else 0

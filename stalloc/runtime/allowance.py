@@ -2,11 +2,11 @@
 
 Contract: each move waits for the device. Where pages move in step after step, as where no plan serves or the plans of
 several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
-fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. A few may move under a plan of
-steps that are alike in part, since they do for what the data decides, however much is held. It stays as it is where a
+fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. Under a plan of steps that are
+alike in part it grows once: pages move there for what the data decides, however much is held. It stays as it is where a
 program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for in steps of 32 MiB. A
 plan whose pages move in step after step nevertheless gets pages for all of its places, where that costs no more than
-said, or than an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
+said, or twice that where it keeps streams apart as PyTorch does, and the device has twice as much left.
 """
 
 from collections.abc import Callable
@@ -80,23 +80,23 @@ class Allowance:
     def note_step(self, free_bytes: Callable[[], int]) -> None:
         """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
         num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
-        repeats = planned and self._record.tables.gaps == 0  # else a few pages move for what the data decides
-        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, repeats=repeats)
+        most_parts = decisions.most_parts(alike_in_part=planned and self._record.tables.gaps != 0)
+        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, planned=planned)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
         self._restless = max(0, self._restless - 1) if rests else self._restless + 1
         if decisions.is_restless(self._restless) and not rests:
-            self._parts = decisions.next_parts(self._parts)
+            self._parts = min(self._parts + 1, most_parts)
             if planned:
-                self._let_rest(free_bytes)
+                self._let_rest(free_bytes, most_parts)
 
     def skip(self, steps: "SteadySteps") -> None:
         """Steps went by in which no page moved."""
         self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
 
-    def _let_rest(self, free_bytes: Callable[[], int]) -> None:
-        """Allow what gives all places of the plan pages, if that is no more than fragmentation commonly costs.
+    def _let_rest(self, free_bytes: Callable[[], int], most_parts: int) -> None:
+        """Allow what gives all places of the plan pages, if that is no more than so many parts of the peak.
 
-        Or what streams that are kept apart do: PyTorch's allocator passes no memory from one to another.
+        Or twice as many, as streams that are kept apart cost: PyTorch's allocator passes no memory from one to another.
         """
         record = self._record
         lacking_bytes = int(record.plan.arena_bytes - record.plan.arena_mapped_bytes)
@@ -104,4 +104,5 @@ class Allowance:
         if self._rest_bytes < needed_bytes:
             has_streams = record.plan.interval_streams & (record.plan.interval_streams - 1) != 0
             figures = needed_bytes, lacking_bytes, self.peak_bytes, free_bytes()
-            self._rest_bytes = max(self._rest_bytes, decisions.rest_bytes(*figures, has_streams=has_streams))
+            rest_bytes = decisions.rest_bytes(*figures, most_parts=most_parts, has_streams=has_streams)
+            self._rest_bytes = max(self._rest_bytes, rest_bytes)

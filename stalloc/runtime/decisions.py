@@ -264,9 +264,9 @@ def most_before_eviction(before_bytes: int, allocated_bytes: int, held_bytes: in
     return min(before_bytes, max(allocated_bytes, least_bytes, before_bytes - max(t.SPARE_BYTES, part_bytes)))
 
 
-def rests(requests: int, moved_pages: int, *, repeats: bool) -> bool:
-    """Whether pages rested in a step of so many requests in which so many moved; `repeats`: all of it is planned."""
-    return moved_pages == 0 if repeats else requests >= t.NEGLIGIBLE_ONE_IN * moved_pages
+def rests(requests: int, moved_pages: int, *, planned: bool) -> bool:
+    """Whether pages rested in a step of so many requests in which so many moved; `planned`: it was served by a plan."""
+    return moved_pages == 0 if planned else requests >= t.NEGLIGIBLE_ONE_IN * moved_pages
 
 
 def is_restless(steps: int) -> bool:
@@ -279,14 +279,16 @@ def is_plan_to_blame(steps: int) -> bool:
     return steps > 2 * t.MANY_STEPS
 
 
-def next_parts(parts: int) -> int:
-    """Parts of the peak that may be held once pages are restless."""
-    return min(parts + 1, t.LOOSE_PARTS)
+def most_parts(*, alike_in_part: bool) -> int:
+    """Parts of the peak that may be held where pages are restless; `alike_in_part`: steps are, and planned so."""
+    return t.DYNAMIC_PARTS if alike_in_part else t.LOOSE_PARTS
 
 
-def rest_bytes(needed_bytes: int, lacking_bytes: int, peak_bytes: int, free_bytes: int, *, has_streams: bool) -> int:
+def rest_bytes(
+    needed_bytes: int, lacking_bytes: int, peak_bytes: int, free_bytes: int, *, most_parts: int, has_streams: bool
+) -> int:
     """What is held once all places of a plan have pages, of which some are lacking; 0: that is too much."""
-    parts = 2 * t.LOOSE_PARTS if has_streams else t.LOOSE_PARTS
+    parts = 2 * most_parts if has_streams else most_parts
     is_little = needed_bytes <= peak_bytes + parts * (peak_bytes // t.PEAK_SHARE)
     return needed_bytes if is_little and 2 * lacking_bytes <= free_bytes else 0
 

@@ -36,6 +36,7 @@ MOST_EVENTS = 1 << 20  # of a record beside a plan
 SPARE_BYTES = 4 << 20  # that are always allowed: two pages for each of two pools
 PEAK_SHARE = 256  # of the peak, in which is counted what else is
 LOOSE_PARTS = 16  # where no steps repeat, or pages never rest: what PyTorch's allocator commonly holds
+DYNAMIC_PARTS = 1  # under a plan of steps alike in part: with more about as many pages move for what data decides
 SETTLING_ITERATIONS = 3  # over a plan, after the first of which whatever is free goes back
 WASTE_RATIO = 1.1  # reserved over the peak of a step that is not known, beyond which segments go back after it
 DEARER_RATIO = 1.5  # of what was held, up to which a switch may hold where pages cannot move

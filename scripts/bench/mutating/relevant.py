@@ -38,7 +38,7 @@ _OF_MODULE = {
     "core/free_lists": "runtime_heap",
     "core/handovers": "runtime_handing integrations_streams",
     "core/growth": "runtime_page_heap runtime_pages",
-    "core/lending": "runtime_arena runtime_replay",
+    "core/lending": "runtime_arena runtime_replay runtime_partly_dynamic",
     "core/leases": "runtime_arena runtime_replay",
     "core/stream_uses": "runtime_shared_blocks integrations_streams",
     "core/counters": "torch_statistics",
