@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Self
 
+from stalloc.errors import StallocError
+from stalloc.notices import say
 from stalloc.sandbox import Files, Sandbox
 
 _WATCH_SECONDS = 0.5
@@ -128,6 +130,9 @@ def _become_child(
         code = 0
     except SystemExit:
         pass  # what the program said of its failure is in its output
+    except StallocError as error:
+        say(str(error))
+        code = 2
     except BaseException:
         import traceback
 

@@ -23,7 +23,6 @@ from stalloc.errors import StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
 from stalloc.integrations.sleep_phases import SleepPhases
-from stalloc.notices import say
 from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import end_as_python
 from stalloc.sizing.fake_ranks import be_rank
@@ -132,8 +131,7 @@ class _Run:
         self._host.begin(forked_from=os.getppid())
         code = program()
         if errors:
-            say(str(errors[0]))
-            end_as_python(code)
+            raise errors[0]
         self._tell(code)
         end_as_python(0)
 
