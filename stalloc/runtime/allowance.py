@@ -80,11 +80,11 @@ class Allowance:
     def note_step(self, free_bytes: Callable[[], int]) -> None:
         """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
         num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
-        most_parts = decisions.most_parts(alike_in_part=planned and self._record.tables.gaps != 0)
         rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, planned=planned)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
         self._restless = max(0, self._restless - 1) if rests else self._restless + 1
         if decisions.is_restless(self._restless) and not rests:
+            most_parts = decisions.most_parts(alike_in_part=planned and self._record.tables.gaps != 0)
             self._parts = min(self._parts + 1, most_parts)
             if planned:
                 self._let_rest(free_bytes, most_parts)
