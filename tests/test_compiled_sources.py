@@ -37,7 +37,7 @@ def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_pa
     """A wheel as setuptools makes it of these sources, installed by unpacking it."""
     root, wheel = Path(stalloc.__file__).resolve().parent, tmp_path / "stalloc-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for path in (path for path in root.rglob("*") if path.suffix in {".py", ".ll", ".c", ".h", ".csv", ".toml"}):
+        for path in (path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
             archive.write(path, Path("stalloc") / path.relative_to(root))
         archive.writestr("stalloc-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("stalloc-1.dist-info/RECORD", "stalloc-1.dist-info/RECORD,,\n")
