@@ -8,7 +8,7 @@ counts with the idle intervals behind it, so that blocks lie side by side as in 
 
 from stalloc.compiled import inner
 from stalloc.core.arena_intervals import NEVER, intervals_empty, needed_at, schedule_time
-from stalloc.core.constants import LEASED_KIND, LIFESPAN_ROWS
+from stalloc.core.constants import LEASED_KIND, LIFESPAN_ROWS, LITTLE
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
@@ -49,7 +49,7 @@ def _find_idle(state, stream, size, until, pool):
             length = interval_at(state, i).offset - interval_at(state, run).offset
             before = free_end(state, pool, run) if length < best_bytes else 0
             length += block_at(state, before).size_bytes if before != 0 else 0
-            if size <= length < best_bytes:
+            if size <= length < best_bytes and length >= (i - run) * LITTLE:
                 best, best_bytes = run, length
             run = -1
         i += 1
