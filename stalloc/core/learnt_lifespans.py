@@ -5,7 +5,7 @@ Contract: the lock is held. Time is that of the schedule, which stands still whi
 
 from stalloc.compiled import inner
 from stalloc.core.arena_intervals import schedule_time
-from stalloc.core.constants import LIFESPAN_BITS, LIFESPAN_PLACES, LIFESPAN_PLACES_BITS, LIFESPAN_SIZES
+from stalloc.core.constants import LIFESPAN_BITS, LIFESPAN_PLACES, LIFESPAN_PLACES_BITS, LIFESPAN_ROWS, LIFESPAN_SIZES
 from stalloc.core.intrinsics import last_bit
 from stalloc.core.records import block_at, lifespan_at
 
@@ -52,6 +52,7 @@ def note_staying(state, block):
 def _learn(state, block, least):
     born = block_at(state, block).born
     lived = max(schedule_time(state) - (born >> LIFESPAN_BITS) + 1, least)
-    known = lifespan_at(state, born & ((1 << LIFESPAN_BITS) - 1))
+    row = born & ((1 << LIFESPAN_BITS) - 1)
+    known = lifespan_at(state, row)
     if lived > 0:
-        known.value = max(lived, known.value - (known.value >> 3))
+        known.value = max(lived, known.value - (known.value >> 3) if row < LIFESPAN_ROWS else known.value)
