@@ -27,6 +27,8 @@ class Between:
     """(s, 2) the size of each is that of the one before it times the first number over the second; 0: not known."""
     next_sure: Words
     """(k,) for an entry that some steps leave out, the next one that all have, k if there is none; else itself."""
+    without: Words
+    """(k,) the entry that a request like each is where no dynamic one came before it: itself, or a later one."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,9 +108,11 @@ def check(schedule: ArenaSchedule, cursor: int) -> None:
 
 def _check_between(between: Between, count: int) -> None:
     num_dynamic, lasts, next_sure = between.num_dynamic, between.lasts, between.next_sure
-    is_whole = {len(num_dynamic), len(next_sure)} == {count} and len(lasts) <= MOST_DYNAMIC
+    without, entries = between.without, np.arange(count)
+    is_whole = {len(num_dynamic), len(next_sure), len(without)} == {count} and len(lasts) <= MOST_DYNAMIC
     if not is_whole or (num_dynamic < 0).any() or (num_dynamic > len(lasts)).any() or num_dynamic.sum() != len(lasts):
         raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a schedule.")
     wrong_ratios = between.ratios.shape != (len(lasts), 2) or (between.ratios < 0).any()
-    if wrong_ratios or (lasts < 0).any() or (next_sure < np.arange(count)).any() or (next_sure > count).any():
+    wrong_entries = (next_sure < entries) | (next_sure > count) | (without < entries) | (without >= count)
+    if wrong_ratios or (lasts < 0).any() or wrong_entries.any():
         raise PlanError(f"what comes between {count} entries of a schedule does not fit it.")

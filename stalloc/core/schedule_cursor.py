@@ -270,6 +270,13 @@ def _is_in_proportion(state, row, key):
     return -ALIGNMENT * ratio.times < more < ALIGNMENT * ratio.over  # both sizes were rounded up
 
 
+@inner(forceinline=True)
+def _instead(state, row, position):
+    """The entry that a request like the expected one is: a later one, if none came of what always comes before it."""
+    gap = gap_at(state, row)
+    return position if gap.without == position or state.dynamic.gap_time == schedule_time(state) else gap.without
+
+
 @inner()
 def _skip_gap(state, key, row):
     """What an unexpected request is in a gap: an entry, beyond those that some steps leave out; or dynamic.
@@ -326,6 +333,9 @@ def follow(state, key):
     position = state.follow.cursor
     begins = position == state.follow.cycle_start
     entry = entry_at(state, position)
+    if entry.gap != 0 and entry.key == key:
+        position = _instead(state, entry.gap, position)
+        entry = entry_at(state, position)
     if entry.key != key or (entry.gap != 0 and _is_in_proportion(state, entry.gap, key)):
         position = _skip_gap(state, key, entry.gap) if entry.gap != 0 else -1
         if position < -1:

@@ -129,11 +129,12 @@ def _gaps(schedule: ArenaSchedule) -> tuple[np.ndarray, np.ndarray, Words]:
     if schedule.between is None:
         return table(Word, LIFESPAN_ROWS), table(Gap, 1), np.zeros(len(schedule.size), np.int64)
     num_dynamic, lasts, next_sure = schedule.between.num_dynamic, schedule.between.lasts, schedule.between.next_sure
+    without = schedule.between.without
     rows = np.flatnonzero((num_dynamic > 0) | (next_sure != np.arange(len(next_sure))))
     lifespans, gaps = table(Word, LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
     lifespans["value"][LIFESPAN_ROWS:] = lasts
     gaps["first_dynamic"][1:] = (LIFESPAN_ROWS + np.cumsum(num_dynamic) - num_dynamic)[rows]
-    gaps["num_dynamic"][1:], gaps["next_sure"][1:] = num_dynamic[rows], next_sure[rows]
+    gaps["num_dynamic"][1:], gaps["next_sure"][1:], gaps["without"][1:] = num_dynamic[rows], next_sure[rows], without[rows]
     gap = np.zeros(len(schedule.size), np.int64)
     gap[rows] = 1 + np.arange(len(rows))
     return lifespans, gaps, gap

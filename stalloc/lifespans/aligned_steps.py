@@ -284,24 +284,40 @@ class AlignedSteps:
             covered_requests=count,
         )
 
-    def between(self) -> tuple[Column, Column, Column, Column]:
+    def between(self) -> tuple[Column, Column, Column, Column, Column]:
         """What steps have beside the n static requests, or leave out of them, as the runtime's `Between` has it.
 
         (n,) how many dynamic requests of a step come before each; (s,) for how long each of these lives, in that order,
         in ticks and one, 0: not known; (s, 2) how its size is to that of the one before it, 0: not known; (n,) for one
-        that some steps leave out, the next one that all have, or n.
+        that some steps leave out, the next one that all have, or n; (n,) which one it is where no dynamic one came
+        before it.
         """
         birth, lived, _ = self._times
         dynamic = (self._sites < 0) & (birth > 0) & self._is_aligned
         size = self._trace.size[self._whole[dynamic]]
         sites = _sites_between(birth[dynamic], lived[dynamic], size, self._length, self.num_steps)
-        return *sites, self._next_sure()
+        return *sites, self._next_sure(), self._without(distinct(birth[dynamic]))
 
     def _next_sure(self) -> Column:
-        length = self._length
-        sure = self._aligned.seen == self.num_steps
-        places = np.where(sure, np.arange(length), length)
-        return np.minimum.accumulate(places[::-1])[::-1]
+        return _next_of(self._aligned.seen == self.num_steps)
+
+    def _without(self, ticks: Column) -> Column:
+        """(n,) the request that one of this size is where no dynamic one came before it; `ticks`: where any do.
+
+        If dynamic ones always come before it, as those of an expert before its result, it is left out with them: what
+        is asked for is the first request before which they need not come, if those up to it are all of this size.
+        """
+        key, number = self._aligned.key, np.arange(self._length)
+        needs = np.bincount(ticks % self._length, minlength=self._length) == self._aligned.seen
+        last = _next_of(np.append(key[1:] != key[:-1], True))  # of those in a row that are alike
+        following = _next_of(~needs)
+        return np.where(following <= last, following, number)
+
+
+def _next_of(chosen: Column) -> Column:
+    """(n,) for each place the first from there on that is chosen (bool), n: none is."""
+    places = np.where(chosen, np.arange(len(chosen)), len(chosen))
+    return np.minimum.accumulate(places[::-1])[::-1]
 
 
 def _sites_between(
