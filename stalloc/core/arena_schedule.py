@@ -20,7 +20,9 @@ class Between:
     """What steps have beside the entries of a schedule, or leave out, by the k entries that are expected next."""
 
     num_dynamic: Words
-    """(k,) dynamic requests of a step, whose sizes are none of the schedule's, that come before each."""
+    """(k,) dynamic requests of a step, whose sizes are none of the schedule's, that come before each, at most."""
+    least_dynamic: Words
+    """(k,) the same, at least."""
     lasts: Words
     """(s,) for each of these, in their order, how many entries are asked for while it lives, and one; 0: not known."""
     ratios: Words
@@ -108,8 +110,9 @@ def check(schedule: ArenaSchedule, cursor: int) -> None:
 
 def _check_between(between: Between, count: int) -> None:
     num_dynamic, lasts, next_sure = between.num_dynamic, between.lasts, between.next_sure
-    without, entries = between.without, np.arange(count)
-    is_whole = {len(num_dynamic), len(next_sure), len(without)} == {count} and len(lasts) <= MOST_DYNAMIC
+    least, without, entries = between.least_dynamic, between.without, np.arange(count)
+    lengths = {len(num_dynamic), len(least), len(next_sure), len(without)}
+    is_whole = lengths == {count} and len(lasts) <= MOST_DYNAMIC
     if not is_whole or (num_dynamic < 0).any() or (num_dynamic > len(lasts)).any() or num_dynamic.sum() != len(lasts):
         raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a schedule.")
     wrong_ratios = between.ratios.shape != (len(lasts), 2) or (between.ratios < 0).any()

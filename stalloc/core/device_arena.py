@@ -71,6 +71,7 @@ class DeviceArena:
                 "dynamic_in_gap": 0,
                 "known_in_gap": 0,
                 "last_dynamic_bytes": 0,
+                "early_time": -1,
                 "slots": tables.slots.ctypes.data,
                 "slots_mask": len(tables.slots) - 1,
                 "interval_streams": tables.interval_streams,

@@ -184,6 +184,8 @@ class Dynamic(Record):
     dynamic_in_gap: int  # how many came there
     known_in_gap: int  # of these, the last in a row that the schedule has elsewhere
     last_dynamic_bytes: int
+    early_time: int  # schedule time after a match before which fewer of them came than ever before
+    early_number: int  # how many did
     num_leases: int
     leased_bytes: int
     num_lent: int  # requests served from leases

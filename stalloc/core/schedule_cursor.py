@@ -259,15 +259,54 @@ def _search(state, key):
 
 
 @inner(forceinline=True)
-def _is_in_proportion(state, row, key):
-    """Whether a request is to the dynamic one before it as the next one that a gap may have."""
+def _is_in_proportion(state, row, number, before_bytes, key):
+    """Whether a request is to the dynamic one before it as one that a gap may have, after so many in it."""
     gap = gap_at(state, row)
-    number = state.dynamic.dynamic_in_gap if state.dynamic.gap_time == schedule_time(state) else 0
     if number >= gap.num_dynamic:
         return False
     ratio = ratio_at(state, gap.first_dynamic - LIFESPAN_ROWS + number)
-    more = (key >> STREAM_BITS) * ratio.over - state.dynamic.last_dynamic_bytes * ratio.times
+    more = (key >> STREAM_BITS) * ratio.over - before_bytes * ratio.times
     return -ALIGNMENT * ratio.times < more < ALIGNMENT * ratio.over  # both sizes were rounded up
+
+
+@inner(forceinline=True)
+def _num_in_gap(state):
+    """How many dynamic requests came since the last one that the schedule has."""
+    return state.dynamic.dynamic_in_gap if state.dynamic.gap_time == schedule_time(state) else 0
+
+
+@inner(forceinline=True)
+def _goes_on(state, row, key):
+    """Whether a request is the next dynamic one that a gap may have."""
+    return _is_in_proportion(state, row, _num_in_gap(state), state.dynamic.last_dynamic_bytes, key)
+
+
+@inner()
+def _take_back(state, key, position):
+    """The expected entry, if the last match was one of the dynamic requests before it: the one that it was taken for.
+
+    What an expert asks for may have a size that the schedule has. It came before all that come there in every step, and
+    is found out if what follows is in proportion to it, or may not come where the cursor is now.
+    """
+    row, before = entry_at(state, position).gap, entry_at(state, position - 1)
+    number, size = state.dynamic.early_number, before.key >> STREAM_BITS
+    if row != 0 and not _is_in_proportion(state, before.gap, number + 1, size, key):
+        return position
+    state.follow.cursor = position - 1
+    state.dynamic.gap_time = schedule_time(state)
+    state.dynamic.dynamic_in_gap = number + 1
+    state.dynamic.known_in_gap = 1
+    state.dynamic.last_dynamic_bytes = size
+    return position - 1
+
+
+@inner(forceinline=True)
+def _note_early(state, row):
+    """Note whether the expected request came before all dynamic ones that always come before it."""
+    number = _num_in_gap(state)
+    if number < gap_at(state, row).least_dynamic and state.follow.cursor + 1 < state.follow.cycle_end:
+        state.dynamic.early_time = schedule_time(state) + 1
+        state.dynamic.early_number = number
 
 
 @inner(forceinline=True)
@@ -288,14 +327,13 @@ def _skip_gap(state, key, row):
     gap, now = gap_at(state, row), schedule_time(state)
     sure, in_proportion = gap.next_sure, False
     if sure < state.follow.cycle_end and entry_at(state, sure).key == key:
-        in_proportion = _is_in_proportion(state, row, key)
+        in_proportion = _goes_on(state, row, key)
         if not in_proportion:
             return sure
     if gap.num_dynamic == 0:
         return -1
-    number, known = 0, 0  # in this gap, before it: dynamic requests; of those, the last in a row that the schedule has
-    if state.dynamic.gap_time == now:
-        number, known = state.dynamic.dynamic_in_gap, state.dynamic.known_in_gap
+    number = _num_in_gap(state)
+    known = state.dynamic.known_in_gap if number > 0 else 0  # of these, the last in a row that the schedule has
     places = _find_key(state, key)
     is_known = places.first != places.end and not in_proportion
     position = _third_ahead(state, places.first, places.end) if is_known and known >= 2 else -1
@@ -336,7 +374,10 @@ def follow(state, key):
     if entry.gap != 0 and entry.key == key:
         position = _instead(state, entry.gap, position)
         entry = entry_at(state, position)
-    if entry.key != key or (entry.gap != 0 and _is_in_proportion(state, entry.gap, key)):
+    if entry.key != key or (entry.gap != 0 and _goes_on(state, entry.gap, key)):
+        if state.dynamic.early_time == schedule_time(state) and position > state.follow.cycle_start:
+            position = _take_back(state, key, position)
+            entry = entry_at(state, position)
         position = _skip_gap(state, key, entry.gap) if entry.gap != 0 else -1
         if position < -1:
             return position, False
@@ -348,6 +389,8 @@ def follow(state, key):
                     state.follow.history_count -= 1
                 count_miss(state)
                 return -1, False
+    elif entry.gap != 0:
+        _note_early(state, entry.gap)
     state.follow.miss_run = 0
     if state.follow.misses_over_matches > 0:
         state.follow.misses_over_matches -= 1

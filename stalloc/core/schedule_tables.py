@@ -128,13 +128,14 @@ def _gaps(schedule: ArenaSchedule) -> tuple[np.ndarray, np.ndarray, Words]:
     """The table of lifespans, that of gaps, and the gap before each entry of a schedule."""
     if schedule.between is None:
         return table(Word, LIFESPAN_ROWS), table(Gap, 1), np.zeros(len(schedule.size), np.int64)
-    num_dynamic, lasts, next_sure = schedule.between.num_dynamic, schedule.between.lasts, schedule.between.next_sure
-    without = schedule.between.without
-    rows = np.flatnonzero((num_dynamic > 0) | (next_sure != np.arange(len(next_sure))))
+    between = schedule.between
+    num_dynamic, lasts = between.num_dynamic, between.lasts
+    rows = np.flatnonzero((num_dynamic > 0) | (between.next_sure != np.arange(len(num_dynamic))))
     lifespans, gaps = table(Word, LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
     lifespans["value"][LIFESPAN_ROWS:] = lasts
     gaps["first_dynamic"][1:] = (LIFESPAN_ROWS + np.cumsum(num_dynamic) - num_dynamic)[rows]
-    gaps["num_dynamic"][1:], gaps["next_sure"][1:], gaps["without"][1:] = num_dynamic[rows], next_sure[rows], without[rows]
+    for name in ("num_dynamic", "least_dynamic", "next_sure", "without"):
+        gaps[name][1:] = getattr(between, name)[rows]
     gap = np.zeros(len(schedule.size), np.int64)
     gap[rows] = 1 + np.arange(len(rows))
     return lifespans, gaps, gap

@@ -284,10 +284,10 @@ class AlignedSteps:
             covered_requests=count,
         )
 
-    def between(self) -> tuple[Column, Column, Column, Column, Column]:
+    def between(self) -> tuple[Column, ...]:
         """What steps have beside the n static requests, or leave out of them, as the runtime's `Between` has it.
 
-        (n,) how many dynamic requests of a step come before each; (s,) for how long each of these lives, in that order,
+        (n,) how many dynamic requests of a step come before each, at most; (n,) at least; (s,) for how long each of these lives, in that order,
         in ticks and one, 0: not known; (s, 2) how its size is to that of the one before it, 0: not known; (n,) for one
         that some steps leave out, the next one that all have, or n; (n,) which one it is where no dynamic one came
         before it.
@@ -295,20 +295,19 @@ class AlignedSteps:
         birth, lived, _ = self._times
         dynamic = (self._sites < 0) & (birth > 0) & self._is_aligned
         size = self._trace.size[self._whole[dynamic]]
-        sites = _sites_between(birth[dynamic], lived[dynamic], size, self._length, self.num_steps)
-        return *sites, self._next_sure(), self._without(distinct(birth[dynamic]))
+        most, least, lasts, ratios = _sites_between(birth[dynamic], lived[dynamic], size, self._aligned.seen, self.num_steps)
+        return most, least, lasts, ratios, self._next_sure(), self._without(least > 0)
 
     def _next_sure(self) -> Column:
         return _next_of(self._aligned.seen == self.num_steps)
 
-    def _without(self, ticks: Column) -> Column:
-        """(n,) the request that one of this size is where no dynamic one came before it; `ticks`: where any do.
+    def _without(self, needs: Column) -> Column:
+        """(n,) the request that one of this size is where no dynamic one came before it; `needs`: where one always does.
 
         If dynamic ones always come before it, as those of an expert before its result, it is left out with them: what
         is asked for is the first request before which they need not come, if those up to it are all of this size.
         """
         key, number = self._aligned.key, np.arange(self._length)
-        needs = np.bincount(ticks % self._length, minlength=self._length) == self._aligned.seen
         last = _next_of(np.append(key[1:] != key[:-1], True))  # of those in a row that are alike
         following = _next_of(~needs)
         return np.where(following <= last, following, number)
@@ -321,13 +320,13 @@ def _next_of(chosen: Column) -> Column:
 
 
 def _sites_between(
-    tick: Column, lived: Column, size: Column, length: int, num_steps: int
-) -> tuple[Column, Column, Column]:
-    """The first three of `AlignedSteps.between`, from when dynamic requests come, how long they lived and their sizes.
+    tick: Column, lived: Column, size: Column, seen: Column, num_steps: int
+) -> tuple[Column, Column, Column, Column]:
+    """The first four of `AlignedSteps.between`, from when dynamic requests come, how long they lived and their sizes.
 
     Where steps differ in how many come, any of them may be any other: all count as living as long as the longest.
     """
-    begins = np.flatnonzero(np.diff(tick, prepend=-1))  # of runs without a static request between
+    length, begins = len(seen), np.flatnonzero(np.diff(tick, prepend=-1))  # of runs without a static request between
     counts = np.diff(np.append(begins, len(tick)))
     place, number = tick[begins] % length, np.arange(len(tick)) - np.repeat(begins, counts)
     most, runs, least = np.zeros(length, np.int64), np.zeros(length, np.int64), np.full(length, len(tick))
@@ -344,7 +343,7 @@ def _sites_between(
     for at in np.flatnonzero(varies).tolist():
         own = slice(first[at], first[at] + most[at])
         lasts[own] = lasts[own].max()
-    return most, lasts, _ratios(size, slot, number, is_whole, len(lasts))
+    return most, np.where(runs == seen, least, 0), lasts, _ratios(size, slot, number, is_whole, len(lasts))
 
 
 def _ratios(size: Column, slot: Column, number: Column, is_whole: Column, num_slots: int) -> Column:
