@@ -325,11 +325,9 @@ def _skip_gap(state, key, row):
     expected is dynamic if it is in proportion to the dynamic one before it. -1: neither.
     """
     gap, now = gap_at(state, row), schedule_time(state)
-    sure, in_proportion = gap.next_sure, False
-    if sure < state.follow.cycle_end and entry_at(state, sure).key == key:
-        in_proportion = _goes_on(state, row, key)
-        if not in_proportion:
-            return sure
+    sure, in_proportion = gap.next_sure, _goes_on(state, row, key)
+    if not in_proportion and sure < state.follow.cycle_end and entry_at(state, sure).key == key:
+        return sure
     if gap.num_dynamic == 0:
         return -1
     number = _num_in_gap(state)
