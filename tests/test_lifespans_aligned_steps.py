@@ -75,19 +75,19 @@ def test_dynamic_requests_are_known_by_the_static_one_that_comes_next() -> None:
     trace = steps_of([[3, 4], [5, 6], [7, 3], [9, 5]])
     aligned = AlignedSteps(trace)
     assert aligned.num_steps == 4
-    schedule, (num_dynamic, lasts, ratios, next_sure) = aligned.schedule(), aligned.between()
+    schedule, (num_dynamic, least_dynamic, lasts, ratios, next_sure, without) = aligned.schedule(), aligned.between()
     assert schedule.size.tolist() == [STATIC, 3 * STATIC, 3 * STATIC]
     assert (schedule.end - schedule.start).tolist() == [3, 2, 1]
-    assert num_dynamic.tolist() == [0, 1, 1]
+    assert num_dynamic.tolist() == least_dynamic.tolist() == [0, 1, 1]
     assert ratios.tolist() == [[0, 0], [0, 0]], "of the first between two static ones, where steps do not agree"
     assert lasts.tolist() == [3, 2], "the first of them lives beside both static ones that follow"
-    assert next_sure.tolist() == [0, 1, 2]
+    assert next_sure.tolist() == without.tolist() == [0, 1, 2]
 
 
 def test_an_expert_without_tokens_may_be_left_out() -> None:
     some = [list(range(number, number + 8)) for number in range(3, 8)]
     trace = steps_of([*some, list(range(20, 27))])
-    schedule, (num_dynamic, lasts, _, next_sure) = AlignedSteps(trace).schedule(), AlignedSteps(trace).between()
+    schedule, (num_dynamic, _, lasts, _, next_sure, _) = AlignedSteps(trace).schedule(), AlignedSteps(trace).between()
     assert schedule.size.tolist() == [STATIC, *[3 * STATIC] * 8]
     assert next_sure.tolist() == [*range(8), 9], "the last result is not sure"
     assert num_dynamic.tolist() == [0, *[1] * 8]

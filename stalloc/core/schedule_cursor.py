@@ -286,11 +286,12 @@ def _take_back(state, key, position):
     """The expected entry, if the last match was one of the dynamic requests before it: the one that it was taken for.
 
     What an expert asks for may have a size that the schedule has. It came before all that come there in every step, and
-    is found out if what follows is in proportion to it, or may not come where the cursor is now.
+    is found out if what follows is in proportion to it; or, after some of them, if that may not come at the cursor now.
     """
     row, before = entry_at(state, position).gap, entry_at(state, position - 1)
     number, size = state.dynamic.early_number, before.key >> STREAM_BITS
-    if row != 0 and not _is_in_proportion(state, before.gap, number + 1, size, key):
+    may_come = row != 0 or number == 0
+    if may_come and not _is_in_proportion(state, before.gap, number + 1, size, key):
         return position
     state.follow.cursor = position - 1
     state.dynamic.gap_time = schedule_time(state)
