@@ -262,8 +262,8 @@ def test_what_later_steps_have_in_common_is_planned_too(more: int, num_plans: in
     assert program.controller.status.num_plans == num_plans
 
 
-@pytest.mark.parametrize(("more", "missed"), [(8, 0), (9, 1)])
-def test_a_step_may_ask_for_eight_more_of_any_size_at_a_place_than_those_before(more: int, missed: int) -> None:
+@pytest.mark.parametrize(("more", "missed"), [(64, 0), (65, 1)])
+def test_a_step_may_ask_for_sixty_four_more_of_any_size_at_a_place_than_those_before(more: int, missed: int) -> None:
     program, sizes = Program(), iter(range(100_000, 2_000_000, 1024))
 
     def train(num_dynamic: int) -> None:

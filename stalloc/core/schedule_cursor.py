@@ -27,7 +27,7 @@ from stalloc.core.records import (
 WINDOW = 64  # entries looked ahead for the last two requests in a row
 CONTEXT = 4  # requests that are remembered
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
-_MORE_DYNAMIC = 8  # requests, beyond those that steps had at a place so far: more, and it is another step
+_MORE_DYNAMIC = 64  # requests, beyond those that steps had at a place so far, as of a few experts; more: another step
 SURE = 16  # matches in a row after which the place on the schedule is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
