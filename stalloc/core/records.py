@@ -172,6 +172,7 @@ class Gap(Record):
 
     first_dynamic: int  # row in the table of lifespans of the first of the dynamic requests that come there
     num_dynamic: int
+    longest_dynamic: int  # row of the one of them that lives longest
     least_dynamic: int
     next_sure: int  # entry: the next one that no step leaves out; the end of the cycle if there is none
     without: int  # entry: the one that a request like that one is where no dynamic one came before it

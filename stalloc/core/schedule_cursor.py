@@ -349,7 +349,9 @@ def _skip_gap(state, key, row):
         state.iterations.last_miss = state.follow.history_count
     else:
         state.follow.history_count -= 1  # so that requests in a row are those that a schedule may have, as in `follow`
-    return -2 - gap.first_dynamic - min(number, gap.num_dynamic - 1)
+    number = min(number, gap.num_dynamic - 1)
+    is_another = not in_proportion and ratio_at(state, gap.first_dynamic - LIFESPAN_ROWS + number).times != 0
+    return -2 - (gap.longest_dynamic if is_another else gap.first_dynamic + number)
 
 
 @inner(forceinline=True)

@@ -136,6 +136,12 @@ def _gaps(schedule: ArenaSchedule) -> tuple[np.ndarray, np.ndarray, Words]:
     gaps["first_dynamic"][1:] = (LIFESPAN_ROWS + np.cumsum(num_dynamic) - num_dynamic)[rows]
     for name in ("num_dynamic", "least_dynamic", "next_sure", "without"):
         gaps[name][1:] = getattr(between, name)[rows]
+    first = np.cumsum(num_dynamic) - num_dynamic
+    some = np.flatnonzero(num_dynamic > 0)
+    longest = np.zeros(len(num_dynamic), np.int64)
+    for at in some.tolist():
+        longest[at] = LIFESPAN_ROWS + first[at] + int(lasts[first[at] : first[at] + num_dynamic[at]].argmax())
+    gaps["longest_dynamic"][1:] = longest[rows]
     gap = np.zeros(len(schedule.size), np.int64)
     gap[rows] = 1 + np.arange(len(rows))
     return lifespans, gaps, gap
