@@ -271,6 +271,8 @@ def test_a_step_may_ask_for_sixty_four_more_of_any_size_at_a_place_than_those_be
         held += [program.allocate(next(sizes)) for _ in range(num_dynamic)]
         for address in [*held, program.allocate(30 * MIB)]:
             program.free(address)
+        for number in range(20):
+            program.free(program.allocate((2 + number) * MIB))
 
     for _ in range(12):
         program.step(lambda: train(4))
@@ -296,6 +298,138 @@ def test_an_experts_request_of_a_static_size_is_told_by_its_proportion_to_the_la
         program.step(train)
     for tokens in (None, 512, None, 513, 511):
         assert program.step(lambda tokens=tokens: train(tokens)) == (12, 0), tokens
+
+
+class Experts(Program):
+    """Experts whose tokens the test decides: each asks for its list of tokens, twice its input, and a result.
+
+    A result is freed before the next one comes; what comes after the last is of the same size, and lives on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts = iter(range(1000, 9000))
+
+    def tokens(self, number: int = 8) -> list[int]:
+        """Of so many experts, none twice."""
+        return [next(self._counts) for _ in range(number)]
+
+    def train(self, tokens: list[int]) -> None:
+        """A step; experts without tokens ask for nothing."""
+        kept = [self.allocate(32 * MIB)]
+        result = 0
+        for count in tokens:
+            if count:
+                kept += [self.allocate(count * size) for size in (512, 2048, 2048)]
+                if result:
+                    self.free(result)
+                result = self.allocate(4 * MIB)
+        self.free(result)
+        last = self.allocate(4 * MIB)
+        for _ in range(12):
+            self.free(self.allocate(4 * MIB))
+        for address in reversed(kept):
+            self.free(address)
+        self.free(self.allocate(48 * MIB))
+        self.free(last)
+
+
+@pytest.mark.parametrize("left_out", [(7,), (6, 7), (0, 7), (3,)])
+def test_what_follows_an_expert_that_is_left_out_is_not_taken_for_its_result(left_out: tuple[int, ...]) -> None:
+    """It would live on where the results of all others have their place."""
+    program = Experts()
+    for _ in range(12):
+        program.step(lambda: program.train(program.tokens()))
+    tokens = [0 if number in left_out else count for number, count in enumerate(program.tokens())]
+    assert program.step(lambda: program.train(tokens)) == (23 - len(left_out), 0)
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_an_expert_that_asks_for_as_much_as_a_later_static_request_does_not_end_the_gap(number: int) -> None:
+    """Experts come between two static requests; one of them has a size of the second."""
+    program, counts = Program(), iter(range(1001, 9000, 2))
+
+    def train(odd: int = -1) -> None:
+        held = [program.allocate(32 * MIB)]
+        for expert in range(8):
+            count = 2048 if expert == odd else next(counts)
+            held += [program.allocate(count * size) for size in (512, 2048, 6144, 2048)]
+        held.append(program.allocate(MIB))
+        held += [program.allocate((5 + more) * MIB) for more in range(8)]
+        for address in reversed(held):
+            program.free(address)
+
+    for _ in range(12):
+        program.step(train)
+    hits, missed = program.step(lambda: train(number))
+    assert hits >= 10
+    assert missed <= 1, "no more than the place that it took"
+    assert program.step(train) == (10, 0)
+
+
+def test_a_life_that_was_long_once_is_expected_again() -> None:
+    """Data decides how long what it asks for lives; after ten short lives it is not where the plan needs the place."""
+    program, sizes = Program(), iter(range(1001, 3000, 2))
+
+    def train(lives: int) -> None:
+        first = program.allocate(30 * MIB)
+        program.free(first)
+        some = [program.allocate(next(sizes) * 2048) for _ in range(4)]
+        for number in range(12):
+            program.free(program.allocate((20 + number) * MIB))
+            for address in some if number == lives else []:
+                program.free(address)
+
+    for _ in range(12):
+        program.step(lambda: train(11))
+    for _ in range(10):
+        program.step(lambda: train(0))
+    assert program.step(lambda: train(11)) == (13, 0)
+
+
+def test_what_is_of_no_proportion_is_not_lent_for_a_short_time() -> None:
+    """An expert has so few tokens that its list of them is not planned for: what comes after it is another request."""
+    program, counts = Program(), iter(range(1000, 9000))
+
+    def train(few: bool = False) -> None:
+        kept = [program.allocate(32 * MIB)]
+        for number in range(4):
+            count = 4 if few and number == 1 else next(counts)
+            kept.append(program.allocate(count * 64))
+            workspace, used = program.allocate(count * 1024), program.allocate(count * 3072)
+            program.free(workspace)
+            kept.append(used)
+        for number in range(12):
+            program.free(program.allocate((8 + number) * MIB))
+        for address in reversed(kept):
+            program.free(address)
+
+    for _ in range(12):
+        program.step(train)
+    assert program.step(lambda: train(few=True)) == (13, 0)
+
+
+def test_what_is_on_no_schedule_does_not_take_the_places_of_little_requests() -> None:
+    """Where one large block stands, a hundred of them would have to go elsewhere."""
+    program, counts = Program(), iter(range(1000, 9000))
+
+    def train(stray: int = 0) -> None:
+        first = [program.allocate(32 * MIB), *[program.allocate(next(counts) * 512) for _ in range(40)]]
+        held = [program.allocate(24 * MIB), *[program.allocate(48 * 1024) for _ in range(100)]]
+        for address in held:
+            program.free(address)
+        strays = [program.allocate(2 * MIB + 512 * number) for number in range(stray)]
+        for number in range(4):
+            program.free(program.allocate((20 + number) * MIB))
+        held = [program.allocate(24 * MIB), *[program.allocate(40 * 1024) for _ in range(100)]]
+        for address in [*held, *strays, *first]:
+            program.free(address)
+
+    for _ in range(12):
+        program.step(train)
+    assert program.step(train)[0] == 207
+    hits, _ = program.step(lambda: train(20))
+    assert hits >= 200, "only large ones are displaced"
 
 
 def test_steps_of_which_most_is_decided_by_data_get_no_plan() -> None:

@@ -131,17 +131,15 @@ def _gaps(schedule: ArenaSchedule) -> tuple[np.ndarray, np.ndarray, Words]:
     between = schedule.between
     num_dynamic, lasts = between.num_dynamic, between.lasts
     rows = np.flatnonzero((num_dynamic > 0) | (between.next_sure != np.arange(len(num_dynamic))))
+    first = np.cumsum(num_dynamic) - num_dynamic
     lifespans, gaps = table(Word, LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
     lifespans["value"][LIFESPAN_ROWS:] = lasts
-    gaps["first_dynamic"][1:] = (LIFESPAN_ROWS + np.cumsum(num_dynamic) - num_dynamic)[rows]
+    gaps["first_dynamic"][1:] = LIFESPAN_ROWS + first[rows]
+    for number, at in enumerate(rows.tolist()):
+        own = lasts[first[at] : first[at] + num_dynamic[at]]
+        gaps["longest_dynamic"][1 + number] = LIFESPAN_ROWS + first[at] + (own.argmax() if len(own) else 0)
     for name in ("num_dynamic", "least_dynamic", "next_sure", "without"):
         gaps[name][1:] = getattr(between, name)[rows]
-    first = np.cumsum(num_dynamic) - num_dynamic
-    some = np.flatnonzero(num_dynamic > 0)
-    longest = np.zeros(len(num_dynamic), np.int64)
-    for at in some.tolist():
-        longest[at] = LIFESPAN_ROWS + first[at] + int(lasts[first[at] : first[at] + num_dynamic[at]].argmax())
-    gaps["longest_dynamic"][1:] = longest[rows]
     gap = np.zeros(len(schedule.size), np.int64)
     gap[rows] = 1 + np.arange(len(rows))
     return lifespans, gaps, gap

@@ -287,22 +287,24 @@ class AlignedSteps:
     def between(self) -> tuple[Column, ...]:
         """What steps have beside the n static requests, or leave out of them, as the runtime's `Between` has it.
 
-        (n,) how many dynamic requests of a step come before each, at most; (n,) at least; (s,) for how long each of these lives, in that order,
-        in ticks and one, 0: not known; (s, 2) how its size is to that of the one before it, 0: not known; (n,) for one
-        that some steps leave out, the next one that all have, or n; (n,) which one it is where no dynamic one came
-        before it.
+        (n,) how many dynamic requests of a step come before each, at most; (n,) at least; (s,) for how long each of
+        these lives, in that order, in ticks and one, 0: not known; (s, 2) how its size is to that of the one before it,
+        0: not known; (n,) for one that some steps leave out, the next one that all have, or n; (n,) which one it is
+        where no dynamic one came before it.
         """
         birth, lived, _ = self._times
         dynamic = (self._sites < 0) & (birth > 0) & self._is_aligned
         size = self._trace.size[self._whole[dynamic]]
-        most, least, lasts, ratios = _sites_between(birth[dynamic], lived[dynamic], size, self._aligned.seen, self.num_steps)
+        most, least, lasts, ratios = _sites_between(
+            birth[dynamic], lived[dynamic], size, self._aligned.seen, self.num_steps
+        )
         return most, least, lasts, ratios, self._next_sure(), self._without(least > 0)
 
     def _next_sure(self) -> Column:
         return _next_of(self._aligned.seen == self.num_steps)
 
     def _without(self, needs: Column) -> Column:
-        """(n,) the request that one of this size is where no dynamic one came before it; `needs`: where one always does.
+        """(n,) the request that one of this size is where no dynamic one came before it, which `needs` some otherwise.
 
         If dynamic ones always come before it, as those of an expert before its result, it is left out with them: what
         is asked for is the first request before which they need not come, if those up to it are all of this size.
