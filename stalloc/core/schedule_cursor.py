@@ -288,6 +288,8 @@ def _take_back(state, key, position):
     What an expert asks for may have a size that the schedule has. It came before all that come there in every step, and
     is found out if what follows is in proportion to it; or, after some of them, if that may not come at the cursor now.
     """
+    if position != state.follow.cursor or position == state.follow.cycle_start:
+        return position
     row, before = entry_at(state, position).gap, entry_at(state, position - 1)
     number, size = state.dynamic.early_number, before.key >> STREAM_BITS
     may_come = row != 0 or number == 0
@@ -376,7 +378,7 @@ def follow(state, key):
         position = _instead(state, entry.gap, position)
         entry = entry_at(state, position)
     if entry.key != key or (entry.gap != 0 and _goes_on(state, entry.gap, key)):
-        if state.dynamic.early_time == schedule_time(state) and position > state.follow.cycle_start:
+        if state.dynamic.early_time == schedule_time(state):
             position = _take_back(state, key, position)
             entry = entry_at(state, position)
         position = _skip_gap(state, key, entry.gap) if entry.gap != 0 else -1
