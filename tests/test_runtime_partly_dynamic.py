@@ -367,6 +367,26 @@ def test_an_expert_that_asks_for_as_much_as_a_later_static_request_does_not_end_
     assert program.step(train) == (10, 0)
 
 
+@pytest.mark.parametrize("number", [1, 6])
+def test_an_expert_whose_requests_are_all_of_static_sizes_does_not_end_the_gap(number: int) -> None:
+    """Three requests in a row are those of a place thirty requests ahead, but in proportion to one another, too."""
+    program, counts = Program(), iter(range(1001, 9000, 2))
+
+    def train(odd: int = -1) -> None:
+        held = [program.allocate(32 * MIB)]
+        for expert in range(8):
+            count = 2048 if expert == odd else next(counts)
+            held += [program.allocate(count * size) for size in (512, 2048, 6144, 1024)]
+        held += [program.allocate((20 + more) * MIB) for more in range(20)]
+        held += [program.allocate(more * MIB) for more in (1, 4, 12, 2)]
+        for address in reversed(held):
+            program.free(address)
+
+    for _ in range(12):
+        program.step(train)
+    assert program.step(lambda: train(number)) == (25, 0)
+
+
 def test_a_life_that_was_long_once_is_expected_again() -> None:
     """Data decides how long what it asks for lives; after ten short lives it is not where the plan needs the place."""
     program, sizes = Program(), iter(range(1001, 3000, 2))
