@@ -29,7 +29,8 @@ _LOST = 16  # requests in a row that are not on the schedule, after which the pr
 def _find_idle(state, stream, size, until, pool):
     """The first interval of the smallest idle range of a stream for `size` bytes, not needed before `until`.
 
-    With what is free at the end of the lease before it, if that is one of the pool. -1 if there is none.
+    With what is free at the end of the lease before it, if that is one of the pool. None that are places of little
+    requests, which would all be displaced, unless anything will do (`until` is 0). -1 if there is none.
     """
     bits, count, now = state.plan.interval_bits, state.plan.num_intervals, schedule_time(state)
     best, best_bytes, run, i = -1, NEVER, -1, 0
@@ -49,7 +50,7 @@ def _find_idle(state, stream, size, until, pool):
             length = interval_at(state, i).offset - interval_at(state, run).offset
             before = free_end(state, pool, run) if length < best_bytes else 0
             length += block_at(state, before).size_bytes if before != 0 else 0
-            if size <= length < best_bytes and length >= (i - run) * LITTLE:
+            if size <= length < best_bytes and (until == 0 or length >= (i - run) * LITTLE):
                 best, best_bytes = run, length
             run = -1
         i += 1
