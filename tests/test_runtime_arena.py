@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from programs.core_machine import MIB, Cycle, Machine, Owners
+from programs.core_machine import KIB, MIB, Cycle, Machine, Owners
 from programs.cycle_program import DROP, INSERT, Program
 
 from stalloc.core import constants
+from stalloc.core.arena_schedule import ArenaSchedule
 
 
 def cycles(seed: int, streams: int = 1) -> tuple[Machine, Program, Cycle, np.random.Generator]:
@@ -173,4 +174,22 @@ def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> N
         hits = machine.state.record.follow.hits
         program.one_pass()
     assert machine.state.record.follow.hits == hits + 16
+    machine.check_counts()
+
+
+def test_places_of_little_requests_are_lent_where_nothing_else_is_left() -> None:
+    """The device has room for the plan alone; elsewhere a large request would not displace so many."""
+    size = np.full(128, 32 * KIB)
+    machine = Machine(capacity=4 * MIB)
+    machine.install(ArenaSchedule(arena_bytes=4 * MIB, size=size, stream=size * 0, offset=np.cumsum(size) - size))
+    held = [machine.allocate(32 * KIB) for _ in range(128)]
+    assert machine.state.record.follow.hits == 128
+    for address in held:
+        machine.free(address)
+    for _ in range(20):
+        stray = machine.allocate(2 * MIB)
+        assert stray, "all of it is idle"
+        machine.free(stray)
+    assert all(machine.allocate(32 * KIB) for _ in range(128))
+    assert machine.state.record.follow.hits == 256
     machine.check_counts()

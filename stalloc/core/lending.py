@@ -8,7 +8,7 @@ counts with the idle intervals behind it, so that blocks lie side by side as in 
 
 from stalloc.compiled import inner
 from stalloc.core.arena_intervals import NEVER, intervals_empty, needed_at, schedule_time
-from stalloc.core.constants import LEASED_KIND, LIFESPAN_ROWS, LITTLE
+from stalloc.core.constants import LEASED_KIND, LIFESPAN_ROWS
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
@@ -26,11 +26,11 @@ _LOST = 16  # requests in a row that are not on the schedule, after which the pr
 
 
 @inner()
-def _find_idle(state, stream, size, until, pool):
+def _find_idle(state, stream, size, until, pool, width):
     """The first interval of the smallest idle range of a stream for `size` bytes, not needed before `until`.
 
-    With what is free at the end of the lease before it, if that is one of the pool. None that are places of little
-    requests, which would all be displaced, unless anything will do (`until` is 0). -1 if there is none.
+    With what is free at the end of the lease before it, if that is one of the pool. None whose intervals are narrower
+    than `width` on average: many little requests would be displaced. -1 if there is none.
     """
     bits, count, now = state.plan.interval_bits, state.plan.num_intervals, schedule_time(state)
     best, best_bytes, run, i = -1, NEVER, -1, 0
@@ -50,7 +50,7 @@ def _find_idle(state, stream, size, until, pool):
             length = interval_at(state, i).offset - interval_at(state, run).offset
             before = free_end(state, pool, run) if length < best_bytes else 0
             length += block_at(state, before).size_bytes if before != 0 else 0
-            if size <= length < best_bytes and (until == 0 or length >= (i - run) * LITTLE):
+            if size <= length < best_bytes and length >= (i - run) * width:
                 best, best_bytes = run, length
             run = -1
         i += 1
@@ -96,37 +96,37 @@ def _planned_to_last(state, now):
 
 
 @inner()
-def _find_late(state, stream, size, now, lasts, pool):
+def _find_late(state, stream, size, now, lasts, pool, width):
     """The first of idle intervals for a request that lasts so long, rather those that the plan needs late; or -1."""
     low = -1
     for shift in range(_HALVINGS if lasts > 0 else 0):
-        low = _find_idle(state, stream, size, now + (lasts >> shift), pool) if low < 0 else low
-    return low if low >= 0 else _find_idle(state, stream, size, 0, pool)
+        low = _find_idle(state, stream, size, now + (lasts >> shift), pool, width) if low < 0 else low
+    return low if low >= 0 else _find_idle(state, stream, size, 0, pool, width)
 
 
 @inner()
-def _find_for(state, pool, stream, size, lasts, is_lost):
+def _find_for(state, pool, stream, size, lasts, is_lost, width):
     """Idle intervals for a request that is expected to last so long (0: unknown): the first one, and for how long.
 
     The first is -1 if there are none, and the search is remembered then.
     """
     length = state.follow.cycle_end - state.follow.cycle_start
     least = 0 if is_lost else lasts if lasts > 0 else length >> 2
-    if _failed_before(state, stream, size, least):
+    if width > 0 and _failed_before(state, stream, size, least):
         return -1, 0
     now, low = schedule_time(state), -1
     if is_lost:
-        low = _find_late(state, stream, size, now, lasts if state.follow.miss_run < _LOST else 0, pool)
+        low = _find_late(state, stream, size, now, lasts if state.follow.miss_run < _LOST else 0, pool, width)
         lasts = 0
         before = state.dynamic.num_leases
         if low < 0:
             revoke_all(state)
-            low = _find_idle(state, stream, size, 0, pool) if state.dynamic.num_leases < before else -1
+            low = _find_idle(state, stream, size, 0, pool, width) if state.dynamic.num_leases < before else -1
     elif lasts > 0:
-        low = _find_idle(state, stream, size, now + lasts, -1)
+        low = _find_idle(state, stream, size, now + lasts, -1, width)
     else:
         for lasts in (length, least):  # nothing is known: only what is idle for long
-            low = _find_idle(state, stream, size, now + lasts, -1)
+            low = _find_idle(state, stream, size, now + lasts, -1, width)
             if low >= 0:
                 break
     if low < 0:
@@ -162,11 +162,12 @@ def _lease(state, pool, stream, low, size, least, lasts, is_lost):
 
 
 @inner()
-def lend(state, stream, size, requested, row, anything):
+def lend(state, stream, size, requested, row, anything, width):
     """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
 
     While the program does something that is on no schedule all that is idle will do, as with `anything`, before memory
-    runs short. `row` is that of the request in the table of lifespans.
+    runs short. `row` is that of the request in the table of lifespans; `width` how wide the intervals have to be on
+    average: LITTLE, or 0 if there is no memory anywhere else.
     """
     if state.plan.interval_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
@@ -190,7 +191,7 @@ def lend(state, stream, size, requested, row, anything):
         return _take(state, fit, size, requested, row)
     if state.dynamic.num_leases >= _MAX_LEASES or state.plan.num_intervals == 0:
         return 0
-    low, lasts = _find_for(state, pool, stream, size, lasts, is_lost)
+    low, lasts = _find_for(state, pool, stream, size, lasts, is_lost, width)
     if low < 0:
         return 0
     least = _DYNAMIC_LEASE if row >= LIFESPAN_ROWS else _MIN_LEASE

@@ -156,7 +156,7 @@ def _serve_unplanned(state, stream, size, requested, row):
     is_dynamic, pages_move = row != 0, state.plan.arena_pages != 0
     row = row if is_dynamic else lifespan_row(state, size)
     together = size < LITTLE or (state.policy.small_apart != 0 and size <= SMALL_LIMIT)  # what lives on keeps a page
-    address = lend(state, stream, size, requested, row, False) if not together else 0
+    address = lend(state, stream, size, requested, row, False, LITTLE) if not together else 0
     if address != 0:
         state.dynamic.num_lent += 1
         return Outcome(address, 0, 0)
@@ -170,7 +170,7 @@ def _serve_unplanned(state, stream, size, requested, row):
     ):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
         # for what lives on through it, or comes in every step, pages move instead
-        address = lend(state, stream, size, requested, row, True)
+        address = lend(state, stream, size, requested, row, True, LITTLE)
         if address != 0:
             state.dynamic.num_lent += 1
             return Outcome(address, 0, 0)
@@ -238,7 +238,7 @@ def _last_resort(state, stream, size, requested):
     lock(state)
     address = 0
     if stream >= 0 and state.hot.mode == MODE_PLANNED and state.hot.private_kind == 0:
-        address = lend(state, stream, size, requested, lifespan_row(state, size), True)
+        address = lend(state, stream, size, requested, lifespan_row(state, size), True, 0)
     if stream >= 0 and address == 0:
         address = any_pool_fit(state, stream, size, requested)
     if address > 0:
