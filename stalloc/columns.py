@@ -33,3 +33,13 @@ def distinct(values: Column) -> Column:
     is_first = np.ones(len(ordered), bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
     return ordered[is_first]
+
+
+def read_only(values: Column, kind: type[np.generic]) -> Column:
+    """Numbers for compiled code that only reads them, of one type wherever they come from: it is compiled once for all.
+
+    numba takes what cannot be written, as it comes out of a file, for another type than what can.
+    """
+    view = np.ascontiguousarray(values, kind).view()
+    view.flags.writeable = False
+    return view

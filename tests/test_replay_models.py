@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -59,6 +60,29 @@ def each_model(first: int, after_last: int) -> pytest.MarkDecorator:
 def test_every_model_is_tested_here_or_against_torch() -> None:
     elsewhere = {"torch", "expandable"}  # tests/test_replay_torch*.py
     assert {name for name, _, _ in MODELS} | elsewhere == set(ALLOCATORS)
+
+
+_TWICE = """
+import numpy as np
+from stalloc.replay import Events, Kind
+from stalloc.replay.registry import make
+for writeable in (True, False):
+    kind, number = np.array([Kind.ALLOC], np.int8), np.array([0])
+    events = Events(kind, number, number, np.array([1]), number)
+    for column in (events.kind, events.size, events.stream):
+        column.flags.writeable = writeable
+    model = make("cupy", "", 0)
+    assert model.feed(events).reserved_bytes.tolist() == [512]
+print(len(type(model).driver.signatures))
+"""
+
+
+def test_columns_that_come_out_of_a_file_are_fed_by_the_same_compiled_code(
+    run_program: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """They cannot be written, which is another type to numba."""
+    done = run_program(_TWICE)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 STITCHED_FROM = 1 << 46  # GMLake's stitched blocks have addresses of their own, and several blocks of memory

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, read_only
 from stalloc.compiled import inner, njit
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
@@ -173,7 +173,8 @@ class Contiguous(TableModel):
         classes[end == num_events] = _PERSISTENT
         classes[start < 0] = _REST
         peaks = np.zeros(3, np.int64)
-        _peaks(events.kind, events.request, events.size, classes, peaks)
+        kind, request = read_only(events.kind, np.int8), read_only(events.request, np.int64)
+        _peaks(kind, request, read_only(events.size, np.int64), classes, peaks)
         self._own.write(persistent_buffer_bytes=int(peaks[_PERSISTENT]), scoped_buffer_bytes=int(peaks[_SCOPED]))
         self._own.lengthen(classes=num_requests)
         self._own.tables["classes"][:num_requests] = classes

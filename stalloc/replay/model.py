@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, read_only
 from stalloc.core.record_types import Record
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
@@ -83,10 +83,10 @@ class TableModel:
         num_events, at = len(events.kind), 0
         columns = np.zeros((self.num_columns, num_events), np.int64)
         given = (
-            np.ascontiguousarray(events.kind, np.int8),
-            np.ascontiguousarray(events.request, np.int64),
-            np.ascontiguousarray(events.size, np.int64),
-            np.ascontiguousarray(events.stream, np.int64),
+            read_only(events.kind, np.int8),
+            read_only(events.request, np.int64),
+            read_only(events.size, np.int64),
+            read_only(events.stream, np.int64),
         )
         store = self._store
         while True:

@@ -18,7 +18,7 @@ from typing import cast
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, read_only
 from stalloc.compiled import BORROWING, njit
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, TINY
 from stalloc.core.entry import core_entries
@@ -137,8 +137,8 @@ class Planned:
             self._address = np.append(self._address, np.zeros(new, np.int64))
         reserved, allocated = np.zeros((2, num_events), np.int64)
         state, words = self._controller.state, self._words
-        size, stream = np.ascontiguousarray(events.size, np.int64), np.ascontiguousarray(events.stream, np.int64)
-        kind, request = np.ascontiguousarray(events.kind, np.int8), np.ascontiguousarray(events.request, np.int64)
+        size, stream = read_only(events.size, np.int64), read_only(events.stream, np.int64)
+        kind, request = read_only(events.kind, np.int8), read_only(events.request, np.int64)
         start, failed = 0, -1
         for stop, is_mark in self._stops(events):
             piece = slice(start, stop)
