@@ -33,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, default=float("inf"), help=text)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles what most tests need once, before there are workers, each of which would at its first import."""
+    is_worker, is_whole = hasattr(config, "workerinput"), config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and not is_worker and not config.option.collectonly and not config.getoption("lf"):
+        subprocess.run([sys.executable, "-P", "-m", "stalloc.cli.precompile"], check=True)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what there is no time for."""
     if time.monotonic() - _BEGAN > 60 * item.config.getoption("minutes"):

@@ -4,6 +4,9 @@ Contract: run as `python -m stalloc.cli.precompile FOLDER`; what is compiled lie
 else is left. The code is made for every processor of this kind, not just for this one. Without FOLDER it is made for
 this processor, and kept where any first use keeps it. It is not all that there is: what the small program does not
 reach is compiled where it is used, and kept there.
+
+Two processes share the work: one compiles the core, the other the planner and the models. What several functions of
+the core call is compiled once for all of them, which takes half as long as to compile each where it is first used.
 """
 
 import contextlib
@@ -12,7 +15,7 @@ import pickle
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from stalloc.sizes import MIB, aligned
 
@@ -73,35 +76,114 @@ def irregular_lifespans() -> str:
 
 
 def precompile(folder: Path | None) -> None:
-    """Use the verbs on the small program in this process; keep the code that this compiles in a folder, if given."""
+    """Compile, and keep the code in a folder, if given. Raises SystemExit where a verb fails."""
     if folder is not None:
         os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-    from stalloc.cli import main
+    import numba  # noqa: F401  (once for both)
 
+    child = os.fork()
+    if child == 0:
+        _compile_core_and_exit()
+    try:
+        _compile_the_rest()
+    finally:
+        _, status = os.waitpid(child, 0)
+    if status:
+        _compile_core()  # which says why
     with tempfile.TemporaryDirectory() as name:
-        snapshot, plan = str(Path(name) / "small.pickle"), str(Path(name) / "small.plan.npz")
+        snapshot = _small_program(name)
+        _use_verbs(["explain", snapshot], ["simulate", "--all", snapshot])  # which need both
+
+
+def _compile_core_and_exit() -> NoReturn:
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the other process says that it compiles
+        _compile_core()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _compile_core() -> None:
+    """What serves requests, and what a program on a GPU asks for meanwhile."""
+    from numba import types
+
+    from stalloc.core import (
+        arena,
+        capture_plan,
+        graph_loans,
+        handovers,
+        iteration_log,
+        known_steps,
+        pages,
+        pools,
+        requests,  # noqa: F401  (it compiles its own)
+        segments,
+        shared_blocks,
+        stitching,
+        stream_table,
+        stream_uses,
+    )
+
+    of_numbers = (
+        *(arena.arena_is_idle, arena.forget_arena),
+        *(capture_plan.find_place, capture_plan.find_range, capture_plan.is_idle),
+        *(graph_loans.begin_borrowing, graph_loans.begin_launch, graph_loans.end_borrowing, graph_loans.end_launch),
+        *(graph_loans.forget_lent, graph_loans.hold, graph_loans.lend_no_more, graph_loans.let_lend),
+        *(handovers.end_sharing, iteration_log.take_peak, pages.keep_ranges, segments.give_segment),
+        *(known_steps.end_known_step, known_steps.end_known_steps, known_steps.expect_steps),
+        *(pools.unpin_pools, pools.wake_pools, shared_blocks.poll, stitching.begin_stitch),
+    )
+    for function in of_numbers:
+        function.compile((types.int64,) * function.py_func.__code__.co_argcount)
+    for function in (stream_table.forget_streams, stream_uses.give_events):
+        function.compile((types.int64, types.int64[::1]))
+    with tempfile.TemporaryDirectory() as name:
+        irregular = Path(name) / "irregular.csv"
+        irregular.write_text(irregular_lifespans(), encoding="utf-8")
+        _use_verbs(
+            ["simulate", "--allocator", "stalloc", _small_program(name)],
+            ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", _small_program(name)],
+            ["simulate", "--allocator", "stalloc", str(irregular)],
+        )
+
+
+def _compile_the_rest() -> None:
+    """The planner, what reads traces, and the models of other allocators."""
+    from stalloc.replay import ALLOCATORS
+
+    plan_at_random()
+    models = [word for model in ALLOCATORS if model != "stalloc" for word in ("--allocator", model)]
+    with tempfile.TemporaryDirectory() as name:
+        snapshot, plan = _small_program(name), str(Path(name) / "small.plan.npz")
         csv, timeline = str(Path(name) / "small.csv"), str(Path(name) / "small.json")
-        Path(snapshot).write_bytes(pickle.dumps(small_snapshot(), protocol=4))
-        irregular = str(Path(name) / "irregular.csv")
-        Path(irregular).write_text(irregular_lifespans(), encoding="utf-8")
-        for arguments in (
+        _use_verbs(
             ["stats", snapshot],
             ["top", snapshot],
-            ["explain", snapshot],
             ["plan", snapshot, "-o", plan],
             ["validate", plan, snapshot],
             ["convert", snapshot, csv],
             ["convert", snapshot, timeline],
             ["stats", timeline],
-            ["explain", csv],
-            ["simulate", "--all", snapshot],
-            ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", snapshot],
-            ["simulate", "--allocator", "stalloc", irregular],
-        ):
-            with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-                if code := main(arguments):
-                    raise SystemExit(f"stalloc {' '.join(arguments)} ended with {code}")
-    plan_at_random()
+            ["simulate", *models, snapshot],
+        )
+
+
+def _small_program(folder: str) -> str:
+    """The file of `small_snapshot` in a folder."""
+    file = Path(folder) / "small.pickle"
+    file.write_bytes(pickle.dumps(small_snapshot(), protocol=4))
+    return str(file)
+
+
+def _use_verbs(*commands: list[str]) -> None:
+    from stalloc.cli import main
+
+    for arguments in commands:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            if code := main(arguments):
+                raise SystemExit(f"stalloc {' '.join(arguments)} ended with {code}")
 
 
 def plan_at_random() -> None:
