@@ -166,6 +166,13 @@ def import_libraries() -> None:
             del sys.modules[name]
 
 
+def load_what_compiling_needs() -> None:
+    """Let numba read what it knows of types and functions, which it does when it first compiles."""
+    registry = importlib.import_module("numba.core.registry")
+    registry.cpu_target.typing_context.refresh()
+    registry.cpu_target.target_context.refresh()
+
+
 def serve(connection: socket.socket) -> Callable[[], None] | None:
     """Fork for each request; in the child return what runs the program, at the end of the requests None."""
     while True:
@@ -222,6 +229,7 @@ if __name__ == "__main__":
     import_libraries()
     for name in USUAL:
         importlib.import_module(name)
+    load_what_compiling_needs()
     gc.collect()
     for one in gc.get_objects():
         if type(one) is weakref.finalize:  # isinstance would ask proxies, which import what they stand for
