@@ -20,7 +20,7 @@ from .generator import KINDS, make
 SHARED = Path(os.environ.get("STALLOC_SHARED") or Path(__file__).resolve().parents[3].parent / "shared")
 CAPACITY = 1_048_576
 #: small stages for a quick look, and what is large for each kind of target
-QUICK_REQUESTS, MANY, A_MILLION = 20_000, 100_000, 1_000_000
+QUICK_REQUESTS, MANY, A_MILLION = 8_000, 100_000, 1_000_000
 SEVERAL = 10
 
 

@@ -16,14 +16,15 @@ from running.host_step import can_run
 
 _NUM_REQUESTS, _NUM_LIVE, _NUM_STEPS, _WARM_UP_STEPS = 400, 50, 300, 60
 _ALLOCATORS = "native", "expandable", "stalloc"
+SIZES = "equal", "new"  #: equal steps, which a plan serves, and steps whose sizes are ever new
 
 
-def torch_pair(repeats: int) -> list[tuple[str, float, float | None]]:
-    """The rows: requests of equal steps, which a plan serves, and of steps whose sizes are ever new."""
+def torch_pair(repeats: int, of_sizes: tuple[str, ...] = SIZES) -> list[tuple[str, float, float | None]]:
+    """The rows, of steps of each kind."""
     if not can_run("torch_pair"):
         return []
     rows: list[tuple[str, float, float | None]] = []
-    for sizes in ("equal", "new"):
+    for sizes in of_sizes:
         least = {one: min(_nanoseconds(one, sizes) for _ in range(repeats)) for one in _ALLOCATORS}
         rows += [(f"torch_pair_{sizes}_sizes_{one}_ns", value, None) for one, value in least.items()]
         better = min(least["native"], least["expandable"])
