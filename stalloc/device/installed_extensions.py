@@ -2,7 +2,8 @@
 
 Contract: extensions are read, never imported. What each asks for is kept by the path, size and time of its file, and
 which files a distribution has by those of its RECORD, so a second look costs a few milliseconds. A kept answer that
-cannot be read or written is no error: it is found anew. Names that no C compiler would take are left out.
+cannot be read or written is no error: it is found anew. Names that no C compiler would take are left out. Paths are
+strings, since hundreds of them are looked at whenever a program starts.
 """
 
 import importlib.util
@@ -47,15 +48,16 @@ def package_directory(name: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
-def of_torch_and_cupy() -> Iterator[Path]:
+def of_torch_and_cupy() -> Iterator[str]:
     """Their libraries, wherever they are installed."""
     torch = package_directory("torch")
-    if torch is not None:
-        yield from sorted((torch / "lib").glob("lib*.so"))
+    if torch is not None and os.path.isdir(folder := str(torch / "lib")):
+        yield from sorted(f"{folder}/{name}" for name in os.listdir(folder) if re.fullmatch(r"lib.*\.so", name))
     for package in ("cupy", "cupy_backends"):
         directory = package_directory(package)
         if directory is not None:
-            yield from sorted(directory.rglob("*.so"))
+            for folder, _, names in os.walk(directory):
+                yield from (f"{folder}/{name}" for name in names if name.endswith(".so"))
 
 
 class Extensions:
@@ -73,39 +75,39 @@ class Extensions:
         except (OSError, ValueError, KeyError, TypeError):
             pass
 
-    def installed(self) -> Iterator[Path]:
+    def installed(self) -> Iterator[str]:
         """The extensions of every distribution on Python's path which ask for a library of NVIDIA's."""
         for folder in dict.fromkeys(os.path.abspath(one) for one in sys.path):
-            for record in sorted(Path(folder).glob("*.dist-info/RECORD")):
-                for name in self._listed(record):
-                    if self.asked(path := Path(folder) / name) is not None:
+            for distribution in _distributions(folder):
+                for name in self._listed(f"{folder}/{distribution}/RECORD"):
+                    if self.asked(path := f"{folder}/{name}") is not None:
                         yield path
 
-    def _listed(self, record: Path) -> list[str]:
+    def _listed(self, record: str) -> list[str]:
         """The extensions of a distribution, all of them."""
 
         def read() -> list[str]:
-            lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = Path(record).read_text(encoding="utf-8", errors="replace").splitlines()
             names = (line.split(".so,")[0] + ".so" for line in lines if ".so," in line)
             return [one for one in names if not one.startswith(_THEIR_OWN) and not NVIDIA_LIBRARY.match(Path(one).name)]
 
         return self._kept("records", record, read) or []
 
-    def asked(self, path: Path) -> Asked | None:
+    def asked(self, path: str) -> Asked | None:
         """What one file asks for; None if it is of no library of NVIDIA's, or not there."""
-        found = self._kept("files", path, lambda: _read(path))
+        found = self._kept("files", path, lambda: _read(Path(path)))
         return Asked(found["versions"], found["symbols"]) if found else None
 
-    def _kept(self, table: str, path: Path, read: Any) -> Any:
+    def _kept(self, table: str, path: str, read: Any) -> Any:
         try:
-            status = path.stat()
-            stamp, name = [status.st_size, status.st_mtime_ns], str(path)
-            kept = self._known[table].get(name)
+            status = os.stat(path)
+            stamp = [status.st_size, status.st_mtime_ns]
+            kept = self._known[table].get(path)
             if not isinstance(kept, list) or kept[0] != stamp:
                 kept = [stamp, read()]
         except (OSError, ValueError, LookupError, struct.error):  # none, or no library after all
             return None
-        self._seen[table][name] = kept
+        self._seen[table][path] = kept
         return kept[1]
 
     def keep(self) -> None:
@@ -120,6 +122,14 @@ class Extensions:
             write_whole(self._file, json.dumps({"layout": _LAYOUT, **known}), private=True)
         except (OSError, StallocError):
             return
+
+
+def _distributions(folder: str) -> list[str]:
+    """The folders that say what is installed in a folder of Python's path."""
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> dict[str, Any] | None:
