@@ -95,6 +95,7 @@ def refused(what: str, words: Sequence[object], folder: Path, **variables: str) 
     source = (
         f"import sys\nsys.path.insert(0, {str(PROGRAMS)!r})\nimport refusing_kernel\n"
         f"refusing_kernel.refuse_all_or_namespaces({what!r})\ndel sys.path[0]\n"
+        "from stalloc.sandbox import ways\nways.way.cache_clear()\n"  # the warm interpreter has found out before
         "from stalloc.cli import main\nsys.exit(main())"
     )
     return run_warm(source, *words, folder=folder, variables=os.environ | variables)
