@@ -15,6 +15,7 @@ for standard input, output and error. Answered are the number of the process, th
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import json
@@ -38,6 +39,7 @@ USUAL = (
     *("stalloc.device.virtual", "stalloc.integrations.installing", "stalloc.runtime"),
     *("stalloc.lifespans.repeating_schedule", "stalloc.planner.planning"),
 )
+MADV_COLLAPSE, HUGE_PAGE_BYTES = 25, 2 << 20  # of Linux, from 6.1 on
 PACKAGES = ("torch", "functorch", "triton", "cupy", "cupy_backends")
 
 _exit_codes: list[int] = []  # of the program, once it has one
@@ -146,9 +148,7 @@ def import_libraries() -> None:
     finders, variables = list(sys.meta_path), dict(os.environ)
     device = importlib.import_module("stalloc.device")
     device.activate("virtual")
-    importlib.import_module("stalloc.device.virtual_cupy").redirect(
-        importlib.import_module("ctypes").CDLL("libstalloc_virtual_gpu.so")
-    )
+    importlib.import_module("stalloc.device.virtual_cupy").redirect(ctypes.CDLL("libstalloc_virtual_gpu.so"))
     sys.meta_path[:] = finders  # what it does at an import, it shall do at the program's
     libraries = []
     for library in LIBRARIES:
@@ -171,6 +171,19 @@ def load_what_compiling_needs() -> None:
     registry = importlib.import_module("numba.core.registry")
     registry.cpu_target.typing_context.refresh()
     registry.cpu_target.target_context.refresh()
+
+
+def use_huge_pages() -> None:
+    """Put what there is into huge pages, where the kernel can: a fork copies an entry for each page, and frees it."""
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        if access == "rw-p" and inode == "0":
+            begin, end = (int(one, 16) for one in addresses.split("-"))
+            first, last = -(-begin // HUGE_PAGE_BYTES), end // HUGE_PAGE_BYTES
+            if first < last:
+                size = ctypes.c_size_t((last - first) * HUGE_PAGE_BYTES)
+                advise(ctypes.c_void_p(first * HUGE_PAGE_BYTES), size, MADV_COLLAPSE)
 
 
 def serve(connection: socket.socket) -> Callable[[], None] | None:
@@ -236,6 +249,7 @@ if __name__ == "__main__":
         if type(one) is weakref.finalize:  # isinstance would ask proxies, which import what they stand for
             one.atexit = False
     gc.freeze()
+    use_huge_pages()
     program = serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
         program()
