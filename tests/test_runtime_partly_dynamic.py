@@ -429,6 +429,29 @@ def test_what_is_of_no_proportion_is_not_lent_for_a_short_time() -> None:
     assert program.step(lambda: train(few=True)) == (13, 0)
 
 
+@pytest.mark.parametrize("size_bytes", [96 * 1024, MIB])
+def test_a_batch_that_is_kept_until_the_next_one_is_not_lent_what_the_step_needs(size_bytes: int) -> None:
+    """It has no place on the plan, and how long it lives is not known before it is freed."""
+    program, counts = Program(), iter(range(1001, 90_000, 2))
+    batches: list[int] = []
+
+    def train() -> None:
+        batches.append(program.allocate(size_bytes))
+        if len(batches) > 1:
+            program.free(batches.pop(0))
+        held = [program.allocate(16 * MIB), *[program.allocate(next(counts) * 512) for _ in range(20)]]
+        for _ in range(15):
+            program.free(program.allocate(2 * MIB))
+        for number in range(30):
+            program.free(program.allocate((20 + number % 3) * MIB))
+        for address in reversed(held):
+            program.free(address)
+
+    for _ in range(6):
+        program.step(train)
+    assert [program.step(train) for _ in range(6)] == [(46, 1)] * 6
+
+
 def test_what_is_on_no_schedule_does_not_take_the_places_of_little_requests() -> None:
     """Where one large block stands, a hundred of them would have to go elsewhere."""
     program, counts = Program(), iter(range(1000, 9000))

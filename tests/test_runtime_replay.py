@@ -249,12 +249,12 @@ def test_requests_without_a_place_on_the_plan_borrow_what_is_idle_and_soon_cost_
     program = Program(machine, cycle, rng)
     for _ in range(4):  # how long they live has to be learnt
         program.one_pass()
-    hits, taken = machine.state.record.follow.hits, machine.taken
+    hits, taken, lent = machine.state.record.follow.hits, machine.taken, machine.state.record.dynamic.num_lent
     for _ in range(8):
         program.one_pass()
     assert machine.state.record.follow.hits - hits == 8 * 40
     assert machine.state.record.iterations.misses == 0
-    assert machine.state.record.dynamic.num_lent > 80, "most of them found room in the arena"
+    assert machine.state.record.dynamic.num_lent - lent > 40, "most of them found room in the arena"
     assert machine.taken == taken
     program.end()
     machine.check_counts()

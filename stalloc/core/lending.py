@@ -79,15 +79,17 @@ def _failed_before(state, stream, size, lasts):
 
 
 @inner()
-def _planned_to_last(state, now):
+def _planned_to_last(state, now, known):
     """The most that the entry before the cursor lives, as the plan has it: until one of its intervals is needed again.
 
     It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
-    turn, and so on from step to step. 0: it has no place.
+    turn, and so on from step to step. One without a place is one that lives on through steps, unless it is `known`: 0.
     """
     cursor = state.follow.cursor
     entry = entry_at(state, (cursor if cursor != state.follow.cycle_start else state.follow.cycle_end) - 1)
-    if state.tables.uses == 0 or entry.offset < 0:
+    if entry.offset < 0:
+        return 0 if known > 0 else state.follow.cycle_end - state.follow.cycle_start
+    if state.tables.uses == 0:
         return 0
     until = NEVER
     for index in range(entry.interval_low, entry.interval_high):
@@ -176,7 +178,7 @@ def lend(state, stream, size, requested, row, anything, width):
         return 0  # it would stand in the way of the next iteration, whatever this one is
     known = lifespan_at(state, row).value
     displaced = state.follow.miss_run == 0 and row < LIFESPAN_ROWS
-    lasts = max(known, _planned_to_last(state, now) if displaced else 0)
+    lasts = max(known, _planned_to_last(state, now, known) if displaced else 0)
     if (
         state.follow.num_schedules > 1
         and not is_lost
