@@ -83,7 +83,8 @@ def _planned_to_last(state, now, known):
     """The most that the entry before the cursor lives, as the plan has it: until one of its intervals is needed again.
 
     It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
-    turn, and so on from step to step. One without a place is one that lives on through steps, unless it is `known`: 0.
+    turn, and so on from step to step. One without a place lives on through steps, as far as anyone knows; 0 where it is
+    `known` for how long.
     """
     cursor = state.follow.cursor
     entry = entry_at(state, (cursor if cursor != state.follow.cycle_start else state.follow.cycle_end) - 1)
