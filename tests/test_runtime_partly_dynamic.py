@@ -310,9 +310,9 @@ class Experts(Program):
         super().__init__()
         self._counts = iter(range(1000, 9000))
 
-    def tokens(self, number: int = 8) -> list[int]:
-        """Of so many experts, none twice."""
-        return [next(self._counts) for _ in range(number)]
+    def tokens(self) -> list[int]:
+        """Of eight experts, none twice."""
+        return [next(self._counts) for _ in range(8)]
 
     def train(self, tokens: list[int]) -> None:
         """A step; experts without tokens ask for nothing."""
@@ -344,47 +344,43 @@ def test_what_follows_an_expert_that_is_left_out_is_not_taken_for_its_result(lef
     assert program.step(lambda: program.train(tokens)) == (23 - len(left_out), 0)
 
 
+class Gap(Program):
+    """Eight experts between two static requests, and what comes after them; one expert may have 2,048 tokens."""
+
+    def __init__(self, multiples: tuple[int, ...], after: list[int]) -> None:
+        super().__init__()
+        self._counts, self._multiples, self._after = iter(range(1001, 9000, 2)), multiples, after
+
+    def train(self, odd: int = -1) -> None:
+        """A step; an expert asks for `multiples` of its tokens in bytes, then come requests of `after` MiB."""
+        held = [self.allocate(32 * MIB)]
+        for expert in range(8):
+            count = 2048 if expert == odd else next(self._counts)
+            held += [self.allocate(count * size) for size in self._multiples]
+        held += [self.allocate(size * MIB) for size in self._after]
+        for address in reversed(held):
+            self.free(address)
+
+
 @pytest.mark.parametrize("number", [0, 3, 7])
 def test_an_expert_that_asks_for_as_much_as_a_later_static_request_does_not_end_the_gap(number: int) -> None:
-    """Experts come between two static requests; one of them has a size of the second."""
-    program, counts = Program(), iter(range(1001, 9000, 2))
-
-    def train(odd: int = -1) -> None:
-        held = [program.allocate(32 * MIB)]
-        for expert in range(8):
-            count = 2048 if expert == odd else next(counts)
-            held += [program.allocate(count * size) for size in (512, 2048, 6144, 2048)]
-        held.append(program.allocate(MIB))
-        held += [program.allocate((5 + more) * MIB) for more in range(8)]
-        for address in reversed(held):
-            program.free(address)
-
+    """One of the experts has a size of the static request that comes after them."""
+    program = Gap((512, 2048, 6144, 2048), [1, *range(5, 13)])
     for _ in range(12):
-        program.step(train)
-    hits, missed = program.step(lambda: train(number))
+        program.step(program.train)
+    hits, missed = program.step(lambda: program.train(number))
     assert hits >= 10
     assert missed <= 1, "no more than the place that it took"
-    assert program.step(train) == (10, 0)
+    assert program.step(program.train) == (10, 0)
 
 
 @pytest.mark.parametrize("number", [1, 6])
 def test_an_expert_whose_requests_are_all_of_static_sizes_does_not_end_the_gap(number: int) -> None:
     """Three requests in a row are those of a place thirty requests ahead, but in proportion to one another, too."""
-    program, counts = Program(), iter(range(1001, 9000, 2))
-
-    def train(odd: int = -1) -> None:
-        held = [program.allocate(32 * MIB)]
-        for expert in range(8):
-            count = 2048 if expert == odd else next(counts)
-            held += [program.allocate(count * size) for size in (512, 2048, 6144, 1024)]
-        held += [program.allocate((20 + more) * MIB) for more in range(20)]
-        held += [program.allocate(more * MIB) for more in (1, 4, 12, 2)]
-        for address in reversed(held):
-            program.free(address)
-
+    program = Gap((512, 2048, 6144, 1024), [*range(20, 40), 1, 4, 12, 2])
     for _ in range(12):
-        program.step(train)
-    assert program.step(lambda: train(number)) == (25, 0)
+        program.step(program.train)
+    assert program.step(lambda: program.train(number)) == (25, 0)
 
 
 def test_a_life_that_was_long_once_is_expected_again() -> None:

@@ -140,11 +140,11 @@ def _compile_core() -> None:
     for function in (stream_table.forget_streams, stream_uses.give_events):
         function.compile((types.int64, types.int64[::1]))
     with tempfile.TemporaryDirectory() as name:
-        irregular = Path(name) / "irregular.csv"
+        irregular, snapshot = Path(name) / "irregular.csv", _small_program(name)
         irregular.write_text(irregular_lifespans(), encoding="utf-8")
         _use_verbs(
-            ["simulate", "--allocator", "stalloc", _small_program(name)],
-            ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", _small_program(name)],
+            ["simulate", "--allocator", "stalloc", snapshot],
+            ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", snapshot],
             ["simulate", "--allocator", "stalloc", str(irregular)],
         )
 

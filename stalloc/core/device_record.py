@@ -184,7 +184,7 @@ class Dynamic(Record):
     dynamic_in_gap: int  # how many came there
     known_in_gap: int  # of these, the last in a row that the schedule has elsewhere
     last_dynamic_bytes: int
-    early_time: int  # schedule time after a match before which fewer of them came than ever before
+    early_time: int  # schedule time after a match that fewer of them preceded than in any step before
     early_number: int  # how many did
     num_leases: int
     leased_bytes: int

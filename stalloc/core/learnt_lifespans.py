@@ -38,7 +38,10 @@ def note_birth(state, block, row):
 
 @inner()
 def note_death(state, block):
-    """Learn from an unplanned request how long the next one like it will live: the longest counts, and fades."""
+    """Learn from an unplanned request how long the next one like it will live: the longest counts.
+
+    It fades, but for a dynamic request: where experts are left out, a short life follows a long one by chance.
+    """
     _learn(state, block, 0)
 
 
@@ -55,4 +58,5 @@ def _learn(state, block, least):
     row = born & ((1 << LIFESPAN_BITS) - 1)
     known = lifespan_at(state, row)
     if lived > 0:
-        known.value = max(lived, known.value - (known.value >> 3) if row < LIFESPAN_ROWS else known.value)
+        fades = known.value >> 3 if row < LIFESPAN_ROWS else 0
+        known.value = max(lived, known.value - fades)

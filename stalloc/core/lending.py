@@ -115,7 +115,7 @@ def _find_for(state, pool, stream, size, lasts, is_lost, width):
     """
     length = state.follow.cycle_end - state.follow.cycle_start
     least = 0 if is_lost else lasts if lasts > 0 else length >> 2
-    if width > 0 and _failed_before(state, stream, size, least):
+    if width > 0 and _failed_before(state, stream, size, least):  # with 0 there is more to be found
         return -1, 0
     now, low = schedule_time(state), -1
     if is_lost:

@@ -315,8 +315,7 @@ def _note_early(state, row):
 @inner(forceinline=True)
 def _instead(state, row, position):
     """The entry that a request like the expected one is: a later one, if none came of what always comes before it."""
-    gap = gap_at(state, row)
-    return position if gap.without == position or state.dynamic.gap_time == schedule_time(state) else gap.without
+    return gap_at(state, row).without if _num_in_gap(state) == 0 else position
 
 
 @inner()

@@ -298,10 +298,8 @@ class AlignedSteps:
         most, least, lasts, ratios = _sites_between(
             birth[dynamic], lived[dynamic], size, self._aligned.seen, self.num_steps
         )
-        return most, least, lasts, ratios, self._next_sure(), self._without(least > 0)
-
-    def _next_sure(self) -> Column:
-        return _next_of(self._aligned.seen == self.num_steps)
+        next_sure = _next_of(self._aligned.seen == self.num_steps)
+        return most, least, lasts, ratios, next_sure, self._without(least > 0)
 
     def _without(self, needs: Column) -> Column:
         """(n,) the request that one of this size is where no dynamic one came before it, which `needs` some otherwise.
