@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from stalloc.analysis.error_text import DEVICE, HOST, ErrorText
-from stalloc.analysis.size_text import ANY_BYTES, size_bytes
+from stalloc.analysis.error_text import ANY_BYTES, DEVICE, HOST, ErrorText, size_bytes
 from stalloc.analysis.torch_wordings import torch_errors
 from stalloc.analysis.wordings import (
     ADVICE,

@@ -1,13 +1,33 @@
 """One out-of-memory error as its text tells it, and what follows from its figures.
 
 Contract: figures are those of the text, which rounds them to two decimals of its unit; what it does not say is None,
-and so is what its other figures rule out. Nothing is derived from figures that contradict each other.
+and so is what its other figures rule out. Nothing is derived from figures that contradict each other. Units of sizes
+are powers of 1,024, as every library of ours counts, and a comma before one or two last digits is that of a decimal; a
+number that no device can hold, which is what an overflow prints, is not a size.
 """
 
+import re
 from dataclasses import dataclass
 
-from stalloc.analysis.size_text import MOST_BYTES
 from stalloc.figures import human_bytes
+
+#: one size; a bare number counts bytes
+SIZE = r"\d[\d.,]*(?: ?(?:[KkMGT](?:i?B)?|[Bb]ytes?|B)\b)?"
+MOST_BYTES = 1 << 44  #: no device holds more
+ANY_BYTES = 1 << 64  #: what a size that was computed wrongly can be
+_SHIFTS = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def size_bytes(text: str | None, most_bytes: int = MOST_BYTES) -> int | None:
+    """The bytes of a size as text; None if it is no size, or more than `most_bytes`."""
+    match = re.fullmatch(r"(\d[\d.,]*) ?([A-Za-z]*)", text or "")
+    digits = re.sub(r",(?=\d{1,2}$)", ".", match[1]) if match else ""
+    digits = digits.replace(",", "").strip(".")
+    if match is None or not re.fullmatch(r"\d{1,20}(\.\d{1,10})?", digits):
+        return None
+    found = round(float(digits) * (1 << _SHIFTS[match[2][:1].lower()]))
+    return found if found <= most_bytes else None
+
 
 #: how far figures may be apart that were rounded, each by up to half a hundredth of a GiB
 _ROUNDED_BYTES = 24 << 20

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from stalloc.analysis.error_text import ErrorText
-from stalloc.analysis.size_text import ANY_BYTES, MOST_BYTES, SIZE, size_bytes
+from stalloc.analysis.error_text import ANY_BYTES, MOST_BYTES, SIZE, ErrorText, size_bytes
 
 _SIZE = f"({SIZE})"
 _BEGIN = re.compile(

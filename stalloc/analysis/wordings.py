@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stalloc.analysis.error_text import DEVICE
-from stalloc.analysis.size_text import SIZE
+from stalloc.analysis.error_text import DEVICE, SIZE
 
 FIGURES = ("wanted", "total", "free", "allocated", "reserved", "limit")
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from stalloc.analysis.server_findings import DRIVER_GROWTH_BYTES
-from stalloc.analysis.server_log import ServerLog, read_server_log
+from stalloc.analysis.server_log import DRIVER_GROWTH_BYTES, ServerLog, read_server_log
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.dryrun_report import Offer, last_lines
 from stalloc.cli.dryrun_runs import Runs, headroom_of, offer_of, ran_out_text

@@ -6,8 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.analysis.server_findings import findings
-from stalloc.analysis.server_log import ServerLog
+from stalloc.analysis.server_log import ServerLog, findings
 from stalloc.cli.output import file_label
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.figures import human_bytes

@@ -24,10 +24,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.analysis.offload_study import study
+from stalloc.analysis.offload_study import Series, study, study_series
 from stalloc.analysis.study_findings import bytes_text, findings
 from stalloc.analysis.study_record import Study, as_json
-from stalloc.analysis.study_series import Series, study_series
 from stalloc.cli.convert import of_device
 from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import (

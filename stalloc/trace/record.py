@@ -248,3 +248,11 @@ class Trace:
     def replace(self, **changes: Any) -> "Trace":
         """A copy with other values for the named fields, checked again."""
         return dataclasses.replace(self, **changes)
+
+
+def index_streams(raw: Column) -> tuple[tuple[int, ...], Column]:
+    """The distinct ids in order of first appearance, and for each of the (n,) ids its index among them."""
+    distinct, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+    by_appearance = np.argsort(first)
+    rank = np.argsort(by_appearance)
+    return tuple(int(value) for value in distinct[by_appearance]), rank[inverse.reshape(-1)].astype(np.int64)

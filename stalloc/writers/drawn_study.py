@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from stalloc.analysis.offload_study import study
+from stalloc.analysis.offload_study import Series, study, study_series
 from stalloc.analysis.study_findings import findings
 from stalloc.analysis.study_record import Study
-from stalloc.analysis.study_series import Series, study_series
 from stalloc.trace import DeviceRecord
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.analysis.offload_study import Series
 from stalloc.analysis.study_findings import copies_text
 from stalloc.analysis.study_record import PartUse
-from stalloc.analysis.study_series import Series
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 from stalloc.sizes import GIB, MIB

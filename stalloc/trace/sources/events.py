@@ -12,8 +12,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.trace.pairing import pair_events
-from stalloc.trace.record import SEGMENT_COLUMNS, Action, Trace, empty_columns, mark_columns
-from stalloc.trace.streams import index_streams
+from stalloc.trace.record import SEGMENT_COLUMNS, Action, Trace, empty_columns, index_streams, mark_columns
 
 MAX_SIZE_BYTES = 1 << 44
 """No device holds more; it also keeps every sum of sizes within 64 bits."""

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from stalloc.errors import BadInputError
-from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Trace, empty_columns
-from stalloc.trace.streams import index_streams
+from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Trace, empty_columns, index_streams
 
 _REQUIRED = ("id", "lower", "upper", "size")
 _OPTIONAL = ("offset", "stream", "alignment")

@@ -18,12 +18,10 @@ from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
 from stalloc.trace.header import MAX_DEVICE
 from stalloc.trace.pairing import Pairs, pair_events
-from stalloc.trace.record import Action, Trace
+from stalloc.trace.record import Action, Trace, index_streams
 from stalloc.trace.sites import StackCollector
-from stalloc.trace.sources.snapshot_budget import Budget
-from stalloc.trace.sources.snapshot_notes import SnapshotNotes
+from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
 from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
-from stalloc.trace.streams import index_streams
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}

@@ -28,9 +28,8 @@ from stalloc.trace import MARK_STEP, Action, DeviceRecord, Trace
 from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import read_sites
 from stalloc.writers.drawn_study import drawn_study
-from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map
+from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map, replayed_map
 from stalloc.writers.page.detail import detail_levels
-from stalloc.writers.page.replayed_map import replayed_map
 from stalloc.writers.page.story import headline, remarks
 
 _MAX_MARKS = 2000
