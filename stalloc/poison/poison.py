@@ -8,16 +8,20 @@ ranges are touched: by the thread that allocates or frees them, or with the cont
 in place; there is no lock of its own to wait for.
 
 What is found is one sentence on standard error at once. It is raised as CorruptionError where Python code can take it:
-at the next mark of a step, or allocation of CuPy; a free, and torch's C++ code, cannot.
+at the next mark of a step, or allocation of CuPy; a free, and torch's C++ code, cannot. The program then ends with exit
+code 1, whatever it does itself.
 """
 
+import atexit
+import ctypes
 import os
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
 
@@ -27,11 +31,12 @@ from stalloc.core.snapshot import owner_of, segments
 from stalloc.device.capture import is_captured
 from stalloc.errors import CorruptionError
 from stalloc.notices import say
-from stalloc.poison.poison_memory import PoisonMemory
+from stalloc.poison.poison_memory import PoisonMemory, memory_of
 from stalloc.sizes import aligned
 
 if TYPE_CHECKING:
     from stalloc.core.state import DeviceState
+    from stalloc.device import Device
 
 FRESH, FREED, GUARD = 0xFF, 0xFB, 0xFD
 GUARD_BYTES = 16  # behind every block at least, whatever it asked for; rounding adds to that
@@ -62,13 +67,41 @@ class Owner(NamedTuple):
         return f"a block of {self.requested_bytes:,} bytes at {self.address:#x} (stream {self.stream:#x}{line})"
 
 
+_P = ParamSpec("_P")
+
+
+def _looking(
+    action: Callable[Concatenate["Poison", PoisonMemory, _P], None],
+) -> Callable[Concatenate["Poison", _P], None]:
+    """A method that gets the memory, unless it is over; an error ends the looking, never the program."""
+
+    @wraps(action)
+    def look(self: "Poison", *args: _P.args, **named: _P.kwargs) -> None:
+        memory, hot = self.memory, self.state.record.hot
+        if memory is None:
+            return
+        if not hot.private_kind and is_captured(int(hot.last_stream)):
+            self.stop("a graph is captured that neither torch nor CuPy told of, and its capture forbids to look.")
+            return
+        try:
+            action(self, memory, *args, **named)
+        except KeyboardInterrupt:  # it would vanish in the C code that called: raise it again where Python runs
+            import _thread
+
+            _thread.interrupt_main()
+        except Exception as error:
+            self.stop(f"{type(error).__name__}: {error}")
+
+    return look
+
+
 class Poison:
     """The patterns of one device. Nothing here raises but `raise_found`."""
 
     def __init__(self, state: "DeviceState", memory: PoisonMemory) -> None:
         self.state = state
         self.found: list[str] = []  #: a sentence each
-        self._memory: PoisonMemory | None = memory  # None: it is over, blocks are served as they are
+        self.memory: PoisonMemory | None = memory  #: None: it is over, blocks are served as they are
         self._raised = 0  # of `found`
         self._live: dict[int, Owner] = {}
         self._gone: deque[Owner] = deque(maxlen=_REMEMBERED)
@@ -78,7 +111,7 @@ class Poison:
 
     def stop(self, why: str) -> None:
         """Look no further: what is free may be written to from now on."""
-        self._memory = None
+        self.memory = None
         if why:
             say(f"STALLOC_POISON stops checking: {why}")
 
@@ -94,18 +127,18 @@ class Poison:
     def allocate(self, requested_bytes: int, stream: int) -> int:
         """Serve a request and get the block ready for its owner."""
         self._free_waiting()
-        if self._memory is None or requested_bytes <= 0:
+        if self.memory is None or requested_bytes <= 0:
             return self.state.malloc(requested_bytes, stream)
         address = self.state.malloc(requested_bytes + GUARD_BYTES, stream)
         if address:
-            self._do(self._begin, address, requested_bytes, _calling_line())
+            self._begin(address, requested_bytes, _calling_line())
         return address
 
     def free(self, address: int) -> None:
         """Free a block; while a graph is captured, which must not learn of our fills, after the capture."""
         self._free_waiting()
         block = self._owner(address) if address else None
-        if self._memory is None or block is None or block.is_private:
+        if self.memory is None or block is None or block.is_private:
             self.state.free(address)
         elif self.state.record.hot.private_kind:
             self._waiting.append(address)
@@ -126,6 +159,7 @@ class Poison:
                 addresses.append(self._waiting.pop())
             self._free(addresses)
 
+    @_looking
     def _begin(self, memory: PoisonMemory, address: int, requested: int, place: str) -> None:
         block = self._owner(address)
         if block is None or block.is_private:
@@ -142,7 +176,8 @@ class Poison:
 
     # --- what the controller does
 
-    def ending(self, addresses: list[int]) -> None:
+    @_looking
+    def ending(self, memory: PoisonMemory, addresses: list[int]) -> None:
         """Blocks that nobody uses any more, other streams neither, are about to be free."""
         by_stream: dict[int, list[tuple[int, int]]] = {}
         for address in addresses:
@@ -152,34 +187,27 @@ class Poison:
                     self._lent[address] = block.size_bytes
                 by_stream.setdefault(block.raw_stream, []).append((address, block.size_bytes))
         for stream, blocks in by_stream.items():
-            self._do(self._ending, stream, blocks)
+            owners = [owner for address, _ in blocks if (owner := self._live.pop(address, None)) is not None]
+            counts = memory.mismatches([owner.guard for owner in owners], GUARD, stream)
+            for owner, count in zip(owners, counts, strict=True):
+                if count:
+                    self._name_owner(memory, owner, "when it was freed")
+            self._gone.extend(owners)
+            memory.fill(blocks, FREED, stream)
 
-    def _ending(self, memory: PoisonMemory, stream: int, blocks: list[tuple[int, int]]) -> None:
-        owners = [owner for address, _ in blocks if (owner := self._live.pop(address, None)) is not None]
-        counts = memory.mismatches([owner.guard for owner in owners], GUARD, stream)
-        for owner, count in zip(owners, counts, strict=True):
-            if count:
-                self._name_owner(memory, owner, "when it was freed")
-        self._gone.extend(owners)
-        memory.fill(blocks, FREED, stream)
-
-    def taken(self, base: int, size_bytes: int) -> None:
+    @_looking
+    def taken(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         """A segment or an arena came from the device; nobody has any of it yet."""
-        self._do(self._taken, base, size_bytes)
-
-    def _taken(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         if self.state.record.hot.private_kind:
             self._of_graphs.add(base)
             return
         memory.fill([(base, size_bytes)], FREED, 0)
         memory.mismatches([], FREED, None)  # streams that do not wait for the default one may be the first to use it
 
-    def returned(self, base: int, size_bytes: int) -> None:
+    @_looking
+    def returned(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         """A segment or an arena in which nothing lives is about to go back to the device."""
         self._forget_lent(base, size_bytes)
-        self._do(self._returned, base, size_bytes)
-
-    def _returned(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         if base in self._of_graphs:
             self._of_graphs.discard(base)
         elif not self.state.record.hot.private_kind and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
@@ -192,11 +220,12 @@ class Poison:
 
     def check_loans(self) -> None:
         """A graph is about to be replayed: nobody may have written to what was lent, after it was freed."""
-        lent, self._lent = self._lent, {}
-        if lent:
-            self._do(self._check_loans, list(lent.items()))
+        if self._lent:
+            self._check_loans()
 
-    def _check_loans(self, memory: PoisonMemory, lent: list[tuple[int, int]]) -> None:
+    @_looking
+    def _check_loans(self, memory: PoisonMemory) -> None:
+        lent, self._lent = list(self._lent.items()), {}
         for (address, size), count in zip(lent, memory.mismatches(lent, FREED, None), strict=True):
             if count:
                 self._name_writer(memory, address, size, "when a CUDA graph that had lent it was to be replayed")
@@ -205,8 +234,9 @@ class Poison:
         """Look at everything, with the controller's lock held, which keeps segments in place."""
         if not self.state.record.hot.private_kind:
             self._free_waiting()
-            self._do(self._check)
+            self._check()
 
+    @_looking
     def _check(self, memory: PoisonMemory) -> None:
         live = list(self._live.copy().values())
         counts = memory.mismatches([owner.guard for owner in live], GUARD, None)
@@ -267,25 +297,6 @@ class Poison:
         if len(self.found) <= _MAX_SAID:
             say(f"memory corruption: {sentence}")
 
-    # --- helpers
-
-    def _do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something with the memory; an error ends the looking, never the program."""
-        memory = self._memory
-        if memory is None:
-            return
-        if not self.state.record.hot.private_kind and is_captured(int(self.state.record.hot.last_stream)):
-            self.stop("a graph is captured that neither torch nor CuPy told of, and its capture forbids to look.")
-            return
-        try:
-            action(memory, *arguments)
-        except KeyboardInterrupt:  # it would vanish in the C code that called: raise it again where Python runs
-            import _thread
-
-            _thread.interrupt_main()
-        except Exception as error:
-            self.stop(f"{type(error).__name__}: {error}")
-
     def _owner(self, address: int) -> records.Owner | None:
         return owner_of(self.state.address, address)
 
@@ -299,3 +310,52 @@ def _calling_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+class Watch:
+    """All devices of a process under poison: the entries that torch and CuPy get, and the program's end."""
+
+    def __init__(self) -> None:
+        self.devices: dict[int, Poison] = {}  #: by the address of the state
+        self._pid = os.getpid()
+        atexit.register(self.at_exit)  # before other handlers of ours, so that it runs after them
+
+    def add(self, device: "Device", state: "DeviceState") -> Poison | None:
+        """Watch a device; None, and a sentence, if its memory does not exist."""
+        memory = memory_of(device)
+        if memory is None:
+            say(
+                "STALLOC_POISON finds nothing on a virtual GPU, which keeps no bytes: use VirtualGPU(copy_limit_bytes="
+                "None), whose memory is real, or a real GPU."
+            )
+            return None
+        self.devices[state.address] = Poison(state, memory)
+        return self.devices[state.address]
+
+    def allocate(self, state: int, requested_bytes: int, stream: int) -> int:
+        """What the entries for allocations call."""
+        return self.devices[state].allocate(requested_bytes, stream)
+
+    def free(self, state: int, address: int, nothing: int) -> int:
+        """What the entries for frees call."""
+        self.devices[state].free(address)
+        return 0
+
+    def raise_found(self) -> None:
+        """Raise CorruptionError for what was found on any device since the last time."""
+        for poison in self.devices.values():
+            poison.raise_found()
+
+    def forked(self) -> None:
+        """In a child of fork nothing is looked at: its device may not answer."""
+        for poison in self.devices.values():
+            poison.stop("")
+
+    def at_exit(self) -> None:
+        """A program in which something was found does not end as if all were well."""
+        found = sum(len(poison.found) for poison in self.devices.values())
+        if found and os.getpid() == self._pid:
+            say(f"memory corruption: {found} findings: the program ends with exit code 1.")
+            sys.stdout.flush()
+            ctypes.CDLL(None).fflush(None)
+            os._exit(1)

@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,38 +26,15 @@ Ranges = Sequence[tuple[int, int]]  #: address and bytes of each
 _PIECE = 32 << 20  # bytes read to the host at a time where no kernel can look
 
 
-class PoisonMemory(Protocol):
-    """Writes and checks the poison in the memory of one device."""
-
-    def fill(self, ranges: Ranges, byte: int, stream: int) -> None:
-        """Fill ranges that share no byte, in the order of a stream (raw handle)."""
-
-    def mismatches(self, ranges: Ranges, byte: int, stream: int | None) -> list[int]:
-        """How many bytes of each range differ; after what the stream (None: any) was given so far."""
-
-    def read(self, address: int, size_bytes: int) -> np.ndarray:
-        """A copy of the bytes of a range."""
-
-
-def memory_of(device: Device) -> PoisonMemory | None:
-    """The bytes of a device; None for a virtual GPU that keeps none."""
-    if device.kind == "cuda":
-        return GpuMemory(device.index)
-    from stalloc.device import virtual
-
-    gpu = virtual.active_gpu()
-    return HostMemory() if gpu is not None and gpu.copy_limit_bytes is None else None
-
-
 class HostMemory:
     """A virtual GPU whose memory is plain memory of this process: nothing runs beside the host."""
 
     def fill(self, ranges: Ranges, byte: int, stream: int) -> None:
-        """Fill ranges at once."""
+        """Fill ranges that share no byte, in the order of a stream (raw handle)."""
         kernels.host_fill(*_columns(ranges), byte)
 
     def mismatches(self, ranges: Ranges, byte: int, stream: int | None) -> list[int]:
-        """How many bytes of each range differ."""
+        """How many bytes of each range differ; after what the stream (None: any) was given so far."""
         return [int(count) for count in kernels.host_mismatches(*_columns(ranges), byte)]
 
     def read(self, address: int, size_bytes: int) -> np.ndarray:
@@ -140,6 +117,19 @@ class GpuMemory:
     def _mismatches_through_host(self, address: int, size_bytes: int, byte: int) -> int:
         pieces = [(address + at, min(_PIECE, size_bytes - at)) for at in range(0, size_bytes, _PIECE)]
         return sum(int(np.count_nonzero(self.read(*piece) != byte)) for piece in pieces)
+
+
+PoisonMemory = HostMemory | GpuMemory  #: writes and checks the poison in the memory of one device
+
+
+def memory_of(device: Device) -> PoisonMemory | None:
+    """The bytes of a device; None for a virtual GPU that keeps none."""
+    if device.kind == "cuda":
+        return GpuMemory(device.index)
+    from stalloc.device import virtual
+
+    gpu = virtual.active_gpu()
+    return HostMemory() if gpu is not None and gpu.copy_limit_bytes is None else None
 
 
 def _columns(ranges: Ranges) -> tuple[list[int], list[int]]:
