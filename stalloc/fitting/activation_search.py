@@ -13,16 +13,13 @@ from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, from_rows, offloaded
-from stalloc.fitting.foreseen_paging import paged, peak_bytes
+from stalloc.fitting.foreseen_host import ActivationsRecorded, added_seconds, offloaded, paged, peak_bytes
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Offloaded, Proposals, Wanted, Way
 from stalloc.fitting.recompute_search import ENOUGH_LEFT
 from stalloc.fitting.run_seen import RunSeen
-from stalloc.fitting.tier_search import WINDOWS, what_of
-from stalloc.fitting.tier_seconds import tier_seconds
-from stalloc.fitting.trial_work import TrialWork
-from stalloc.fitting.trials import Measured
+from stalloc.fitting.tier_search import WINDOWS, tier_seconds, what_of
+from stalloc.fitting.trials import Measured, TrialWork
 from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings
@@ -36,8 +33,6 @@ _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 
 @dataclass(frozen=True)
 class _Expected:
-    """What is foreseen of one share and window."""
-
     settings: TechniqueSettings
     offload: Offloaded
     seconds_beside: float  #: that other techniques add to a step
@@ -55,9 +50,7 @@ class _Seen:
 
 def with_activations(known: Known, policy: str | None = None) -> Proposals:
     """Run the program with activations in host memory, beside recomputed blocks, paged state and streamed layers.
-
-    `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none.
-    """
+    `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none."""
     ratio = ratio_of(policy or "")
     if not known.host_bytes:
         yield "nothing is kept in host memory without --host SIZE"
@@ -109,14 +102,15 @@ def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | No
         yield f"activations are not kept in host memory: {failure.rstrip('.')}"
         return None
     run, step = RunSeen.from_json(recorded.seen), timed.seen
-    return _Seen(proposed, run, from_rows(step["activations"]), step["step_seconds"])
+    return _Seen(proposed, run, ActivationsRecorded(*step["activations"]), step["step_seconds"])
 
 
 def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> Generator[Wanted, Any, bool]:
     """Run what is expected to fit, then aim lower by as much as it missed; whether there is nothing more to try."""
     for _ in range(ROUNDS):
         found = _cheapest(known, seen, tiers, target_bytes)
-        if found is None or not _is_worth_it(known, found):
+        least_seconds = min((one.added_seconds for one in known.candidates if known.fits(one)), default=float("inf"))
+        if found is None or found.offload.seconds + found.seconds_beside >= least_seconds:
             return False
         candidate: Candidate = yield _way(seen, found)
         if known.fits(candidate) or (candidate.refused and not candidate.runs_short):
@@ -126,8 +120,12 @@ def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int)
 
 
 def _way(seen: _Seen, found: _Expected) -> Way:
-    base = Base(found.settings, offload=found.offload)
-    return Way(base, seen.proposed, _what(found.settings, len(seen.proposed.choices)), "offload-ratio")
+    activations, num_blocks = found.settings.activations, len(seen.proposed.choices)
+    of = "" if activations.ratio == 1 else f"{activations.ratio:.0%} of "
+    ahead = f", {human_bytes(activations.window_bytes)} ahead" if activations.window_bytes else ""
+    what = [f"recompute {plural(num_blocks, 'whole block')}"] if num_blocks else []
+    what += [f"{of}activations to the host{ahead}", *([what_of(found.settings.tiers)] if found.settings.tiers else [])]
+    return Way(Base(found.settings, offload=found.offload), seen.proposed, ", ".join(what), "offload-ratio")
 
 
 def ratio_of(policy: str) -> float | None:
@@ -171,33 +169,12 @@ def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, wind
         left = dataclasses.replace(tiers, host_bytes=max(0, known.host_bytes - found.host_bytes))
         in_host = paged(lifespans, run.updates, left, run.layers, run.passes)
         lifespans = in_host.lifespans
-        layers = run.layers if tiers.streamed_window else ()
-        streamed_bytes = sum(int(run.size[row]) for layer in layers for row in layer.requests)
-        on_disk = in_host.disk_streamed_bytes
-        moved = Measured(
-            paged_bytes=max(0, in_host.host_bytes - streamed_bytes + on_disk),
-            streamed_bytes=streamed_bytes,
-            disk_streamed_bytes=on_disk,
-        )
+        layers, on_disk = run.layers if tiers.streamed_window else (), in_host.disk_streamed_bytes
+        streamed = sum(int(run.size[row]) for layer in layers for row in layer.requests)
+        paged_bytes = max(0, in_host.host_bytes - streamed + on_disk)
+        moved = Measured(paged_bytes=paged_bytes, streamed_bytes=streamed, disk_streamed_bytes=on_disk)
         beside = tier_seconds(tiers, moved, known.step, known.link_bytes_per_second)
     rate = LINK_SHARE * known.link_bytes_per_second
     seconds = added_seconds(seen.timed, settings, seen.step_seconds, rate, LINK_START)
     whole = TechniqueSettings(tiers=tiers, activations=settings)
-    offload = Offloaded(peak_bytes(lifespans), found.host_bytes, seconds)
-    return _Expected(whole, offload, seen.proposed.seconds + beside)
-
-
-def _is_worth_it(known: Known, found: _Expected) -> bool:
-    """Whether it costs less than every candidate that fits so far."""
-    seconds = [one.added_seconds for one in known.candidates if known.fits(one)]
-    return found.offload.seconds + found.seconds_beside < min(seconds, default=float("inf"))
-
-
-def _what(settings: TechniqueSettings, num_blocks: int) -> str:
-    activations = settings.activations
-    parts = [f"recompute {plural(num_blocks, 'whole block')}"] if num_blocks else []
-    of = "" if activations.ratio == 1 else f"{activations.ratio:.0%} of "
-    parts.append(f"{of}activations to the host")
-    if activations.window_bytes:
-        parts[-1] += f", {human_bytes(activations.window_bytes)} ahead"
-    return ", ".join(parts + ([what_of(settings.tiers)] if settings.tiers else []))
+    return _Expected(whole, Offloaded(peak_bytes(lifespans), found.host_bytes, seconds), seen.proposed.seconds + beside)

@@ -26,18 +26,32 @@ AUTO = "auto"  #: a cap of all that there is: eviction is the last resort before
 
 
 class Cap:
-    """A cap that is in force from the import of torch on; a context, whose end lifts it."""
+    """A cap that is in force from the import of torch on; a context, whose end lifts it. 0 bytes: "auto".
+
+    Raises BadInputError for more than a device has, or less than it gives at once.
+    """
 
     def __init__(
         self, runtime: "Runtime", cap_bytes: int, host_bytes: int | None, policy: str, *, caches: bool
     ) -> None:
         from stalloc.imports import after_import
 
-        self.cap_bytes, self._host_bytes, self._policy = cap_bytes, host_bytes, policy
-        self._caches = caches
-        self._idle: IdleMemory | None = None
+        self.cap_bytes, self._host_bytes, self._policy, self._caches = cap_bytes, host_bytes, policy, caches
         self._runtime = runtime
         self._memory: EvictableMemory | None = None
+        self._idle: IdleMemory | None = None
+        least = min(controller.device.total_bytes for controller in runtime.controllers)
+        if 0 < cap_bytes < PAGE_BYTES:
+            raise BadInputError(
+                f"a cap of {human_bytes(cap_bytes)} is not possible: the device gives memory by "
+                f"{human_bytes(PAGE_BYTES)}. Give what the parameters, gradients and the optimizer's state need at "
+                "least."
+            )
+        if cap_bytes > least:
+            raise BadInputError(
+                f"a cap of {human_bytes(cap_bytes)} is not possible: the device has {human_bytes(least)}. Give less, "
+                'or "auto" for all there is.'
+            )
         if cap_bytes:
             for controller in runtime.controllers:
                 controller.memory.keep_within(cap_bytes)
@@ -74,11 +88,11 @@ class Cap:
         return {
             "cap_bytes": self.cap_bytes,
             "evictions": evicted.num_evictions,
-            "dropped_bytes": evicted.dropped_bytes,
             "recomputed_blocks": evicted.num_recomputed,
-            "recomputed_bytes": evicted.recomputed_bytes,
-            "moved_bytes": evicted.moved_bytes,
-            "brought_bytes": evicted.brought_bytes,
+            **{
+                f"{how}_bytes": getattr(evicted, f"{how}_bytes")
+                for how in ("dropped", "recomputed", "moved", "brought")
+            },
             "estimated_seconds": evicted.seconds,
             "host_bytes": store.peak_bytes,
         }
@@ -93,11 +107,6 @@ class Cap:
             self._idle.end()
         for controller in self._runtime.controllers:
             controller.end_cap()
-
-
-def parse_cap(text: str | int) -> int:
-    """Bytes of a cap, 0 for "auto". Raises BadInputError for anything else."""
-    return 0 if text == AUTO else parse_memory(text)
 
 
 def cap(
@@ -121,7 +130,8 @@ def cap(
 
     Raises BadInputError for a size or a policy that is none, SetupError where CUDA was used.
     """
-    cap_bytes, host_bytes = parse_cap(size), None if host is None else parse_memory(host, at_least=0)
+    cap_bytes = 0 if size == AUTO else parse_memory(size)
+    host_bytes = None if host is None else parse_memory(host, at_least=0)
     policy_named(policy)
     if os.environ.get(TRIAL_VARIABLE):
         return None
@@ -131,21 +141,4 @@ def cap(
         from stalloc.integrations.torch_allocator import check_untouched
 
         check_untouched()
-    runtime = integrations.install(device=device, gpu=gpu)
-    check_cap(cap_bytes, runtime)
-    return Cap(runtime, cap_bytes, host_bytes, policy, caches=caches)
-
-
-def check_cap(cap_bytes: int, runtime: "Runtime") -> None:
-    """Raise BadInputError for a cap that is more than a device has, or less than it gives at once; 0: "auto"."""
-    if 0 < cap_bytes < PAGE_BYTES:
-        raise BadInputError(
-            f"a cap of {human_bytes(cap_bytes)} is not possible: the device gives memory by {human_bytes(PAGE_BYTES)}. "
-            "Give what the parameters, gradients and the optimizer's state need at least."
-        )
-    least = min(controller.device.total_bytes for controller in runtime.controllers)
-    if cap_bytes > least:
-        raise BadInputError(
-            f"a cap of {human_bytes(cap_bytes)} is not possible: the device has {human_bytes(least)}. Give less, or "
-            '"auto" for all there is.'
-        )
+    return Cap(integrations.install(device=device, gpu=gpu), cap_bytes, host_bytes, policy, caches=caches)

@@ -7,7 +7,7 @@ goes through the one door that all plans go through. The same fit is the same by
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -60,19 +60,14 @@ def cheapest(candidates: Sequence[Candidate], budget_bytes: int) -> int:
 
 def undominated(candidates: Sequence[Candidate]) -> list[int]:
     """The rows of the Pareto set: no other needs at most as much of device, host, disk and time, and less of one."""
-    costs = {
-        row: (one.needed_bytes, one.host_bytes, one.disk_bytes, one.added_seconds)
-        for row, one in enumerate(candidates)
-        if one.needed_bytes and not one.refused
-    }
-
-    def is_worse(cost: tuple[float, ...]) -> bool:
-        return any(
-            other != cost and all(mine <= its for mine, its in zip(other, cost, strict=True))
-            for other in costs.values()
-        )
-
-    return [row for row, cost in costs.items() if not is_worse(cost)]
+    rows = [row for row, one in enumerate(candidates) if one.needed_bytes and not one.refused]
+    measured = [candidates[row] for row in rows]
+    costs = np.array([(one.needed_bytes, one.host_bytes, one.disk_bytes, one.added_seconds) for one in measured])
+    return [
+        row
+        for row, cost in zip(rows, costs, strict=True)
+        if not ((costs <= cost).all(axis=1) & (costs < cost).any(axis=1)).any()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +93,6 @@ class Program:
                 return f"it was made for {what} {its}, and this is {getattr(self, what)}"
         return ""
 
-    def may_ask_for_the_same(self, other: "Program") -> bool:
-        """Whether the program may ask for the same memory although something differs."""
-        return (self.name, self.torch, self.stalloc) == (other.name, other.torch, other.stalloc)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -121,7 +112,6 @@ class Fit:
 
     @property
     def least_bytes(self) -> int:
-        """The least that any candidate needed."""
         return min((one.needed_bytes for one in self.candidates if one.needed_bytes and not one.refused), default=0)
 
     def save(self, path: str | Path) -> None:
@@ -130,7 +120,6 @@ class Fit:
         write_whole(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The content of a fit file."""
         told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("settings", "plan")}
         header = {
             **told,
@@ -161,8 +150,7 @@ def load_fit(path: str | Path) -> Fit:
         if not data.startswith(b"PK"):
             raise ValueError("it is no archive of columns")
         columns = Columns(io.BytesIO(data))
-        header = json.loads(_bytes(columns, "header").decode())
-        return _fit(header, _bytes(columns, "plan"))
+        return _fit(json.loads(_bytes(columns, "header").decode()), _bytes(columns, "plan"))
     except DAMAGE as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) and error.args else str(error)
         reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]
@@ -181,19 +169,15 @@ def _fit(header: Any, plan: bytes) -> Fit:
         raise ValueError("its header does not say so")
     if header.get("version") != VERSION:
         raise ValueError(f"its format version is {header.get('version')!r:.20}, this stalloc reads {VERSION}")
-    candidates = _list(header["candidates"], _MAX_CANDIDATES)
+    plain = {"budget_bytes": int, "gpu_bytes": int, "step_seconds": float, "estimate": str, "asked": str}
     fit = Fit(
+        **{name: _checked(kind, header[name]) for name, kind in plain.items()},
         program=_record(Program, header["program"]),
-        budget_bytes=_count(header["budget_bytes"]),
-        gpu_bytes=_count(header["gpu_bytes"]),
-        step_seconds=_seconds(header["step_seconds"]),
-        estimate=_text(header["estimate"]),
-        candidates=tuple(_record(Candidate, one) for one in candidates),
+        candidates=tuple(_record(Candidate, one) for one in _list(header["candidates"], _MAX_CANDIDATES)),
         best=header["best"],
         settings=TechniqueSettings.from_json(header["settings"]),
         plan=plan,
-        notes=tuple(_text(note) for note in _list(header["notes"], _MAX_CANDIDATES)),
-        asked=_text(header["asked"]),
+        notes=tuple(_checked(str, note) for note in _list(header["notes"], _MAX_CANDIDATES)),
     )
     if type(fit.best) is not int or not -1 <= fit.best < len(fit.candidates):
         raise ValueError("its best candidate is none of its candidates")
@@ -203,8 +187,13 @@ def _fit(header: Any, plan: bytes) -> Fit:
 def _record(kind: Any, told: Any) -> Any:
     if not isinstance(told, dict) or set(told) != {one.name for one in fields(kind)}:
         raise ValueError(f"a {kind.__name__.lower()} is damaged")
-    checks: dict[Any, Callable[[Any], Any]] = {str: _text, int: _count, float: _seconds, tuple[str, ...]: _texts}
-    return kind(**{one.name: checks[one.type](told[one.name]) for one in fields(kind)})
+    values = {}
+    for one in fields(kind):
+        if one.type == tuple[str, ...]:
+            values[one.name] = tuple(_checked(str, text) for text in _list(told[one.name], 100_000))
+        else:
+            values[one.name] = _checked(one.type, told[one.name])
+    return kind(**values)
 
 
 def _list(value: Any, limit: int) -> list[Any]:
@@ -213,23 +202,13 @@ def _list(value: Any, limit: int) -> list[Any]:
     return value
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(_text(one) for one in _list(value, 100_000))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError("a text is damaged")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a number of bytes is damaged")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise ValueError("a number of seconds is damaged")
-    return float(value)
+def _checked(kind: Any, value: Any) -> Any:
+    """A value that is whole, as one of its kind."""
+    what, is_whole = {
+        str: ("a text", isinstance(value, str) and len(value) <= _MAX_TEXT),
+        int: ("a number of bytes", type(value) is int and 0 <= value < 2**63),
+        float: ("a number of seconds", type(value) in (int, float) and 0 <= value < 1e12),
+    }[kind]
+    if not is_whole:
+        raise ValueError(f"{what} is damaged")
+    return kind(value)

@@ -2,15 +2,20 @@
 
 Contract: from the first allocation on no more than the budget is taken from the device: a request that does not fit is
 an out-of-memory error, never a broken promise. In a trial nothing is done, since the trial itself says what is tried.
+A fit of another source, other arguments or another GPU is used only where the program asks for the same memory, or the
+user says so; a plan only after the validator has judged it.
 """
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +23,15 @@ from stalloc.device.known_gpus import VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.files import check_writable
-from stalloc.fitting.fit_record import SUFFIX, Fit, check_name, load_fit
-from stalloc.fitting.known_fits import plans_of, program_of
-from stalloc.fitting.trials import TRIAL_VARIABLE
+from stalloc.fitting.fit_record import SUFFIX, Fit, Program, check_name, load_fit
+from stalloc.fitting.trials import COMPARED_STEPS, TRIAL_VARIABLE, Measured, TrialWork
 from stalloc.integrations import program_source
 from stalloc.notices import say
 from stalloc.techniques.optimizer_paging import parse_disk
+from stalloc.version import full_version
 
 if TYPE_CHECKING:
+    from stalloc.planner import Plan
     from stalloc.runtime import Runtime
 
 
@@ -35,7 +41,6 @@ def fit_file(source: program_source.ProgramSource) -> Path:
 
 
 def check_single_rank() -> None:
-    """Raise BadInputError if this process is one of several ranks."""
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise BadInputError(
             "a budget is kept for programs of one rank so far, and WORLD_SIZE is "
@@ -75,25 +80,23 @@ def find_or_make(
     has.
     """
     check_name(file)
-    reason, known = "", False
     output: Path | None = file
+    reason, known = "", False
     try:
         fit = load_fit(file)
         program = program_of(source, gpu.name)
-        reason = difference = program.difference(fit.program)
-        if difference and (same or program.may_ask_for_the_same(fit.program)):
-            known = bool(fit.asked) and not same
-            reason = "" if same or known else difference
+        difference = program.difference(fit.program)
+        may_ask_alike = all(getattr(program, it) == getattr(fit.program, it) for it in ("name", "torch", "stalloc"))
+        known = bool(difference and not same and fit.asked and may_ask_alike)
+        reason = "" if same or known else difference
         if program.name != fit.program.name:
             output = None  # somebody else's
         if not reason and (fit.best < 0 or budget_bytes < fit.budget_bytes):  # it was tried within no less
             reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
-        if not reason and fit.candidates[fit.best].host_bytes > host_bytes:
-            used = human_bytes(fit.candidates[fit.best].host_bytes)
-            reason = f"it takes {used} of host memory, for which --host has to be given"
-        if not reason and fit.candidates[fit.best].disk_bytes > disk_bytes:
-            used = human_bytes(fit.candidates[fit.best].disk_bytes)
-            reason = f"it takes {used} on disk, for which --disk has to be given"
+        for option, what, may in (("host", "of host memory", host_bytes), ("disk", "on disk", disk_bytes)):
+            used = 0 if reason else getattr(fit.candidates[fit.best], f"{option}_bytes")
+            if used > may:
+                reason = f"it takes {human_bytes(used)} {what}, for which --{option} has to be given"
         if not reason:
             plans_of(fit, file)
             if same and difference:
@@ -106,33 +109,64 @@ def find_or_make(
     if reason:
         stays = "" if output else ", and the file stays as it is"
         say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew{stays}.")
-    return make(
-        command,
-        budget_bytes=budget_bytes,
+    options = {
+        "--budget": f"{budget_bytes}B",
+        "--as-gpu": gpu_text(gpu),
+        "--host": f"{host_bytes}B" if host_bytes else None,
+        "--disk": f".:{disk_bytes}B" if disk_bytes else None,
+        "--as-known": file if known and not reason else None,  # to be used if the program asks for the same memory
+    }
+    return _made(command, output, options, keep_files=keep_files)
+
+
+def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
+    torch = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        torch = importlib.metadata.version("torch")  # as installed, whether it is imported or not
+    return Program(
+        name=source.path.name if source.path.stem != "__main__" else source.name,
+        content=sha256(source.content).hexdigest(),
+        arguments=tuple(source.arguments),
+        torch=torch,
+        stalloc=full_version(),
         gpu=gpu,
-        output=output,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        keep_files=keep_files,
-        known=file if known and not reason else None,
     )
 
 
-def make(
-    command: Sequence[str],
-    *,
-    budget_bytes: int | None,
-    gpu: VirtualGPU | None,
-    output: Path | None,
-    policy: str | None = None,
-    host_bytes: int = 0,
-    disk_bytes: int = 0,
-    keep_files: bool = False,
-    known: Path | None = None,
-) -> Fit:
-    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for the same memory.
+def known_fit(file: Path, trial: Callable[[TrialWork], Measured], program: Program) -> Fit | None:
+    """The fit in a file, made this program's own, if the program's first steps ask for the same memory; says so."""
+    fit = load_fit(file)
+    asked = trial(TrialWork("recorded", num_steps=COMPARED_STEPS)).asked
+    difference = program.difference(fit.program)
+    if asked == fit.asked:
+        say(f"{file} is used: {difference}, but the first steps of this one ask for the same memory.")
+        gpu = program.gpu if fit.program.gpu else ""
+        return dataclasses.replace(fit, program=dataclasses.replace(program, gpu=gpu))
+    say(f"{file} is not used: {difference}, and the first steps of this one ask for other memory. It is fitted anew.")
+    return None
 
-    Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
+
+def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
+    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat. Raises
+    BadInputError if it is no plan that can be used."""
+    from stalloc.planner import plans_from_bytes, validate
+
+    if not fit.plan:
+        return None
+    try:
+        plans = plans_from_bytes(fit.plan, file)
+        verdicts = [validate(plan, handovers=len(plan.handover_later) > 0) for plan in plans]
+    except BadInputError as error:
+        raise BadInputError(f"{file}: its plan is damaged: fit the program anew.") from error
+    refused = [verdict for verdict in verdicts if not verdict.ok]
+    if refused:
+        raise BadInputError(f"{file}: its plan is not valid ({refused[0].reason}): fit the program anew.")
+    return plans
+
+
+def _made(command: Sequence[str], output: Path | None, options: Mapping[str, Any], *, keep_files: bool = False) -> Fit:
+    """Fit a program in a process of its own, with options of `stalloc fit`; those that are None are left out. Raises
+    BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
         result, file = Path(folder) / "result.json", Path(folder) / f"made{SUFFIX}"
         if output is not None:
@@ -141,18 +175,11 @@ def make(
                 file = output
             except BadInputError as error:
                 say(f"the fit is not kept: {error}")
-        words = [sys.executable, "-m", "stalloc", "fit", "--json", str(result), "--output", str(file)]
-        words += [] if budget_bytes is None else ["--budget", f"{budget_bytes}B"]
-        words += [] if gpu is None else ["--as-gpu", gpu_text(gpu)]
-        words += [] if policy is None else ["--policy", policy]
-        words += [] if known is None else ["--as-known", str(known)]
-        words += ["--host", f"{host_bytes}B"] if host_bytes else []
-        words += ["--disk", f".:{disk_bytes}B"] if disk_bytes else []
-        words += ["--keep-files"] if keep_files else []
+        words = ["--json", str(result), "--output", str(file), *(["--keep-files"] if keep_files else [])]
+        words += [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+        line = [sys.executable, "-m", "stalloc", "fit", *words, *command]
         environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
-        done = subprocess.run(
-            [*words, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False
-        )
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False)
         if not result.exists():
             raise SetupError(f"the program could not be fitted (exit code {done.returncode}): see above.")
         told = json.loads(result.read_text(encoding="utf-8"))
@@ -162,12 +189,10 @@ def make(
 
 
 def gpu_text(gpu: VirtualGPU) -> str:
-    """A GPU as `--as-gpu` takes it."""
     return json.dumps([gpu.name, gpu.total_bytes, list(gpu.compute_capability), gpu.num_multiprocessors])
 
 
 def gpu_from_text(text: str) -> VirtualGPU:
-    """The GPU of a text that `gpu_text` gave. Raises BadInputError for any other text."""
     try:
         name, total_bytes, capability, num = json.loads(text)
         return VirtualGPU(
@@ -191,10 +216,8 @@ def gpu_of_this_process() -> VirtualGPU:
 
 
 def keep(runtime: "Runtime", fit: Fit, budget_bytes: int, disk: tuple[Path, int] | None = None) -> None:
-    """Hold this process to a budget, with the settings of a fit; its plan is in force by now.
-
-    `disk` is a folder, and how many bytes may be used there.
-    """
+    """Hold this process to a budget, with the settings of a fit; its plan is in force by now. `disk` is a folder, and
+    how many bytes may be used there."""
     from stalloc.imports import after_import
 
     for controller in runtime.controllers:
@@ -244,13 +267,11 @@ def budget(
     devices.activate(device, gpu)
     if "torch" in sys.modules:
         check_untouched()
-    command = [str(source.path), *source.arguments]
-    disk_bytes = place[1] if place else 0
     file = fit_file(source) if fit is None else Path(fit)
-    used = find_or_make(source, command, budget_bytes, gpu_of_this_process(), file, host_bytes, disk_bytes,
-                        same=same)  # fmt: skip
-    known = plans_of(used, file)
-    keep(integrations.install(device=device, gpu=gpu, known_plans=known), used, budget_bytes, place)
+    command, shown = [str(source.path), *source.arguments], gpu_of_this_process()
+    used = find_or_make(source, command, budget_bytes, shown, file, host_bytes, place[1] if place else 0, same=same)
+    runtime = integrations.install(device=device, gpu=gpu, known_plans=plans_of(used, file))
+    keep(runtime, used, budget_bytes, place)
     return used
 
 
@@ -274,13 +295,13 @@ def fit(
     """
     from stalloc.device import find_gpu
 
-    return make(
-        list(command),
-        budget_bytes=None if budget is None else parse_memory(budget),
-        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
-        output=None if output is None else Path(output),
-        policy=policy,
-        host_bytes=parse_memory(host, at_least=0),
-        disk_bytes=0 if disk is None else parse_disk(disk)[1],
-        keep_files=keep_files,
-    )
+    shown = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    host_bytes, disk_bytes = parse_memory(host, at_least=0), 0 if disk is None else parse_disk(disk)[1]
+    options = {
+        "--budget": None if budget is None else f"{parse_memory(budget)}B",
+        "--as-gpu": None if shown is None else gpu_text(shown),
+        "--policy": policy,
+        "--host": f"{host_bytes}B" if host_bytes else None,
+        "--disk": f".:{disk_bytes}B" if disk_bytes else None,
+    }
+    return _made(command, None if output is None else Path(output), options, keep_files=keep_files)

@@ -6,7 +6,7 @@ the begin and the end of blocks, which does not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stalloc.figures import plural
@@ -22,8 +22,6 @@ _NO_BLOCKS = (
 
 @dataclass(frozen=True)
 class OperationSeen:
-    """One operation of a block."""
-
     name: str
     seconds: float  #: estimated
     kept_bytes: int  #: what keeping its result takes; 0: it cannot be kept
@@ -34,8 +32,6 @@ class OperationSeen:
 
 @dataclass(frozen=True)
 class BlockSeen:
-    """One repeated block."""
-
     model: int
     name: str
     kind: str
@@ -64,17 +60,14 @@ class ProgramSeen:
     reads_early: str = ""  #: why the optimizer cannot make its step in the backward pass; empty if nothing was seen
 
     def has_operation(self, names: tuple[str, ...]) -> bool:
-        """Whether an operation of a block has one of these in its name."""
         return any(name in one.name for block in self.blocks for one in block.operations for name in names)
 
     @property
     def why_no_blocks(self) -> str:
-        """Why none of the blocks can be recomputed."""
         reasons = [block.why_not for block in self.blocks if block.why_not]
-        if not reasons and self.blocks:
-            reasons = [f"{self.blocks[0].name} was not called with gradients in the steps that were looked at"]
-        reason = reasons[0] if reasons else _NO_BLOCKS
-        return f"nothing can be recomputed: {reason}"
+        if self.blocks:
+            reasons.append(f"{self.blocks[0].name} was not called with gradients in the steps that were looked at")
+        return f"nothing can be recomputed: {[*reasons, _NO_BLOCKS][0]}"
 
     @property
     def why_some_stay(self) -> list[str]:
@@ -91,10 +84,8 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def with_casts_once(self, num_operations: Mapping[int, set[int]]) -> "ProgramSeen":
-        """What was seen, with nothing kept of blocks some of whose calls find weights cast that other calls cast.
-
-        The number of operations of each call tells; operations of such calls have other positions.
-        """
+        """What was seen, with nothing kept of blocks some of whose calls find weights cast that other calls cast. The
+        number of operations of each call tells; operations of such calls have other positions."""
         blocks = list(self.blocks)
         for row, counts in num_operations.items():
             casts = sum(one.name == _CAST for one in blocks[row].operations)
@@ -104,24 +95,12 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values (JSON) for another process."""
-        return {
-            "blocks": [{**vars(one), "operations": [list(vars(op).values()) for op in one.operations]}
-                       for one in self.blocks],
-            "calls": [list(vars(one).values()) for one in self.calls],
-            "step_seconds": self.step_seconds,
-            "num_steps": self.num_steps,
-            "is_compiled": self.is_compiled,
-            "reads_early": self.reads_early,
-        }  # fmt: skip
+        return asdict(self)
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "ProgramSeen":
-        """What was seen, from the values that `as_json` gave."""
         blocks = [
-            BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
+            BlockSeen(**one | {"operations": [OperationSeen(**operation) for operation in one["operations"]]})
             for one in told["blocks"]
         ]
-        calls = [CallSeen(*one) for one in told["calls"]]
-        rest = {name: told[name] for name in ("step_seconds", "num_steps", "is_compiled", "reads_early")}
-        return cls(blocks, calls, **rest)
+        return cls(**told | {"blocks": blocks, "calls": [CallSeen(**one) for one in told["calls"]]})

@@ -14,7 +14,7 @@ from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import Proposal, settings_of, whole_blocks
 from stalloc.fitting.observation import ProgramSeen
 from stalloc.fitting.run_seen import Foresight
-from stalloc.fitting.trial_work import TrialWork
+from stalloc.fitting.trials import TrialWork
 from stalloc.techniques.technique_settings import TechniqueSettings
 
 
@@ -35,7 +35,6 @@ class Known:
         return TrialWork("recorded", settings, watched=rows)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it was run within the budget."""
         return candidate.fits(self.budget_bytes)
 
 
@@ -58,26 +57,21 @@ class Base:
     offload: Offloaded | None = None
 
     def with_blocks(self, step: ProgramSeen, proposed: Proposal) -> TechniqueSettings:
-        """The base's settings together with the proposed recomputation."""
         return dataclasses.replace(self.settings, recompute=settings_of(step, proposed.choices))
 
     def expected_bytes(self, step: ProgramSeen, proposed: Proposal) -> int:
-        """The most that would be allocated, 0 if that is not known.
-
-        What the base alone needed more than was foreseen, as when its runs differ, any way may need that leaves blocks
-        as they are.
-        """
+        """The most that would be allocated, 0 if that is not known. What the base alone needed more than was foreseen,
+        as when its runs differ, any way may need that leaves blocks as they are."""
         if self.offload is not None:
             return self.offload.peak_bytes
         if self.foresight is None:
             return 0
         if self.settings.tiers:
             return self.foresight.peak_bytes_with(proposed.kept, self.settings.tiers)
-        off = 0
-        if self.alone is not None and self.alone.allocated_bytes:
+        off, leaves_some = 0, 0 < len(proposed.choices) < len(whole_blocks(step))
+        if leaves_some and self.alone is not None and self.alone.allocated_bytes:
             off = max(0, self.alone.allocated_bytes - self.alone.expected_bytes)
-        leaves_some = 0 < len(proposed.choices) < len(whole_blocks(step))
-        return self.foresight.peak_bytes(proposed.kept) + off * leaves_some
+        return self.foresight.peak_bytes(proposed.kept) + off
 
 
 @dataclass(frozen=True)
@@ -92,10 +86,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Foresee:
-    """Run the program with these settings, as it is and with all blocks recomputed.
-
-    A Foresight of other choices comes back, or a text: why there is none.
-    """
+    """Run the program with these settings, as it is and with all blocks recomputed. A Foresight of other choices comes
+    back, or a text: why there is none."""
 
     settings: TechniqueSettings
 

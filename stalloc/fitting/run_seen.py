@@ -6,27 +6,26 @@ been freed, and the second is not made; what a block makes that is left alone li
 steps of the runs are looked at, the first included.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.fitting.alignment import aligned
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, as_rows, from_rows
-from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
-from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass
+from stalloc.fitting.foreseen_host import ActivationsRecorded, LayerRecorded, Pass, UpdateRecorded, paged, peak_bytes
 from stalloc.techniques.tier_settings import TierSettings
 
 Span = tuple[int, int]
 """Events of the record [begin, end) during an operation."""
+_Rows = dict[tuple[int, int], int]
+"""Requests by the position of their operation, and their place in it."""
+_AGREE, _MOST_APART = 6, 64  # values that have to agree again; values that may have no pair before they do
+_PIECE = 2048  # values of each that are compared where none agree again
 
 
 @dataclass(frozen=True)
 class CallRecorded:
-    """One call of a block that was recomputed."""
-
     block: int  #: row of the blocks
     inputs: list[int]  #: requests that hold its inputs; -1: no request holds one
     forward: list[Span]  #: of each operation
@@ -47,7 +46,6 @@ class RunSeen:
 
     @property
     def passes(self) -> list[Pass]:
-        """When each block that was recomputed was called, and when backward reached it."""
         return [
             Pass(call.block, call.forward[0][0], call.forward[-1][1], call.again[0][0] if call.again else -1)
             for call in self.calls
@@ -55,21 +53,18 @@ class RunSeen:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values (JSON) for another process."""
-        columns = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
-        rows = {
-            name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
-        }
-        return {**columns, **rows, "activations": as_rows(self.activations)}
+        told: dict[str, Any] = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
+        for name in ("calls", "updates", "layers"):
+            told[name] = [list(vars(one).values()) for one in getattr(self, name)]
+        return told | {"activations": list(vars(self.activations).values())}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
-        """The run of which `as_json` gave the values."""
         start, end, size = (np.array(told[name], np.int64) for name in ("start", "end", "size"))
         updates = [UpdateRecorded(*update) for update in told["updates"]]
         layers = [LayerRecorded(*layer) for layer in told["layers"]]
         calls = [CallRecorded(*call) for call in told["calls"]]
-        return cls(start, end, size, calls, updates, layers, from_rows(told["activations"]))
+        return cls(start, end, size, calls, updates, layers, ActivationsRecorded(*told["activations"]))
 
 
 @dataclass(frozen=True)
@@ -90,6 +85,7 @@ class Foresight:
 
     def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
         self._run, self._as_is = run, as_is
+        self.calls = run.calls
         self._calls = _calls_of(run)
         self._end_as_is, self._is_extra, num_pairs = _as_is(run, as_is, self._calls)
         self.unlike = 1 - num_pairs / max(len(as_is.size), 1)  #: share of the program's requests that the run lacks
@@ -98,11 +94,6 @@ class Foresight:
             for request in call.inputs:
                 if request >= 0:
                     self._holders.setdefault(request, []).append(number)
-
-    @property
-    def calls(self) -> list[CallRecorded]:
-        """The calls of the run in which every block is recomputed."""
-        return self._run.calls
 
     @property
     def layer_bytes(self) -> dict[int, int]:
@@ -168,20 +159,18 @@ def _calls_of(run: RunSeen) -> list[_Call]:
     table = np.array(sorted(spans), np.int64).reshape(-1, 5)
     span = np.searchsorted(table[:, 0], run.start, side="right") - 1
     inside = (span >= 0) & (run.start < table[span, 1]) if len(table) else np.zeros(len(span), bool)
-    rows = np.flatnonzero(inside & _is_freed(run))
+    is_freed = run.end < run.end.max(initial=0)  # one that never is may be a library's, such as a cuBLAS workspace
+    rows = np.flatnonzero(inside & is_freed)
     span = span[rows]
     ordinal = np.arange(len(rows)) - np.searchsorted(span, span)  # rows are in the order of their starts
-    of_call: list[tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]] = [({}, {}) for _ in run.calls]
-    for row, (_, _, number, phase, position), place in zip(
-        rows.tolist(), table[span].tolist(), ordinal.tolist(), strict=True
-    ):
+    of_call: list[tuple[_Rows, _Rows]] = [({}, {}) for _ in run.calls]
+    found = zip(rows.tolist(), table[span].tolist(), ordinal.tolist(), strict=True)
+    for row, (_, _, number, phase, position), place in found:
         of_call[number][phase][position, place] = row
-    return [_call_of(run, call, *found) for call, found in zip(run.calls, of_call, strict=True)]
+    return [_call_of(run, call, *both) for call, both in zip(run.calls, of_call, strict=True)]
 
 
-def _call_of(
-    run: RunSeen, call: CallRecorded, forward: dict[tuple[int, int], int], again: dict[tuple[int, int], int]
-) -> _Call:
+def _call_of(run: RunSeen, call: CallRecorded, forward: _Rows, again: _Rows) -> _Call:
     both = sorted(forward.keys() & again.keys())
     first, second = (np.array([rows[key] for key in both], np.int64) for rows in (forward, again))
     position = np.array([key[0] for key in both], np.int64)
@@ -197,20 +186,12 @@ def _call_of(
     )
 
 
-def _is_freed(run: RunSeen) -> Column:
-    """Whether a request is freed: one that never is may be a library's (a cuBLAS workspace for each thread)."""
-    return run.end < run.end.max(initial=0)
-
-
 def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column, int]:
     """For each request of the run, where it would end in the program as it is and whether that makes no such request;
-    and how many requests both make.
-
-    Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
-    it makes because operations are looked at. What the program as it is frees before a request is freed before it here.
-    Whether they are freed at all says nothing of that: at the end of a program a model goes at once, or when Python
-    looks for cycles.
-    """
+    and how many requests both make. Both make the same requests in the same order, but for those of the second time,
+    and for some of PyTorch's own that it makes because operations are looked at. What the program as it is frees before
+    a request is freed before it here. Whether they are freed at all says nothing of that: at the end of a program a
+    model goes at once, or when Python looks for cycles."""
     once = np.ones(len(run.size), bool)
     for call in calls:
         once[call.again] = False
@@ -222,3 +203,58 @@ def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Co
     end[same] = np.append(run.start[same], run.end.max(initial=0))[following]
     is_extra[same] = False
     return end, is_extra, len(same)
+
+
+def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The places of equal values in two sequences that are nearly the same, pair by pair; both ascend. Where the
+    sequences part, they are joined at the nearest place from which a few values agree again, and as many values as
+    possible between are paired; if there is no such place near, as many as possible of a longer piece."""
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i] == other[j]:
+            yield i, j
+            i, j = i + 1, j + 1
+            continue
+        gap = _gap(one, other, i, j)
+        a, b = gap or (_PIECE, _PIECE)
+        pairs = _most_pairs(one[i : i + a], other[j : j + b])
+        if gap is None and (i + a < len(one) or j + b < len(other)):  # the end of a piece is paired with what is left
+            a, b = a // 2, b // 2
+            pairs = [pair for pair in pairs if pair[0] < a and pair[1] < b]
+            a, b = (pairs[-1][0] + 1, pairs[-1][1] + 1) if pairs else (a, b)
+        yield from ((i + k, j + m) for k, m in pairs)
+        i, j = i + a, j + b
+
+
+def _gap(one: Sequence[int], other: Sequence[int], i: int, j: int) -> tuple[int, int] | None:
+    """How many values to leave out of each sequence, as few as possible, so that the sequences agree again."""
+    for total in range(1, _MOST_APART):
+        for left_out in range(total, -1, -1):
+            a, b = i + left_out, j + total - left_out
+            if a < len(one) and b < len(other) and one[a : a + _AGREE] == other[b : b + _AGREE]:
+                return left_out, total - left_out
+    return None
+
+
+def _most_pairs(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
+    """The longest common subsequence of two sequences, by places (Hyyrö 2004, a column of the table in each number). A
+    bit of a column is 0 where the subsequence becomes longer with that value of `one`."""
+    all_places = (1 << len(one)) - 1
+    places: dict[int, int] = {}
+    for place, value in enumerate(one):
+        places[value] = places.get(value, 0) | 1 << place
+    columns = [all_places]
+    for value in other:
+        longer = columns[-1] & places.get(value, 0)
+        columns.append(((columns[-1] + longer) | (columns[-1] - longer)) & all_places)
+    pairs = []
+    i, j = len(one) - 1, len(other)
+    while i >= 0 and j > 0:
+        if columns[j] >> i & 1:
+            i -= 1
+        else:
+            j -= 1
+            if columns[j] >> i & 1:
+                pairs.append((i, j))
+                i -= 1
+    return pairs[::-1]

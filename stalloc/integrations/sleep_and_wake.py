@@ -17,8 +17,7 @@ from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import served_controllers
 from stalloc.integrations.sleep_notes import begin_phase, end_phase, note_request, note_waking
 from stalloc.runtime import Runtime, current
-from stalloc.sleeping.asleep import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
-from stalloc.sleeping.kept_bytes import InFile, InHost, Keeper, Nowhere
+from stalloc.sleeping.asleep import InFile, InHost, Keeper, Sleep, Tags, check_can_sleep, fall_asleep, wake_up
 
 _KEEPERS = ("host", "disk", "drop")
 _asleep: list[Sleep] = []
@@ -173,7 +172,7 @@ def _named_addresses() -> dict[int, Tags]:
 def _keeper(to: str, folder: str | Path | None) -> Keeper:
     if to == "host":
         return InHost()
-    return InFile(Path(folder or tempfile.gettempdir())) if to == "disk" else Nowhere()
+    return InFile(Path(folder or tempfile.gettempdir())) if to == "disk" else Keeper()
 
 
 def _addresses(value: Any) -> list[int]:

@@ -6,7 +6,7 @@ from stalloc.core.entry import Handler, free_by, slow_entry
 from stalloc.runtime.interruptions import is_interruption
 
 if TYPE_CHECKING:
-    from stalloc.poison.poison_watch import Watch
+    from stalloc.poison.poison import Watch
 
 
 def persistent_entry(handler: Handler) -> int:

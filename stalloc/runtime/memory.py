@@ -20,7 +20,7 @@ from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
     from stalloc.core.arena_schedule import ArenaSchedule
-    from stalloc.poison.poison_watch import Watch
+    from stalloc.poison.poison import Watch
 
 
 class ArenaHolder(Protocol):

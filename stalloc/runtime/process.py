@@ -33,7 +33,7 @@ from stalloc.runtime.statistics import Report, report
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
-    from stalloc.poison.poison_watch import Watch
+    from stalloc.poison.poison import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
 
@@ -304,7 +304,7 @@ class Runtime:
 def _start_watch() -> "Watch | None":
     if os.environ.get("STALLOC_POISON", "") in ("", "0"):
         return None
-    from stalloc.poison.poison_watch import Watch
+    from stalloc.poison.poison import Watch
 
     return Watch()
 

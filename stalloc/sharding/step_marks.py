@@ -4,6 +4,7 @@ Contract: every request of PyTorch's allocator on the device is there, from the 
 not depend on the number of ranks. All of it is plain data, for another process.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,16 +18,12 @@ gradient; those of a unit's inputs are there; the whole backward pass is over; t
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the optimizer's on the device."""
-
     parameter: int  #: row of the parameters
     is_alike: bool  #: it has the shape of its parameter
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model."""
-
     name: str
     unit: int  #: row of the units: what is gathered together
     shape: tuple[int, ...]
@@ -37,15 +34,10 @@ class Parameter:
 
     @property
     def num_items(self) -> int:
-        """The items of the whole parameter, on all ranks together."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the whole parameter, on all ranks together."""
         return self.num_items * self.item_bytes
 
     def part_items(self, num_ranks: int) -> int:
@@ -57,8 +49,6 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment."""
-
     kind: MarkKind
     place: int  #: row of the units, of the parameters for "gradient", -1 for the rest
     event: int  #: how many events were before it
@@ -80,8 +70,6 @@ class Program:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The steps; the last is steady."""
-
     units: tuple[str, ...]  #: names: repeated blocks, and last what lies in none
     parameters: tuple[Parameter, ...]
     program: Program
@@ -91,30 +79,25 @@ class StepMarks:
 
     @cached_property
     def num_passes(self) -> int:
-        """Forward passes of a step."""
         root = len(self.units) - 1
         return max(1, sum(mark.kind == "forward" and mark.place == root for mark in self.marks[self.steady :]))
 
     def as_json(self) -> dict[str, Any]:
-        """For another process."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "StepMarks":
-        """What `as_json` gave."""
         parameters = (
-            Parameter(**{**one, "shape": tuple(one["shape"]), "state_bytes": tuple(one["state_bytes"])})
+            Parameter(**one | {"shape": tuple(one["shape"]), "state_bytes": tuple(one["state_bytes"])})
             for one in told["parameters"]
         )
         program = told["program"]
+        lists = {name: tuple(program[name]) for name in ("events", "sizes", "streams", "parameters")}
+        state = {int(row): StateTensor(**one) for row, one in program["state"].items()}
         return cls(
             units=tuple(told["units"]),
             parameters=tuple(parameters),
-            program=Program(
-                **{name: tuple(program[name]) for name in ("events", "sizes", "streams", "parameters")},
-                state={int(row): StateTensor(**one) for row, one in program["state"].items()},
-                conf=program["conf"],
-            ),
+            program=Program(**lists, state=state, conf=program["conf"]),
             marks=tuple(Mark(**one) for one in told["marks"]),
             steady=told["steady"],
             block_kind=told["block_kind"],

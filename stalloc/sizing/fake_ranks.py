@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from stalloc.imports import after_import
 
 RANKS_A_NODE = 8  #: GPUs of a machine, at the most
 _ABSENT = "absent"  # the backend for tensors of the host
+_SENT = {"broadcast_object_list": 0, "scatter_object_list": 0, "recv_object_list": -1}
+"""Functions that hand on one rank's objects, and which rank's if the program names none."""
 _STAND_INS = {"gloo", "mpi", "ucc"}  # backends that need the other ranks
-_BACKEND = 3  # the position of an argument of `_new_process_group_helper`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,9 @@ class Rank:
 
     @property
     def num_local(self) -> int:
-        """Processes, and GPUs, of a machine."""
         return min(self.num_ranks, RANKS_A_NODE)
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torchrun would set for it."""
         local, node = self.number % self.num_local, self.number // self.num_local
         return {
             "RANK": str(self.number),
@@ -79,100 +78,92 @@ def _save_alone() -> None:
 def _consolidate_alone() -> None:
     """Let an optimizer that is divided among ranks use its own part as that of every rank."""
     module: Any = sys.modules["torch.distributed.optim.zero_redundancy_optimizer"]
-    optimizer, send = module.ZeroRedundancyOptimizer, module._broadcast_object
-    consolidate = optimizer.consolidate_state_dict
+    consolidate, send = module.ZeroRedundancyOptimizer.consolidate_state_dict, module._broadcast_object
 
     @functools.wraps(consolidate)
     def consolidate_state_dict(self: Any, *args: Any, **named: Any) -> None:
         def send_own(*_: Any, group: Any, device: Any, **__: Any) -> Any:
             return send(self.optim.state_dict(), _own_rank(), group=group, device=device)
 
-        module._broadcast_object = send_own
-        try:
+        with _replaced(module, "_broadcast_object", send_own):
             consolidate(self, *args, **named)
-        finally:
-            module._broadcast_object = send
 
-    optimizer.consolidate_state_dict = consolidate_state_dict
+    module.ZeroRedundancyOptimizer.consolidate_state_dict = consolidate_state_dict
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
 
 
 def _replace() -> None:
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not hasattr(c10d, "ProcessGroup"):
         return  # built without
-    store = _store_without_others(c10d)
-
-    def initializer(init: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(init)
-
-        @functools.wraps(init)
-        def init_process_group(*args: Any, **named: Any) -> None:
-            given = signature.bind(*args, **named).arguments
-            given.pop("init_method", None)
-            _register_absent(c10d)
-            init(**given | {"rank": _own_rank(), "world_size": int(os.environ["WORLD_SIZE"]), "store": store})
-
-        return init_process_group
-
-    def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def new_process_group_helper(*args: Any, **named: Any) -> Any:
-            backend = named["backend"] if "backend" in named else args[_BACKEND]
-            _note_made(c10d, inspect.signature(function).bind(*args, **named).arguments)
-            stood_in = _standing_in(c10d, backend)
-            if "backend" in named:
-                named["backend"] = stood_in
-            else:
-                args = (*args[:_BACKEND], stood_in, *args[_BACKEND + 1 :])
-            made = function(*args, **named)
-            if made[0] in c10d._world.pg_map:  # it goes by the name that the program gave it
-                c10d._world.pg_map[made[0]] = (c10d.Backend(str(backend)), made[1])
-            return made
-
-        return new_process_group_helper
-
-    def splitter(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def split_group(*args: Any, **named: Any) -> Any:
-            given = signature.bind(*args, **named).arguments
-            parent = given.get("parent_pg") or c10d.group.WORLD
-            own = [ranks for ranks in given["split_ranks"] if c10d.get_rank(parent) in ranks]
-            in_all = [c10d.get_global_rank(parent, one) for one in sorted(own[0])] if own else []
-            return c10d.new_group(in_all) if own else None
-
-        return split_group
-
-    makers: dict[str, Maker] = {
-        "init_process_group": initializer,
-        "split_group": splitter,
-        "_new_process_group_helper": helper,
+    does = {
+        "init_process_group": _init_process_group,
+        "split_group": _split_group,
+        "_new_process_group_helper": _new_process_group,
+        "all_gather_object": _gather,
+        "gather_object": _gather,
+        **dict.fromkeys(_SENT, _receive),
+    }
+    makers: dict[str, Maker] = {name: functools.partial(_bound, c10d, do) for name, do in does.items()}
+    makers |= {
         "_store_based_barrier": lambda _: lambda *_, **__: None,
         "monitored_barrier": lambda function: functools.wraps(function)(lambda *_, **__: None),
         "send_object_list": inspect.unwrap,
     }
-    makers |= dict.fromkeys(_SENT, functools.partial(_receiving, c10d))
-    makers |= dict.fromkeys(("all_gather_object", "gather_object"), functools.partial(_gathering, c10d))
     replace(c10d, makers)
+
+
+def _bound(c10d: Any, does: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that hands its bound arguments to `does`, after the module and the function in whose place it is."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **named: Any) -> Any:
+        return does(c10d, function, signature.bind(*args, **named))
+
+    return called
+
+
+def _init_process_group(c10d: Any, init: Callable[..., Any], bound: inspect.BoundArguments) -> None:
+    bound.arguments.pop("init_method", None)
+    _register_absent(c10d)
+    own = {"rank": _own_rank(), "world_size": int(os.environ["WORLD_SIZE"]), "store": _store_without_others(c10d)}
+    init(**bound.arguments | own)
+
+
+def _new_process_group(c10d: Any, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    given = bound.arguments
+    backend, ranks = given["backend"], given["global_ranks_in_group"] or range(given["group_size"])
+    backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+    communicators().note_group(str(given["group_name"]), ranks, backends.get("cuda", "nccl"))
+    if _STAND_INS & set(backends.values()):
+        given["backend"] = f"cpu:{_ABSENT},cuda:nccl"
+    made = function(*bound.args, **bound.kwargs)
+    if made[0] in c10d._world.pg_map:  # it goes by the name that the program gave it
+        c10d._world.pg_map[made[0]] = (c10d.Backend(str(backend)), made[1])
+    return made
+
+
+def _split_group(c10d: Any, _: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    parent = bound.arguments.get("parent_pg") or c10d.group.WORLD
+    own = [ranks for ranks in bound.arguments["split_ranks"] if c10d.get_rank(parent) in ranks]
+    return c10d.new_group([c10d.get_global_rank(parent, one) for one in sorted(own[0])]) if own else None
 
 
 def _own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _backends(c10d: Any, backend: Any) -> dict[str, str]:
-    """The backend of a process group for each kind of device."""
-    return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
-
-
-def _standing_in(c10d: Any, backend: Any) -> str:
-    """The backends of a process group, those for the host replaced."""
-    if not _STAND_INS & set(_backends(c10d, backend).values()):
-        return str(backend)
-    return f"cpu:{_ABSENT},cuda:nccl"
-
-
+@functools.cache
 def _store_without_others(c10d: Any) -> Any:
     """A store that answers zeros, as many bytes as NCCL's identifiers have, for whatever another rank would write."""
 
@@ -215,17 +206,9 @@ def _store_without_others(c10d: Any) -> Any:
     return Store()
 
 
-def _note_made(c10d: Any, given: dict[str, Any]) -> None:
-    """Remember a process group that is made with these arguments."""
-    ranks = given["global_ranks_in_group"] or range(given["group_size"])
-    backend = _backends(c10d, given["backend"]).get("cuda", "nccl")
-    communicators().note_group(str(given["group_name"]), ranks, backend)
-
-
 def _note_group(key: str) -> None:
     """Note the group of the next communicator, whose identifier is stored under "GROUP//cuda//NUMBER"."""
-    words = key.split("//")
-    if len(words) > 2 and words[-2] == "cuda":
+    if (words := key.split("//"))[-2:-1] == ["cuda"] and len(words) > 2:
         communicators().next_is_of(words[-3])
 
 
@@ -256,57 +239,38 @@ def _reduced(tensors: list[Any], *_: Any) -> tuple[list[Any], Any]:
     return tensors, torch._C._distributed_c10d._create_work_from_future(future).boxed()
 
 
-_SENT = {"broadcast_object_list": 0, "scatter_object_list": 0, "recv_object_list": -1}
-"""Functions that hand on one rank's objects, and which rank's if the program names none."""
+def _receive(c10d: Any, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    """Receive objects; if only another rank makes them, it raises an error of one sentence."""
+    given, name = bound.arguments, function.__name__
+    source, in_group = given.get("src"), given.get("group_src")
+    group = given.get("group") or c10d.group.WORLD
+    if source is None and in_group is not None:
+        source = c10d.get_global_rank(group, in_group)
+    source, rank = _SENT[name] if source is None else source, _own_rank()
+    own: Any = given.get("scatter_object_input_list") or given.get("object_list") or []
+    if source == rank:
+        objects = [own[c10d.get_rank(group)]] if name == "scatter_object_list" else list(own)
+        with _answering(c10d, objects):
+            return inspect.unwrap(function)(*bound.args, **bound.kwargs)
+    if all(one is None for one in own):
+        whom = f"rank {source}" if source >= 0 else "another rank"
+        raise MissingRankError(
+            f"rank {rank} waits in {name} for objects of {whom}, which is not there in a dry run: let every rank "
+            "make them itself where STALLOC_DRYRUN is set."
+        )
+    if name == "scatter_object_list":
+        given["scatter_object_output_list"][0] = own[c10d.get_rank(group)]
+    return None if name != "recv_object_list" else max(source, 0)
 
 
-def _receiving(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that receives objects; if only another rank makes them, it raises an error of one sentence."""
-    function = inspect.unwrap(function)
-    name, signature = function.__name__, inspect.signature(function)
-
-    @functools.wraps(function)
-    def receive(*args: Any, **named: Any) -> Any:
-        given = signature.bind(*args, **named).arguments
-        source, in_group = given.get("src"), given.get("group_src")
-        group = given.get("group") or c10d.group.WORLD
-        if source is None and in_group is not None:
-            source = c10d.get_global_rank(group, in_group)
-        source, rank = _SENT[name] if source is None else source, _own_rank()
-        own: Any = given.get("scatter_object_input_list") or given.get("object_list") or []
-        if source == rank:
-            objects = [own[c10d.get_rank(group)]] if name == "scatter_object_list" else list(own)
-            with _answering(c10d, objects):
-                return function(*args, **named)
-        if all(one is None for one in own):
-            whom = f"rank {source}" if source >= 0 else "another rank"
-            raise MissingRankError(
-                f"rank {rank} waits in {name} for objects of {whom}, which is not there in a dry run: let every rank "
-                "make them itself where STALLOC_DRYRUN is set."
-            )
-        if name == "scatter_object_list":
-            given["scatter_object_output_list"][0] = own[c10d.get_rank(group)]
-        return None if name != "recv_object_list" else max(source, 0)
-
-    return receive
+def _gather(c10d: Any, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    """Gather an object of each rank: copies of this rank's own."""
+    objects = [bound.arguments["obj"]] * c10d.get_world_size(bound.arguments.get("group"))
+    with _answering(c10d, objects):
+        return inspect.unwrap(function)(*bound.args, **bound.kwargs)
 
 
-def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gathers an object of each rank: copies of this rank's own."""
-    function = inspect.unwrap(function)
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def gather(*args: Any, **named: Any) -> Any:
-        given = signature.bind(*args, **named).arguments
-        with _answering(c10d, [given["obj"]] * c10d.get_world_size(given.get("group"))):
-            return function(*args, **named)
-
-    return gather
-
-
-@contextmanager
-def _answering(c10d: Any, objects: list[Any]) -> Iterator[None]:
+def _answering(c10d: Any, objects: list[Any]) -> AbstractContextManager[None]:
     """A block in which received tensors are read, one after the other, as copies of these objects."""
     import torch
 
@@ -316,8 +280,4 @@ def _answering(c10d: Any, objects: list[Any]) -> Iterator[None]:
         tensor.cpu()  # as it would be read
         return read(*c10d._object_to_tensor(next(left), torch.device("cpu"), *more), *more)
 
-    c10d._tensor_to_object = answer
-    try:
-        yield
-    finally:
-        c10d._tensor_to_object = read
+    return _replaced(c10d, "_tensor_to_object", answer)

@@ -11,19 +11,15 @@ from typing import Any
 
 from stalloc.device import KNOWN_GPUS, VirtualGPU
 from stalloc.device.context import Context, context_of
-from stalloc.sizing.nccl_channels import Links, Span, links_of
-from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, nccl_memory
+from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, Span, links_of, nccl_memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMemory:
-    """One communicator and what NCCL takes for it."""
-
     used: Communicator
     memory: NcclMemory
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; spans as [least, most]."""
         channels = self.memory.channels
         return {
             "num_ranks": self.used.num_ranks,
@@ -34,27 +30,21 @@ class GroupMemory:
             "p2p_channels": _pair(channels.p2p),
             "p2p_channels_each_peer": _pair(channels.p2p_each_peer),
             "nvls_channels": channels.nvls,
-            "device_bytes": _pair(self.memory.device),
             "parts": {name: _pair(span) for name, span in self.memory.parts.items()},
-            "pinned_bytes": _pair(self.memory.pinned),
-            "shared_memory_bytes": _pair(self.memory.shared_memory),
+            **_pairs(self.memory, "device_bytes", "pinned_bytes", "shared_memory_bytes"),
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank, or the program if it has none."""
-
     rank: int | None
-    allocated_bytes: int
-    """Allocated peak on the GPU that takes most, as are the next figures."""
+    allocated_bytes: int  #: allocated peak on the GPU that takes most, as are the next figures
     reserved_bytes: int
     outside_bytes: int
     """What the driver gave beyond the reserved memory: to libraries, and to the program past PyTorch."""
     context: Context
     groups: list[GroupMemory]
-    host: dict[str, Any]
-    """Figures of host memory, as `host_use` gives them."""
+    host: dict[str, Any]  #: figures of host memory, as `host_use` gives them
     outside_nccl: list[str]
 
     @property
@@ -64,7 +54,6 @@ class RankMemory:
 
     @property
     def nccl_pinned(self) -> Span:
-        """Pinned host memory of NCCL's proxies, over all communicators."""
         return sum((group.memory.pinned for group in self.groups), NONE)
 
     @property
@@ -75,13 +64,11 @@ class RankMemory:
 
     @property
     def nvidia_smi(self) -> Span:
-        """What nvidia-smi would show of the process."""
         driver = self.reserved_bytes + self.outside_bytes
         context = Span(least=self.context.least_bytes, most=self.context.most_bytes)
         return Span(least=driver, most=driver) + context + self.nccl
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; spans as [least, most]."""
         return {
             "rank": self.rank,
             "allocated_bytes": self.allocated_bytes,
@@ -89,10 +76,7 @@ class RankMemory:
             "outside_allocator_bytes": self.outside_bytes,
             "context_bytes": [self.context.least_bytes, self.context.most_bytes],
             "context_source": self.context.source,
-            "nccl_bytes": _pair(self.nccl),
-            "nvidia_smi_bytes": _pair(self.nvidia_smi),
-            "nccl_pinned_bytes": _pair(self.nccl_pinned),
-            "shared_memory_bytes": _pair(self.shared_memory),
+            **_pairs(self, "nccl_bytes", "nvidia_smi_bytes", "nccl_pinned_bytes", "shared_memory_bytes"),
             "communicators": [group.as_json() for group in self.groups],
             "host": self.host,
             "outside_nccl": self.outside_nccl,
@@ -104,10 +88,8 @@ class NodeMemory:
     """The ranks that were tried, and the machine with all of its ranks."""
 
     ranks: list[RankMemory]
-    num_local: int
-    """The number of ranks on one machine."""
-    files_bytes: int = 0
-    """Bytes of files written by the program, which a container counts until they are on the disk."""
+    num_local: int  #: the number of ranks on one machine
+    files_bytes: int = 0  #: bytes of files written by the program, which a container counts until they are on the disk
     tried_here: list[RankMemory] = field(default_factory=list)
     """The tried ranks of the machine on which most were tried."""
 
@@ -124,9 +106,8 @@ class NodeMemory:
     @property
     def pinned(self) -> Span:
         """Bytes of pinned host memory of all ranks of the machine, NCCL's proxies included."""
-        return self._of_machine(
-            [Span(least=(own := one.host["pinned_bytes"]), most=own) + one.nccl_pinned for one in self.tried_here]
-        )
+        found = ((one.host["pinned_bytes"], one.nccl_pinned) for one in self.tried_here)
+        return self._of_machine([Span(least=own, most=own) + proxies for own, proxies in found])
 
     @property
     def shared_memory(self) -> Span:
@@ -135,33 +116,23 @@ class NodeMemory:
 
     @property
     def cgroup(self) -> Span:
-        """What the machine's ranks add to the memory of their container.
-
-        At the most with pinned memory and libraries: whether the driver has pages charged to it is not known here.
-        """
+        """What the machine's ranks add to the memory of their container. At the most with pinned memory and libraries:
+        whether the driver has pages charged to it is not known here."""
         own, loaded, shared = self.host("own_bytes"), self.host("resident_before_bytes"), self.shared_memory
         return Span(least=own + shared.least, most=own + loaded + shared.most + self.pinned.most + self.files_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; spans as [least, most]."""
         return {
             "ranks": [one.as_json() for one in self.ranks],
             "machine": {
                 "num_ranks": self.num_local,
                 "num_tried": len(self.tried_here),
-                "pinned_bytes": _pair(self.pinned),
                 "registered_bytes": self.host("registered_bytes"),
                 "own_bytes": self.host("own_bytes"),
-                "shared_memory_bytes": _pair(self.shared_memory),
                 "files_bytes": self.files_bytes,
-                "cgroup_bytes": _pair(self.cgroup),
+                **_pairs(self, "pinned_bytes", "shared_memory_bytes", "cgroup_bytes"),
             },
         }
-
-
-def card_of(gpu: VirtualGPU) -> str:
-    """The name of a card in `known_gpus`; empty for one that is not there."""
-    return next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
 
 
 def node_memory(
@@ -172,49 +143,38 @@ def node_memory(
     files_bytes: int = 0,
 ) -> NodeMemory:
     """The memory of a node, from what was seen of each rank: its devices, and what its process told."""
-    card = card_of(gpu)
+    card = next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
     links = links_of(card, gpu.compute_capability)
-    ranks = [_rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()]
     machines: dict[int, list[RankMemory]] = {}
-    for one in ranks:
-        machines.setdefault((one.rank or 0) // num_local, []).append(one)
+    ranks = []
+    for rank, (devices, process) in seen.items():
+        nothing = {"device": 0, "allocated_peak_bytes": 0, "reserved_peak_bytes": 0}
+        largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=nothing)
+        reserved, peaks = largest["reserved_peak_bytes"], process["driver_peak_bytes"]
+        driver = peaks[largest["device"]] if largest["device"] < len(peaks) else 0
+        used = (_communicator(told, num_local) for told in process["communicators"])
+        settings = process["nccl_settings"]
+        one = RankMemory(
+            rank=rank,
+            allocated_bytes=largest["allocated_peak_bytes"],
+            reserved_bytes=reserved,
+            outside_bytes=max(0, driver - reserved),
+            context=context_of(card),
+            groups=[
+                GroupMemory(used=one, memory=nccl_memory(links, one, settings=settings)) for one in used if one.is_used
+            ],
+            host=dict(process["host"]),
+            outside_nccl=list(process["outside_nccl"]),
+        )
+        ranks.append(one)
+        machines.setdefault((rank or 0) // num_local, []).append(one)
     most = max(machines.values(), key=len)
     return NodeMemory(ranks=ranks, num_local=num_local, files_bytes=files_bytes, tried_here=most)
 
 
-def _rank_memory(
-    rank: int | None,
-    card: str,
-    links: Links,
-    devices: Sequence[Mapping[str, int]],
-    process: Mapping[str, Any],
-    num_local: int,
-) -> RankMemory:
-    largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=None)
-    index = largest["device"] if largest is not None else 0
-    reserved = largest["reserved_peak_bytes"] if largest is not None else 0
-    peaks = process["driver_peak_bytes"]
-    groups = [
-        GroupMemory(used=used, memory=nccl_memory(links, used, settings=process["nccl_settings"]))
-        for told in process["communicators"]
-        if (used := _communicator(told, num_local)).is_used
-    ]
-    return RankMemory(
-        rank=rank,
-        allocated_bytes=largest["allocated_peak_bytes"] if largest is not None else 0,
-        reserved_bytes=reserved,
-        outside_bytes=max(0, (peaks[index] if index < len(peaks) else 0) - reserved),
-        context=context_of(card),
-        groups=groups,
-        host=dict(process["host"]),
-        outside_nccl=list(process["outside_nccl"]),
-    )
-
-
 def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:
     """Where a communicator's ranks are; if its group is gone, its ranks are taken to be consecutive."""
-    num, own = told["num_ranks"], told["rank"]
-    ranks = told["ranks"]
+    num, own, ranks = told["num_ranks"], told["rank"], told["ranks"]
     if ranks is None or len(ranks) != num:
         ranks = list(range(num))
     nodes = [rank // per_node for rank in ranks]
@@ -239,3 +199,7 @@ def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:
 
 def _pair(span: Span) -> list[int]:
     return [span.least, span.most]
+
+
+def _pairs(of: object, *names: str) -> dict[str, list[int]]:
+    return {name: _pair(getattr(of, name.removesuffix("_bytes"))) for name in names}

@@ -25,8 +25,6 @@ _DONE = (0, 1)  # exit codes of a dry run that has an answer
 
 @dataclass(frozen=True)
 class Swept:
-    """What came of one program."""
-
     program: tuple[str, ...]
     told: dict[str, Any] | None  #: what `stalloc dryrun --json` writes; None: there is no answer
     failure: str = ""  #: why there is none
@@ -38,11 +36,7 @@ class _KilledError(Exception):
 
 
 def sweep(
-    programs: Sequence[Sequence[str]],
-    options: Sequence[str] = (),
-    *,
-    executor: Executor | None = None,
-    tries: int = 3,
+    programs: Sequence[Sequence[str]], options: Sequence[str] = (), *, executor: Executor | None = None, tries: int = 3
 ) -> list[Swept]:
     """Ask `stalloc dryrun`, with `options`, of each program: a list of words, such as ["train.py", "--batch", "4"].
 
@@ -63,8 +57,8 @@ def sweep(
         waiting = list(range(len(programs)))
         while waiting or running:
             for number in waiting:
-                work = list(programs[number]), list(options), len(lost[number])
-                running[pool.submit(_dryrun, *work)] = number
+                future = pool.submit(_dryrun, list(programs[number]), list(options), len(lost[number]))
+                running[future] = number
             waiting = []
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 number = running.pop(future)
@@ -82,10 +76,8 @@ def sweep(
 
 
 def _dryrun(program: list[str], options: list[str], _: int) -> tuple[dict[str, Any] | None, str]:
-    """What it tells, or why it tells nothing; on the worker.
-
-    The last argument is the try: to Dask the same function of the same arguments is the same work, lost or not.
-    """
+    """What it tells, or why it tells nothing; on the worker. The last argument is the try: to Dask the same function of
+    the same arguments is the same work, lost or not."""
     with tempfile.TemporaryDirectory(prefix="stalloc-sweep-") as folder:
         file = Path(folder) / "told.json"
         command = [sys.executable, "-P", "-m", "stalloc", "dryrun", "--json", str(file), *options, "--", *program]
