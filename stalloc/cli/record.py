@@ -177,7 +177,7 @@ def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
     """What a recording keeps about a program's convolutions; empty if it made none."""
-    from stalloc.device.cudnn_rows import note_of
+    from stalloc.device.cudnn import note_of
 
     found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]
     major, minor = torch.cuda.get_device_capability(trace.device)

@@ -47,12 +47,11 @@ class Values:
         self.torch, self._library, self._keep = torch, library, StorageWeakRef
         self.kinds = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
         self.plain = (torch.Tensor, torch.nn.Parameter)
+        self.base = getattr(torch._C, "TensorBase", None) or torch._C._TensorBase  #: the latter before torch 2.2
         #: a block in which no dispatch mode of the program sees what is done on the host
         self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
-        self.knows_numbers = False
-        """Whether a floating-point tensor was ever known for certain."""
-        self.keeps_numbers = False
-        """Whether the value of a floating-point tensor was ever kept."""
+        self.knows_numbers = False  #: whether a floating-point tensor was ever known for certain
+        self.keeps_numbers = False  #: whether the value of one was ever kept
         self._new, self._clone, self._copy = torch.zeros, torch.Tensor.clone, torch.Tensor.copy_  # not yet followed
         self._is_finite = torch.isfinite
         self._known: dict[int, _Known] = {}
@@ -127,14 +126,11 @@ class Values:
             if num_bytes == 0 or num_bytes > 8 * MAX_ELEMENTS:
                 return None
             elements = self._zeros(num_bytes // tensor.element_size(), tensor.dtype)
-            copied = num_bytes > LONGEST_NUMBER and bool(
-                self._library.stalloc_virtual_copied(
-                    ctypes.c_void_p(storage.data_ptr()),
-                    ctypes.c_size_t(num_bytes),
-                    ctypes.c_void_p(elements.data_ptr()),
-                )
+            addresses = [ctypes.c_void_p(one.data_ptr()) for one in (storage, elements)]
+            copied = num_bytes > LONGEST_NUMBER and self._library.stalloc_virtual_copied(
+                addresses[0], ctypes.c_size_t(num_bytes), addresses[1]
             )
-            found = self._keep_known(tensor, elements, certain=copied)
+            found = self._keep_known(tensor, elements, certain=bool(copied))
         elif found.version != self._version(tensor):
             found.certain, found.version = False, self._version(tensor)
         return found
@@ -291,10 +287,9 @@ class Values:
             self.decisions.take()
 
     @contextlib.contextmanager
-    def expecting(self, num: int | None) -> Iterator[None]:
-        """A block in which the next count that is read from the GPU is `num`; None for whatever is there."""
-        if num is not None:
-            self._library.stalloc_virtual_expect(ctypes.c_int64(num))
+    def expecting(self, num: int) -> Iterator[None]:
+        """A block in which the next count that is read from the GPU is `num`."""
+        self._library.stalloc_virtual_expect(ctypes.c_int64(num))
         try:
             yield
         finally:

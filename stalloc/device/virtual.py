@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,53 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stalloc.device.collectives import prepare_collectives
-from stalloc.device.communicators import Communicators
-from stalloc.device.completion import COMPLETIONS, Completion
-from stalloc.device.completion import VARIABLE as COMPLETION
+from stalloc.device.collectives import Communicators, prepare_collectives
 from stalloc.device.cudnn import AskedConvolution, Workspaces, asked_convolutions, certainty, load_table, table_answer
-from stalloc.device.cupy_reads import count_reads
-from stalloc.device.deciding_lines import Decisions
-from stalloc.device.driver_faults import VARIABLE, set_faults
+from stalloc.device.deciding_lines import Decisions, count_cupy_reads
+from stalloc.device.elf import ElfFile
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.host_use import HostUse
-from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.device.known_gpus import COMPLETION, COMPLETIONS, DEFAULT_GPU, Completion, VirtualGPU
 from stalloc.device.order_checker import VARIABLE as ORDER
 from stalloc.device.order_checker import OrderChecker
 from stalloc.device.values import Values
-from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
-from stalloc.device.virtual_cupy import redirect
-from stalloc.device.watched_cupy import watch_libraries
-from stalloc.device.watched_operations import watch_operations
-from stalloc.device.watched_triton import watch_kernels
+from stalloc.device.virtual_build import Surface, build, libraries, package_directory, scan
+from stalloc.device.watched_work import watch_cupy, watch_torch
 from stalloc.errors import BadInputError, SetupError
 from stalloc.imports import after_import, before_import
-
-__all__ = [
-    "DEFAULT_GPU",
-    "KNOWN_GPUS",
-    "VirtualGPU",
-    "activate",
-    "active_gpu",
-    "after_torch_import",
-    "become",
-    "built_directory",
-    "communicators",
-    "complete",
-    "contexts",
-    "convolutions",
-    "find_gpu",
-    "findings",
-    "guess_workspaces",
-    "host_use",
-    "is_initialised",
-    "order_checker",
-    "parse_memory",
-    "peak_bytes",
-    "restart_peak",
-    "statistics",
-    "used_bytes",
-]
 
 _STATISTICS = (
     *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
@@ -126,8 +94,8 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     after_import("numba.cuda.cudadrv.driver", _refuse_numba)
     if _process.order_checker is not None:
-        after_import("torch", _watch_torch)
-        after_import("cupy", partial(watch_libraries, _process.order_checker))
+        after_import("torch", partial(watch_torch, _process.order_checker))
+        after_import("cupy", partial(watch_cupy, _process.order_checker))
     _process.library, _process.gpu, _process.cuda_version = library, gpu, surface.cuda_version
     if completion:
         complete(completion)  # type: ignore[arg-type]
@@ -154,7 +122,7 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
     library.stalloc_virtual_set_context(ctypes.c_size_t(gpu.context_bytes))
-    set_faults(library, os.environ.get(VARIABLE, ""))
+    _set_faults(library, os.environ.get(_FAULTS, ""))
     told = {"folder": str(Path(__file__).parents[2]), "gpu": asdict(gpu)}
     os.environ["STALLOC_VIRTUAL_GPU"] = json.dumps(told)  # of which inherited.py makes one
 
@@ -179,15 +147,9 @@ def order_checker() -> OrderChecker | None:
     return _process.order_checker
 
 
-def _watch_torch() -> None:
-    if _process.order_checker is not None:
-        accesses = watch_operations(sys.modules["torch"], _process.order_checker)
-        after_import("triton", partial(watch_kernels, _process.order_checker, accesses))
-
-
 def _after_cupy_import() -> None:
     if _process.library is not None and _process.cupy_decisions is None:
-        _process.cupy_decisions = count_reads(sys.modules["cupy"], _process.library)
+        _process.cupy_decisions = count_cupy_reads(sys.modules["cupy"], _process.library)
 
 
 def _refuse_numba() -> None:
@@ -288,16 +250,14 @@ def findings() -> dict[str, Any]:
     counted = [_process.values.decisions if _process.values is not None else None, _process.cupy_decisions]
     decisions = [one for each in counted if each is not None for one in each.listed()]
     torch: Any = sys.modules.get("torch")
+    asked = convolutions()
+    tries = bool(asked) and torch is not None and bool(torch.backends.cudnn.benchmark)
     return {
         "torch": str(torch.__version__) if torch is not None else None,
-        "convolutions": {**asdict(certainty(asked := convolutions())), "by_trial": bool(asked) and _tries(torch)},
+        "convolutions": {**asdict(certainty(asked)), "by_trial": tries},
         "decisions": [asdict(one) for one in decisions],
         "shares_blocks": bool(_active_library().stalloc_virtual_shares_blocks()),
     }
-
-
-def _tries(torch: Any) -> bool:
-    return torch is not None and bool(torch.backends.cudnn.benchmark)
 
 
 def used_bytes(device: int = 0) -> int:
@@ -316,3 +276,101 @@ def peak_bytes(device: int = 0) -> int:
 def restart_peak(device: int = 0) -> None:
     """Let `peak_bytes` begin anew from what is allocated now."""
     _active_library().stalloc_virtual_restart_peak(device)
+
+
+_FAULTS = "STALLOC_VIRTUAL_FAULTS"
+_FAULT = re.compile(r"([A-Za-z]\w{0,30}):(?:([0-9]{1,4})|([a-z]+))(?:@([1-9][0-9]{0,8})(\+?))?", re.ASCII)
+_FAULT_WORDS = {"busy": 46, "refused": 801, "hang": 1 << 20, "none": 1 << 21}
+_ALWAYS = (1 << 64) - 1
+
+
+def _set_faults(library: ctypes.CDLL, text: str) -> None:
+    """Let a virtual driver fail as STALLOC_VIRTUAL_FAULTS says, so that what a real machine may say is tried without.
+
+        STALLOC_VIRTUAL_FAULTS=cuMemSetAccess:801,cuMemCreate:2@7,device1:busy,peer1:refused
+
+    Each entry is NAME:STATUS, with @N for the N-th call alone and @N+ for all from there on. NAME is a function of the
+    driver or the runtime, `deviceN` (no context can be made on it), `peerN` (no other device may map its memory for
+    it), `rdma` or `export` (memory that network cards, or other processes, may reach is refused), or `range` (addresses
+    for more than 1 GiB are). STATUS is a number of CUDA's, or `busy` (46), `refused` (801), or `hang`: the call does
+    not return. After 214 and most from 700 on the context is lost, as on a GPU: every later call that uses it says the
+    same. What the driver answers is changed by NAME:NUMBER or NAME:none: `attributeN` of a device, `peers` (whether
+    devices reach each other), `memory` (what is free, in MiB).
+
+    Raises BadInputError for what means nothing.
+    """
+    library.stalloc_virtual_forget_faults()
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        found = _FAULT.fullmatch(entry)
+        status = int(found[2]) if found and found[2] else _FAULT_WORDS.get(found[3] or "", 0) if found else 0
+        if not found or status == 0:
+            raise BadInputError(
+                f"{_FAULTS} has {entry[:40]!r}: write NAME:STATUS, such as cuMemCreate:2@7 or device1:busy."
+            )
+        first = int(found[4] or 1)
+        last = first if found[4] and not found[5] else _ALWAYS
+        name = found[1].encode()
+        if library.stalloc_virtual_add_fault(name, status, ctypes.c_uint64(first), ctypes.c_uint64(last)):
+            raise BadInputError(f"{_FAULTS} has {entry[:40]!r}: no call of that name can be told to fail.")
+
+
+_JUMP_BYTES = 16  # the longest jump that is written; functions start at multiples of 16
+
+
+def redirect(library: ctypes.CDLL) -> int:
+    """Redirect the CUDA runtime inside CuPy to `library`; how many functions were redirected, 0 if there is no CuPy.
+
+    CuPy's wheels contain the runtime, and cannot be given another by the loader: before the first `import cupy` each
+    function of it is made to jump to that of the same name in the virtual GPU; functions that this one lacks report
+    "not supported". A CuPy that links to the runtime (conda-forge) needs nothing. Raises SetupError if the code cannot
+    be changed or the runtime cannot be found.
+    """
+    directories = [found for package in ("cupy_backends", "cupy") if (found := package_directory(package))]
+    paths = [path for directory in directories for path in sorted(directory.rglob("*.so"))]
+    total = sum(_redirect_one(path, library) for path in paths)
+    if directories and total == 0 and not any(map(_links_to_runtime, paths)):
+        raise SetupError(
+            "the virtual GPU finds no CUDA runtime in this CuPy, which was stripped of its symbols: install CuPy's own "
+            "wheel (pip install 'stalloc[cuda13]')."
+        )
+    return total
+
+
+def _links_to_runtime(path: Path) -> bool:
+    with ElfFile(path) as elf:
+        return any(name.startswith("libcudart.so") for name in elf.needed_libraries())
+
+
+def _redirect_one(path: Path, library: ctypes.CDLL) -> int:
+    with ElfFile(path) as elf:
+        functions = elf.functions((b"cuda", b"__cuda", b"PyInit_"))
+    inside = {name: function for name, function in functions.items() if name.startswith(("cuda", "__cuda"))}
+    if "cudaMalloc" not in inside:
+        return 0
+    entry = next(name for name in functions if name.startswith("PyInit_"))
+    loaded = ctypes.CDLL(str(path), mode=os.RTLD_LAZY)
+    base = _address(getattr(loaded, entry)) - functions[entry].offset_bytes
+    missing = _address(library.stalloc_virtual_not_supported)
+    offsets, targets = [], []
+    for name, function in inside.items():
+        if function.offset_bytes % _JUMP_BYTES or name == "__cudaGetProcAddress":
+            continue  # not an entry point: the runtime's own helpers
+        target = getattr(library, name.removesuffix("_ptsz").removesuffix("_ptds"), None)
+        offsets.append(function.offset_bytes)
+        targets.append(missing if target is None else _address(target))
+    array = ctypes.c_uint64 * len(offsets)
+    status = library.stalloc_virtual_redirect(
+        ctypes.c_void_p(base), ctypes.c_size_t(len(offsets)), array(*offsets), array(*targets)
+    )
+    if status != 0:
+        raise SetupError(
+            f"the virtual GPU cannot take the place of the CUDA runtime in {path.name}: this system does not let a "
+            "process change its own code: use a CuPy that links to the runtime (conda-forge), or a real GPU."
+        )
+    return len(offsets)
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    return address

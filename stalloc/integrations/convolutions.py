@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.device.redispatch import below
+from stalloc.device.followed import below
 from stalloc.trace import Action, Trace
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stalloc.device.completion import Completion
+from stalloc.device.known_gpus import Completion
 from stalloc.sizing.side_by_side import Asked, RunSeen
 
 _SHOWN = {"active_peak_bytes": "live_peak_bytes", "reserved_peak_bytes": "taken_bytes"}

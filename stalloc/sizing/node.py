@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stalloc.device import KNOWN_GPUS, VirtualGPU
-from stalloc.device.context import Context, context_of
+from stalloc.device.known_gpus import Context, context_of
 from stalloc.sizing.nccl_channels import Links, Span, links_of
 from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, nccl_memory
 

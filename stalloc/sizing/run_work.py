@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stalloc.device import VirtualGPU
-from stalloc.device.completion import Completion
 from stalloc.device.cudnn import Workspaces
-from stalloc.device.known_gpus import takes_what_is_free
+from stalloc.device.known_gpus import Completion, takes_what_is_free
 from stalloc.errors import StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
