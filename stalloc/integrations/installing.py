@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from stalloc import first_use
 from stalloc.errors import SetupError
 from stalloc.imports import after_import
-from stalloc.integrations.installation import installation
+from stalloc.integrations.installation import current, installation
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.torch_release import other_release, release_installed
@@ -28,12 +28,6 @@ if TYPE_CHECKING:  # each would hold up every start of Python under STALLOC=1
     DeviceChoice = Literal["auto", "cuda", "virtual"]
 
 MARK_STEP = 0  # as in stalloc.trace
-
-
-def current() -> "Runtime | None":
-    """The runtime of this process, None before it was started; loads nothing."""
-    process = sys.modules.get("stalloc.runtime.process")
-    return process.current() if process is not None else None
 
 
 def install(

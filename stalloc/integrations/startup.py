@@ -173,9 +173,9 @@ def _watch_torch() -> None:
 
         setattr(torch._C, name, install_and_call)
 
-    from stalloc.integrations import torch_own_pools
+    from stalloc.integrations import torch_pools
 
-    torch_own_pools.answer(torch)  # a program may take them by name before CUDA is initialised
+    torch_pools.answer(torch)  # a program may take them by name before CUDA is initialised
     watch("_cuda_init")
     watch("_cuda_record_memory_history")  # it initialises CUDA by another way
     _watch_pinning(torch.Tensor)

@@ -2,10 +2,18 @@
 
 torch takes a pluggable allocator only before CUDA is first used, and never gives it back. What torch then refuses to
 answer (statistics, peaks, histories) is answered in torch_answers.
+
+Contract: once torch is served, a program whose backward passes are over ends with its own code. A backward pass returns
+to the program before the thread that ran it has dropped what it still refers to. If the interpreter has ended by then,
+the thread is ended inside a C++ destructor, and with it the process: "terminate called without an active exception",
+exit code 134, under any allocator.
 """
 
+import atexit
+import contextlib
 import ctypes
 import sys
+import time
 import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,8 +22,8 @@ from typing import Any
 from stalloc.core.entry import torch_entries, torch_record_stream
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
-from stalloc.integrations import autograd_threads, torch_answers, torch_cache_info
-from stalloc.integrations.graph_replays import Replays
+from stalloc.integrations import torch_answers
+from stalloc.integrations.graph_pools import Replays
 from stalloc.integrations.installation import installation
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
@@ -24,6 +32,9 @@ from stalloc.runtime.entries import persistent_entry
 _keep: list[Any] = []  # what torch holds addresses of
 _LOOK_EVERY = 64  # steps, after which the devices of an optimizer's parameters are looked up again
 _INT = 0x7FFF_FFFF  # the bits of a C int in a word
+_BACKWARD_THREADS = "pt_autograd"  # and the number of the device
+_LOOK_SECONDS = 0.001  # between two looks; Python's lock is free meanwhile
+_PATIENCE_SECONDS = 1.0  # a pass that another thread of the program has begun may go on for ever
 
 
 def check_untouched() -> None:
@@ -72,7 +83,7 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
         ) from None
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
-    torch_cache_info.answer(torch, allocator)
+    torch_answers.answer_cache_info(torch, allocator)
     try:
         torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
     except RuntimeError:  # which torch.cuda.is_initialized() does not say
@@ -84,7 +95,8 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     installation.replays = Replays(torch, runtime)
     _watch_optimizers(runtime, stepped)
     _keep.append(allocator)
-    autograd_threads.wait_at_exit()
+    atexit.unregister(_wait_for_backward)  # once, however often this is called
+    atexit.register(_wait_for_backward)
     return True
 
 
@@ -181,3 +193,24 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
     callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
     _keep.append(callback)
     allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)
+
+
+def _wait_for_backward() -> None:
+    """Wait until its threads are idle, a second at most."""
+    end, seen = time.monotonic() + _PATIENCE_SECONDS, _states()
+    while seen and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        before, seen = seen, _states()
+        if seen == before and all(state.startswith("State:\tS") for state in seen.values()):
+            return
+
+
+def _states() -> dict[str, str]:
+    """By autograd thread, whether it sleeps and how often it has stopped; empty where the system does not say."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # that thread has just ended
+            lines = status.read_text().splitlines()
+            if lines[0].startswith(f"Name:\t{_BACKWARD_THREADS}"):
+                found[status.parent.name] = " ".join(line for line in lines if line.startswith(("State", "voluntary")))
+    return found

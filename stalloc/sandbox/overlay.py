@@ -11,6 +11,7 @@ Documentation/filesystems/overlayfs.rst.
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import stat
@@ -18,7 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stalloc.sandbox.system_calls import LIBC, PIVOT_ROOT, checked
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.syscall.restype = ctypes.c_long
+LIBC.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+
+_PIVOT_ROOT = 41 if os.uname().machine == "aarch64" else 155
+
+
+def checked(result: int, what: str) -> int:
+    """The result of a call. Raises OSError with `what` for a file name if it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+    return result
+
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 1 << 12, 1 << 14, 1 << 18
@@ -40,11 +54,10 @@ _MAX_COPIED_BYTES = 1 << 20
 class View:
     """What the process sees from now on."""
 
-    layer: int = -1
-    """A descriptor of the folder of the layer, which the view does not show."""
+    layer: int = -1  #: a descriptor of the folder of the layer, which the view does not show
     is_user_namespace: bool = False
+    #: folders of the layer with what was written, and the folders that they cover
     covered: list[tuple[str, str]] = field(default_factory=list)
-    """Folders of the layer with what was written, and the folders that they cover."""
     read_only: dict[str, str] = field(default_factory=dict)  #: what could not be covered, and why
 
 
@@ -54,13 +67,13 @@ def enter(layer: Path, real: Sequence[Path] = (), own: Sequence[Path] = ()) -> V
     `own`: places that the program is likely to write to, which are looked for folders of this user's that lie in
     somebody else's.
     """
-    return _Entry(layer, [os.path.realpath(path) for path in real]).enter([os.path.realpath(path) for path in own])
+    return _Entry(layer, real).enter([os.path.realpath(path) for path in own])
 
 
 class _Entry:
-    def __init__(self, layer: Path, real: list[str]) -> None:
+    def __init__(self, layer: Path, real: Sequence[Path]) -> None:
         self._layer = os.path.realpath(layer)
-        self._real = real
+        self._real = [os.path.realpath(path) for path in real]
         self._view = View()
         self._user, self._group = os.geteuid(), os.getegid()
         self._root = os.path.join(self._layer, "root")
@@ -71,12 +84,14 @@ class _Entry:
     def enter(self, own: list[str]) -> View:
         here = os.getcwd()
         self._unshare()
-        self._mounts = _mounts()
+        self._mounts = mounts()
         _mount("none", "/", flags=_REC | _PRIVATE)
         self._prepare_layer()
         self._cover("/")
         for path in sorted(self._mounts, key=lambda one: one.count("/")):
-            if path not in self._done and self._is_reached(path):
+            # not below another mount that stays as it is, or hidden by one
+            is_reached = os.path.lexists(path) and not any(path.startswith(f"{one}/") for one in self._real)
+            if path not in self._done and is_reached:
                 self._cover(path)
         if self._view.is_user_namespace:
             for path in own:
@@ -86,19 +101,23 @@ class _Entry:
         for path in self._real:
             if os.path.exists(path):
                 self._bind(path)
-        self._pivot()
+        os.chdir(self._root)
+        if LIBC.syscall(_PIVOT_ROOT, b".", b".") == 0:
+            checked(LIBC.umount2(b".", _DETACH), "umount")
+        else:  # the root is the initial ramfs, which nothing can take the place of
+            _mount(".", "/", flags=1 << 13)
+            os.chroot(".")
         os.chdir(here)
         return self._view
 
     def _unshare(self) -> None:
         if LIBC.unshare(_NEWNS) == 0:
             return
-        user, group = os.geteuid(), os.getegid()
         checked(LIBC.unshare(_NEWUSER | _NEWNS), "unshare")
         self._view.is_user_namespace = True
         _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{user} {user} 1")
-        _write("/proc/self/gid_map", f"{group} {group} 1")
+        _write("/proc/self/uid_map", f"{self._user} {self._user} 1")
+        _write("/proc/self/gid_map", f"{self._group} {self._group} 1")
 
     def _prepare_layer(self) -> None:
         """Where the file system of the layer can hold none (it is an overlay itself), the layer is in memory."""
@@ -137,10 +156,6 @@ class _Entry:
             _mount("overlay", target, "overlay", data=options)
         self._view.covered.append((name, lower))
         return target
-
-    def _is_reached(self, path: str) -> bool:
-        """Whether a mount can be reached by its path: it is not below another that stays as it is, or hidden by one."""
-        return os.path.lexists(path) and not any(path.startswith(f"{one}/") for one in self._real)
 
     def _cover(self, path: str) -> None:
         """Give the new root what is at a path of the machine, at the same path, covered."""
@@ -205,9 +220,8 @@ class _Entry:
         parts, has_own = Path(path).parts, False
         for depth in range(2, len(parts) + 1):
             here = os.path.join(*parts[:depth])
-            if any(here == one or here.startswith(f"{one}/") for one in (*self._real, *_REAL)):
-                return
-            if not os.path.isdir(here):
+            is_real = any(here == one or here.startswith(f"{one}/") for one in (*self._real, *_REAL))
+            if is_real or not os.path.isdir(here):
                 return
             status = os.stat(here)
             is_own = status.st_uid == self._user
@@ -228,14 +242,6 @@ class _Entry:
         if read_only:
             self._view.read_only[path] = read_only
             _mount("none", target, flags=_BIND | _REMOUNT | _RDONLY | _kept_flags(path))
-
-    def _pivot(self) -> None:
-        os.chdir(self._root)
-        if LIBC.syscall(PIVOT_ROOT, b".", b".") == 0:
-            checked(LIBC.umount2(b".", _DETACH), "umount")
-        else:  # the root is the initial ramfs, which nothing can take the place of
-            _mount(".", "/", flags=1 << 13)
-            os.chroot(".")
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
@@ -258,12 +264,11 @@ def _kept_flags(path: str) -> int:
     """Flags of a mount that an ordinary user may not take away."""
     shown = os.statvfs(path).f_flag
     same = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
-    return shown & same | (
-        1 << 21 if shown & os.ST_RELATIME else 0
-    )  # the one flag that mount(2) has under another number
+    relatime = 1 << 21 if shown & os.ST_RELATIME else 0  # the one flag that mount(2) has under another number
+    return shown & same | relatime
 
 
-def _mounts() -> dict[str, tuple[str, bool]]:
+def mounts() -> dict[str, tuple[str, bool]]:
     """Mount points: the kind of each, and whether it is read-only; of several at one place the last, which is seen."""
     found = {}
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -274,11 +279,6 @@ def _mounts() -> dict[str, tuple[str, bool]]:
             is_read_only = "ro" in fields[5].split(",") or "ro" in kinds[-1].split(",")
             found[path] = (kinds[0], is_read_only)
     return found
-
-
-def mount_kinds() -> dict[str, str]:
-    """What kind of file system each mount point has, as "ext4" or "tmpfs"."""
-    return {path: kind for path, (kind, _) in _mounts().items()}
 
 
 def _memory_limit_bytes() -> int:
