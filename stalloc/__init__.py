@@ -45,7 +45,7 @@ _MODULES = {
     "flight_recorder": ".integrations",
     "alloc_conf": ".integrations",
     "watch": ".integrations.showing",
-    "memory_scalars": ".integrations.memory_scalars",
+    "memory_scalars": ".integrations.memory_figures",
     "load_ipython_extension": ".integrations.notebook",
     "adopt": ".compaction",
     "allow_compaction": ".compaction",

@@ -64,7 +64,7 @@ from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
 from stalloc.integrations.installation import installation
-from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.integrations.server_watch import SleepPhases
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.sandbox import Ended

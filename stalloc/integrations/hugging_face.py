@@ -3,7 +3,7 @@
 from typing import Any
 
 from stalloc.errors import SetupError
-from stalloc.integrations.memory_scalars import memory_scalars
+from stalloc.integrations.memory_figures import memory_scalars
 
 try:
     from transformers import TrainerCallback

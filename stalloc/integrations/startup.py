@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from stalloc.errors import BadInputError, StallocError
 from stalloc.imports import after_import, before_import
-from stalloc.integrations.installation import installation
+from stalloc.integrations.installation import current, installation
 from stalloc.notices import say
 
 TYPE_CHECKING = False
@@ -88,9 +88,9 @@ def _begin_flight(folder: str) -> None:
 
 def _follow_child(folder: str) -> None:
     """Record what this process allocates, for the tests that started it."""
-    from stalloc.integrations import child_record
+    from stalloc.integrations.native_history import follow_child
 
-    child_record.follow(folder)
+    follow_child(folder)
 
 
 def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, VirtualGPU | None]":
@@ -200,7 +200,6 @@ def _watch_pinning(tensor: "Any") -> None:
 def _watch_cupy() -> None:
     """Install at CuPy's first allocation; who asks for its pool before that gets the one that answers from then on."""
     from stalloc.integrations.cupy_default_pool import hand_out
-    from stalloc.integrations.installing import current
 
     if current() is not None:
         return
@@ -231,8 +230,6 @@ def _serve_cupy() -> bool:
 def start_now() -> None:
     """Call what was given to `at_first_use`, unless that was done, or stalloc was installed meanwhile."""
     with _lock:
-        from stalloc.integrations.installing import current
-
         if installation.was_started or current() is not None or installation.start is None:
             return
         installation.was_started = installation.is_starting = True

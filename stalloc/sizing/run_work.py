@@ -21,7 +21,7 @@ from stalloc.device.known_gpus import Completion, takes_what_is_free
 from stalloc.errors import StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
-from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.integrations.server_watch import SleepPhases
 from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import end_as_python
 from stalloc.sizing.fake_ranks import be_rank
