@@ -118,7 +118,6 @@ def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU 
 
 
 def active() -> Kind | None:
-    """The kind in force, or None before `activate`."""
     return _active
 
 

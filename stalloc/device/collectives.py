@@ -38,7 +38,6 @@ def prepare_collectives(library: ctypes.CDLL, values: Values) -> None:
 
 
 def replace(c10d: Any, makers: dict[str, Maker]) -> None:
-    """Replace functions of torch.distributed in every module of torch that has taken one over."""
     before = {name: function for name in makers if (function := getattr(c10d, name, None)) is not None}
     after = {name: makers[name](function) for name, function in before.items()}
     for module_name, module in list(sys.modules.items()):
@@ -132,7 +131,6 @@ def _following(
 
 
 def _through_host(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that moves objects, by gloo where it would be by NCCL."""
     signature = inspect.signature(function)
     twins: dict[Any, Any] = c10d.__dict__.setdefault("_stalloc_twins", {})
 
@@ -169,8 +167,6 @@ class _Noted(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenCommunicator:
-    """One communicator, and what this process did with it."""
-
     rank: int
     num_ranks: int
     device: int
@@ -181,8 +177,6 @@ class SeenCommunicator:
 
 
 class Communicators:
-    """The communicators that this process makes."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._groups: list[str] = []
@@ -201,7 +195,6 @@ class Communicators:
         self._library.stalloc_virtual_group(self._groups.index(group))
 
     def seen(self) -> list[SeenCommunicator]:
-        """Those that were made so far, in order."""
         pointers = (ctypes.POINTER(_Noted) * _MOST_NOTED)()
         num = self._library.stalloc_virtual_communicators(pointers, _MOST_NOTED)
         return [

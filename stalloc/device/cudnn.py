@@ -104,7 +104,6 @@ class AskedConvolution:
 
 @cache
 def workspace_table() -> tuple[WorkspaceRow, ...]:
-    """The rows in the order in which they are tried."""
     with _FILE.open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(line for line in file if not line.startswith("#"))
         return tuple(
@@ -123,7 +122,6 @@ class Certainty:
 
 
 def certainty(convolutions: list[AskedConvolution]) -> Certainty:
-    """How certain the peaks of a program with these convolutions are."""
     unseen = [one for one in convolutions if one.unknown_bytes != 0]
     return Certainty(
         num_convolutions=len(convolutions),
@@ -150,7 +148,6 @@ def _packed(row: WorkspaceRow) -> _Row:
 
 
 def load_table(library: ctypes.CDLL) -> None:
-    """Hand the table to the virtual GPU."""
     rows = [_packed(row) for row in workspace_table()]
     library.stalloc_virtual_set_workspaces((_Row * len(rows))(*rows), ctypes.c_int64(len(rows)))
     library.stalloc_virtual_convolutions.restype = ctypes.c_int64
@@ -175,7 +172,6 @@ def table_answer(
 
 
 def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
-    """The different convolutions that this process made so far."""
     kept = (_Asked * _MOST_CONVOLUTIONS)()
     num = library.stalloc_virtual_convolutions(kept, ctypes.c_int64(_MOST_CONVOLUTIONS))
     return [

@@ -62,7 +62,6 @@ def parse_assumption(text: str) -> Assumption:
 
 
 def as_variable(assumptions: Iterable[Assumption]) -> str:
-    """The value of STALLOC_ASSUME that has them."""
     return json.dumps([f"{one.file}:{one.line}={one.value:f}" for one in assumptions])
 
 
@@ -133,7 +132,6 @@ class Decisions:
         return place, assumed
 
     def listed(self) -> list[Decision]:
-        """The places that took what is not certain, those that did most first."""
         return [Decision(place=place, num_reads=num) for place, num in self._places.most_common()]
 
 
@@ -187,7 +185,6 @@ def _like(result: Any, number: float) -> Any:
 
 
 def count_cupy_reads(cupy: Any, library: ctypes.CDLL) -> Decisions:
-    """Count the decisions that a program takes on CuPy's arrays from now on."""
     folder = os.path.dirname(cupy.__file__)
     parts = (os.path.join(os.path.dirname(folder), name) for name in ("cupyx", "cupy_backends"))
     reads = _Reads(library, decisions := Decisions((folder, *parts, os.path.dirname(__file__))))

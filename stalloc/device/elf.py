@@ -44,8 +44,6 @@ class _Section:
 
 
 class ElfFile:
-    """One shared library, open for reading: a context manager."""
-
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -76,7 +74,6 @@ class ElfFile:
         return bytes(self._sections[section.link].data)
 
     def needed_libraries(self) -> list[str]:
-        """The names in DT_NEEDED, in order."""
         dynamic = self._of_kind(_SHT_DYNAMIC)
         if dynamic is None:
             return []
@@ -102,7 +99,6 @@ class ElfFile:
             at += following
 
     def requirements(self) -> list[Requirement]:
-        """Every undefined symbol of the dynamic symbol table."""
         section = self._of_kind(_SHT_DYNSYM)
         if section is None:
             return []

@@ -395,7 +395,6 @@ _AMONG = 0.382  # of the places: no simple fraction, as beam search has several 
 
 
 def _drawer(values: Values, function: Function) -> Function:
-    """What draws numbers."""
     generator = values.torch.Generator()  # the host's numbers are the program's own
 
     def draw(*args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,6 @@ def _mapped_by(process: int, found: dict[str, int]) -> int:
 
 
 def _status(name: str, process: int | str = "self") -> int:
-    """What the system says of a process, in bytes; 0 where it does not."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
         found = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)

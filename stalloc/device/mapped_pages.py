@@ -53,8 +53,6 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
@@ -102,7 +100,6 @@ def _maps_pages(device: int) -> bool:
 
 
 def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the driver; its status."""
     try:
         return int(getattr(_driver(), name)(*arguments))
     except ctypes.ArgumentError as error:  # the arguments are right, so this is what ctypes makes of a RecursionError
@@ -110,15 +107,12 @@ def _call(name: str, *arguments: Any) -> int:
 
 
 def _told(name: str, status: int) -> str:
-    """A call that failed, and what the driver says."""
     text = ctypes.c_char_p()
     _call("cuGetErrorName", status, ctypes.byref(text))
     return f"{name} says {status}{f' ({text.value.decode()})' if text.value else ''}"
 
 
 class Pages:
-    """The pages of one device."""
-
     def __init__(self, device: int, entries: PageEntries) -> None:
         """`entries` gives the C functions that make and release a page with a driver: see `core.entry.page_entries`.
 
@@ -165,7 +159,6 @@ class Pages:
         return self._done(name, _call(name, *arguments))
 
     def _allow(self, address: int, size_bytes: int, users: list[int]) -> int:
-        """Let devices use what is mapped; the driver's status."""
         access = [_Access(_Location(_ON_DEVICE, index), _READ_AND_WRITE) for index in users]
         return _call("cuMemSetAccess", address, size_bytes, (_Access * len(access))(*access), len(access))
 
@@ -194,7 +187,6 @@ class Pages:
         return made
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
-        """Give back a range of addresses without memory."""
         _call("cuMemAddressFree", address, size_bytes)
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
@@ -287,7 +279,6 @@ class PageRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the range that have memory."""
         return len(self._held) * PAGE_BYTES
 
     def map(self, address: int, size_bytes: int) -> bool:
@@ -313,7 +304,6 @@ class PageRange:
         return int(self._held[address].ptr)
 
     def mapped(self) -> list[int]:
-        """The addresses of the pages that have memory, ascending."""
         return sorted(self._held)
 
 

@@ -91,7 +91,6 @@ class Places:
         return number
 
     def text(self, number: int) -> str:
-        """FILE:LINE."""
         return self._texts[number]
 
 
@@ -105,8 +104,6 @@ def _is_programs(file: str) -> bool:
 
 
 class OrderChecker:
-    """The checker of this process."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         # functions that are short and wait for nothing are called with Python's lock held
         self._library = ctypes.PyDLL(library._name)
@@ -132,7 +129,6 @@ class OrderChecker:
         return function
 
     def found(self) -> list[Finding]:
-        """What was found so far."""
         found: list[Finding] = []
         while True:
             several = (_Finding * _AT_A_TIME)()
@@ -156,7 +152,6 @@ class OrderChecker:
         return found
 
     def end(self) -> None:
-        """Tell, and ask Python nothing any more."""
         self.tell()
         self._library.stalloc_virtual_order_ask(None)
 

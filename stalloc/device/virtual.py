@@ -138,7 +138,6 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
 
 
 def active_gpu() -> VirtualGPU | None:
-    """The GPU that `activate` was given, or None."""
     return _process.gpu
 
 
@@ -185,14 +184,12 @@ def _active_library() -> ctypes.CDLL:
 
 
 def communicators() -> Communicators:
-    """NCCL's communicators of this process."""
     if _process.communicators is None:
         _process.communicators = Communicators(_active_library())
     return _process.communicators
 
 
 def host_use() -> HostUse:
-    """What will see the memory of the host that this process takes, once it is told to begin."""
     return HostUse(_active_library())
 
 
@@ -215,7 +212,6 @@ def is_initialised() -> bool:
 
 
 def convolutions() -> list[AskedConvolution]:
-    """The different convolutions that this process made so far, with the workspaces that cuDNN was taken to need."""
     return asked_convolutions(_active_library())
 
 
@@ -274,7 +270,6 @@ def peak_bytes(device: int = 0) -> int:
 
 
 def restart_peak(device: int = 0) -> None:
-    """Let `peak_bytes` begin anew from what is allocated now."""
     _active_library().stalloc_virtual_restart_peak(device)
 
 

@@ -79,7 +79,6 @@ def package_directory(name: str) -> Path | None:
 
 
 def _of_torch_and_cupy() -> Iterator[str]:
-    """Their libraries, wherever they are installed."""
     torch = package_directory("torch")
     if torch is not None and os.path.isdir(folder := str(torch / "lib")):
         yield from sorted(f"{folder}/{name}" for name in os.listdir(folder) if re.fullmatch(r"lib.*\.so", name))
@@ -91,8 +90,6 @@ def _of_torch_and_cupy() -> Iterator[str]:
 
 
 class _Extensions:
-    """What is installed, with what was kept of an earlier look."""
-
     def __init__(self) -> None:
         self._file: Path | None = None  # nothing is kept
         self._known: dict[str, dict[str, Any]] = {"records": {}, "files": {}}
@@ -113,8 +110,6 @@ class _Extensions:
                         yield path
 
     def _listed(self, record: str) -> list[str]:
-        """The extensions of a distribution, all of them."""
-
         def read() -> list[str]:
             lines = Path(record).read_text(encoding="utf-8", errors="replace").splitlines()
             names = (line.split(".so,")[0] + ".so" for line in lines if ".so," in line)
@@ -142,7 +137,6 @@ class _Extensions:
         return kept[1]
 
     def keep(self) -> None:
-        """Write what was found, where that is new."""
         known = {table: self._known[table] | self._seen[table] for table in self._known}
         if self._file is None or known == self._known:
             return
@@ -207,7 +201,6 @@ def compiler() -> list[str] | None:
 
 
 def cache_directory() -> Path:
-    """The directory of this user for all builds."""
     return user_cache("virtual-gpu")
 
 

@@ -187,7 +187,6 @@ def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tup
 
 
 def _parts(torch: Any, tensor: Any) -> tuple[Any, ...]:
-    """What a sparse tensor is made of."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -276,7 +275,6 @@ def _watch_operations(torch: Any, checker: "OrderChecker", accesses: Accesses) -
 
 
 def watch_triton(accesses: Accesses) -> None:
-    """Watch the kernels that are launched from now on; Triton has been imported."""
     function = sys.modules["triton.runtime.jit"].JITFunction
     launch = function.run
     written_by: dict[int, set[str]] = {}  # by the compiled kernel, which stays
@@ -329,7 +327,6 @@ def _written(kernel: Any, given: dict[str, Any], tensors: dict[str, Any]) -> set
 
 
 def watch_cupy(checker: "OrderChecker") -> None:
-    """Watch the functions of CuPy, which has been imported."""
     cupy = sys.modules["cupy"]
     watched = functools.partial(_watched_by_cupy, checker, cupy)
     arrays = _watch_arrays(checker)
@@ -400,8 +397,6 @@ def _cupy_arrays(cupy: Any, value: Any) -> Iterator[Any]:
 
 
 class _WatchedArray(np.ndarray):
-    """An array whose uses are accesses by the host."""
-
     touch: Callable[[np.ndarray, int], None]
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:

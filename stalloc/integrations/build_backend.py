@@ -55,14 +55,12 @@ def __getattr__(name: str) -> Any:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What has to be installed to build a wheel."""
     from setuptools import build_meta
 
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_needed_to_compile(config_settings)]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """What has to be installed to build an editable wheel."""
     from setuptools import build_meta
 
     return [*build_meta.get_requires_for_build_editable(config_settings), *_needed_to_compile(config_settings)]
@@ -78,7 +76,6 @@ def _needed_to_compile(config_settings: Mapping[str, Any] | None) -> list[str]:
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """A wheel with the hook and with compiled code in it; its file name."""
     from setuptools import build_meta
 
     wheel = Path(wheel_directory) / build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
@@ -89,7 +86,6 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
 
 
 def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """An editable wheel with the hook in it; its file name."""
     from setuptools import build_meta
 
     name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
@@ -170,5 +166,4 @@ def add_files(wheel: Path, files: Mapping[str, bytes], tag: str = "") -> None:
 
 
 def _digest(content: bytes) -> str:
-    """The SHA-256 of a file's content, as a wheel's RECORD writes it."""
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

@@ -34,7 +34,6 @@ class Pool:
             controller.memory.source.before_use(partial(self._hand_over, controller))
 
     def _hand_over(self, controller: "Controller") -> None:
-        """The current device is served by stalloc from now on."""
         if self._runtime is not None:
             self._own.free_all_blocks()  # nobody asks there any more
             controller.memory.source.limit_bytes = self._limit(controller)
@@ -45,7 +44,6 @@ class Pool:
         return min(limits, default=0)
 
     def leave(self) -> None:
-        """Answer for CuPy's own pool alone."""
         self._runtime, self._allocate = None, self._own.malloc
 
     def _controller(self) -> "Controller | None":
@@ -54,7 +52,6 @@ class Pool:
         return self._runtime.controllers[get_device_id()] if self._runtime is not None else None
 
     def malloc(self, size: int) -> Any:
-        """A MemoryPointer of `size` bytes on the current device and stream."""
         before_first = self._before_first
         if before_first is not None:
             before_first()  # other threads wait there too
@@ -62,23 +59,19 @@ class Pool:
         return self._allocate(size)
 
     def used_bytes(self) -> int:
-        """Bytes that are allocated now, rounded up to 512 each."""
         controller = self._controller()
         return self._own.used_bytes() + (controller.state.record.total.allocated_bytes if controller is not None else 0)
 
     def total_bytes(self) -> int:
-        """Bytes taken from the device, used or not."""
         controller = self._controller()
         return self._own.total_bytes() + (
             controller.state.record.statistics.reserved_bytes if controller is not None else 0
         )
 
     def free_bytes(self) -> int:
-        """Bytes taken from the device that nobody uses now."""
         return self.total_bytes() - self.used_bytes()
 
     def n_free_blocks(self) -> int:
-        """How many free ranges there are."""
         controller, free = self._controller(), 0
         if controller is not None:
             from stalloc.core.constants import BLOCK_FREE
@@ -95,7 +88,6 @@ class Pool:
         self._own.free_all_blocks(stream)
 
     def free_all_free(self) -> None:
-        """The old name of free_all_blocks."""
         warnings.warn("free_all_free is deprecated: use free_all_blocks.", DeprecationWarning, stacklevel=2)
         self.free_all_blocks()
 
@@ -110,7 +102,6 @@ class Pool:
             controller.memory.source.limit_bytes = self._own.get_limit()
 
     def get_limit(self) -> int:
-        """The limit in bytes; 0: none."""
         controller = self._controller()
         return int(self._limit(controller) if controller is not None else self._own.get_limit())
 

@@ -32,8 +32,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class FlightRecorder:
-    """The recorder of this process."""
-
     def __init__(self, folder: Path, max_events: int, *, stacks: bool) -> None:
         self.folder = folder
         self._process = os.getpid()
@@ -44,7 +42,6 @@ class FlightRecorder:
         self._file: Path | None = None
 
     def begin(self) -> None:
-        """Record from here on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._history.begin()
         if threading.current_thread() is threading.main_thread():
@@ -100,7 +97,6 @@ class FlightRecorder:
             os.kill(os.getpid(), number)
 
     def _watch_ending(self) -> None:
-        """Hear of an exception that nobody catches, and of `sys.exit` with a code."""
         hook, leave = sys.excepthook, sys.exit
 
         def at_exception(kind: Any, error: Any, trace: Any) -> None:

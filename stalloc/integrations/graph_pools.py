@@ -91,8 +91,6 @@ _RAW = "raw_cuda_graph", "raw_cuda_graph_exec"  # in versions of torch that have
 
 
 class Replays:
-    """Sees the replays and captures of torch's CUDA graphs in this process."""
-
     def __init__(self, torch: Any, runtime: "Runtime") -> None:
         """Hear of each replay and capture of torch's from here on."""
         self._runtime = runtime

@@ -21,7 +21,6 @@ class MemoryScalars(TrainerCallback):
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer calls this, once it has decided whether it logs."""
         scalars = memory_scalars() if control.should_log else {}
         if scalars:
             self._trainer.log(scalars)

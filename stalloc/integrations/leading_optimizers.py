@@ -19,8 +19,6 @@ from stalloc.core.constants import LITTLE
 
 
 class LeadingOptimizers(threading.local):
-    """The leaders of this thread's devices."""
-
     def __init__(self, requested_bytes: Callable[[int], int] = lambda device: 0) -> None:
         """`requested_bytes` says how many bytes a device's program has asked for so far: for `begin_step`."""
         self._leaders: dict[int, weakref.ref[Any]] = {}
@@ -65,7 +63,6 @@ class StepTimes:
         self._hook: Any = None
 
     def begin(self) -> None:
-        """Note steps; PyTorch is imported."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.end()
@@ -79,7 +76,6 @@ class StepTimes:
         self._hook = register_optimizer_step_post_hook(has_stepped)
 
     def end(self) -> None:
-        """Note no more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

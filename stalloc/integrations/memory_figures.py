@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def served_controllers(runtime: "Runtime | None") -> "list[Controller]":
-    """The devices that stalloc has served."""
     controllers = runtime.controllers if runtime is not None else []
     return [controller for controller in controllers if controller.state.record.total.num_allocs]
 

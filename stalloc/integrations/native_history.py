@@ -116,7 +116,6 @@ class NativeHistory:
         return found | {block: made["size"] for block, made in self._cupy_live().items()}
 
     def end(self) -> None:
-        """Record no more."""
         if self._records_torch:
             sys.modules["torch"].cuda.memory._record_memory_history(enabled=None)
             self._steps.end()
@@ -233,12 +232,10 @@ class _CupyRequests:
             call_outside(cupy.cuda.set_allocator, self._ours)
 
     def restart(self) -> None:
-        """Forget the events; what lives is still known."""
         self.events.clear()
         self.num_events = 0
 
     def end(self) -> None:
-        """Give CuPy its allocator back."""
         import cupy
 
         if self._ours is not None and call_outside(cupy.cuda.get_allocator) is self._ours:
@@ -251,8 +248,6 @@ class _CupyRequests:
         requests = self
 
         class Noted:
-            """Owns a piece of memory, and says when it ends."""
-
             __slots__ = ("device", "memory")
 
             def __init__(self, memory: Any) -> None:
@@ -277,20 +272,17 @@ class _CupyRequests:
         return allocate
 
     def note_alloc(self, device: int, address: int, num_bytes: int, frame: FrameType | None) -> None:
-        """A request was served."""
         made = _event("alloc", address, num_bytes) | {"frames": _frames(frame) if self._stacks else []}
         self.live[device, address] = made
         self._note(device, made)
 
     def note_free(self, device: int, address: int) -> None:
-        """Note that CuPy freed the memory at an address."""
         made = self.live.pop((device, address), None)
         if made is not None:
             for action in ("free_requested", "free_completed"):
                 self._note(device, _event(action, address, made["size"]))
 
     def note_refusal(self, num_bytes: int, error: Exception) -> None:
-        """A request was not served."""
         if "OutOfMemory" in type(error).__name__:
             from cupy.cuda import runtime
             from cupy.cuda.device import get_device_id

@@ -49,7 +49,6 @@ class OperationRecording:
         self._stopped = False
 
     def start(self) -> None:
-        """Begin."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
@@ -222,8 +221,6 @@ _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not 
 
 
 class Facts(NamedTuple):
-    """What an operation's schema says."""
-
     kind: RangeKind
     written: tuple[int, ...]  #: positions of arguments that it changes
 

@@ -63,7 +63,6 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Name and total bytes of every device, without a context on any."""
     from stalloc.device import virtual
     from stalloc.device.nvidia_driver import gpus
 
@@ -74,8 +73,6 @@ def _devices() -> list[tuple[str, int]]:
 
 
 class PlanCache:
-    """The file of one program under one configuration."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
         self.loaded = False  #: whether `load` found plans
@@ -83,7 +80,6 @@ class PlanCache:
 
     @property
     def kept(self) -> bool:
-        """Whether plans are kept for the next run."""
         return not self._refused and os.path.exists(self.file)
 
     def load(self) -> "list[Plan]":
@@ -166,7 +162,6 @@ class PlanCache:
         say(f"the plan could not be kept for the next run: {reason}")
 
     def remove(self) -> None:
-        """Forget the plans."""
         with contextlib.suppress(OSError):
             self.file.unlink()
 

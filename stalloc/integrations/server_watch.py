@@ -57,7 +57,6 @@ class ServerWatch:
         self._tokens: int | None = None
 
     def begin(self) -> None:
-        """Look from here on, or from when the libraries are imported."""
         installation.sleep_phases = SleepPhases()
         after_import(_VLLM, partial(_watch_vllm, installation.sleep_phases))
         after_import("torch", self._watch_graphs)
@@ -92,7 +91,6 @@ class ServerWatch:
         setattr(of, method, made)
 
     def told(self, *, failed: bool) -> dict[str, Any]:
-        """What was seen of a program that is over, as JSON has it."""
         phases = installation.sleep_phases
         phases.end(None)
         torch: Any = sys.modules.get("torch")
@@ -109,7 +107,6 @@ class ServerWatch:
 
 
 def _reserved_by(pool: Any) -> int:
-    """Bytes that torch holds for a pool."""
     snapshot = sys.modules["torch"].cuda.memory_snapshot
     try:
         segments = snapshot(pool, include_traces=False)
@@ -131,8 +128,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class RanOut:
-    """Where memory ran out last."""
-
     phase: str  #: how the phase began
     waking: str | None  #: the tags that were to wake; None: it was a request
     at: str  #: the line of the program
@@ -143,8 +138,6 @@ class RanOut:
 
 
 class SleepPhases:
-    """The phases of this process so far, in the order in which they were first."""
-
     def __init__(self) -> None:
         self._now = Phase("start", {})
         self._phases = [self._now]

@@ -48,8 +48,6 @@ def _show(runtime: "Runtime | None") -> None:
 
 
 class Showing:
-    """The file of this process, and the thread that writes it."""
-
     def __init__(self) -> None:
         from stalloc.runtime.threads import start_thread
 

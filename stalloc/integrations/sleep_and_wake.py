@@ -31,8 +31,6 @@ _tagged: dict[str, list["weakref.ref[Any]"]] = {}
 
 @dataclass(frozen=True)
 class Slept:
-    """What sleeping did."""
-
     given_back_bytes: int  #: of device memory
     kept_bytes: int  #: that were copied
 
@@ -238,7 +236,6 @@ def _note_waking(waking: Sequence[Sleep], tags: Mapping[int, Tags]) -> None:
 
 
 def _could_sleep(controller: Controller, tags: Mapping[int, Tags]) -> dict[str, int]:
-    """What each tag that is awake would give back."""
     names = sorted({name for named in tags.values() for name in named if name})
     found = {name: could_give_back(controller, tags, [name]) for name in names}
     return {name: size for name, size in found.items() if size}

@@ -87,7 +87,6 @@ def _begin_flight(folder: str) -> None:
 
 
 def _follow_child(folder: str) -> None:
-    """Record what this process allocates, for the tests that started it."""
     from stalloc.integrations.native_history import follow_child
 
     follow_child(folder)

@@ -34,7 +34,6 @@ _ACCUMULATED = (
 
 
 def install(torch: Any, runtime: Runtime) -> None:
-    """Put stalloc's answers in the place of torch's refusals."""
     _answer_statistics(torch, runtime)
     _answer_histories(torch, runtime)
     torch_pools.serve(torch)
@@ -119,8 +118,6 @@ _STATES = {
 
 
 class History:
-    """Whether the program asked for a history, and what it gets."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.enabled = False

@@ -46,7 +46,6 @@ class AllocConf:
         os.environ[self.variable] = conf_text(self.settings)
 
     def restore(self) -> None:
-        """Put back what was in force before."""
         self._tell(self._settings_before, self.settings)
         if self._text_before is None:
             os.environ.pop(self.variable, None)

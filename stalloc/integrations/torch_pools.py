@@ -94,11 +94,9 @@ class MemPool:
         self.num_users = 1  #: itself, and every block of the program that uses it now
 
     def use_count(self) -> int:
-        """How many hold the pool."""
         return self.num_users
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """The segments that it has for itself."""
         import torch
 
         found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id)

@@ -52,8 +52,6 @@ _MAX_COPIED_BYTES = 1 << 20
 
 @dataclass
 class View:
-    """What the process sees from now on."""
-
     layer: int = -1  #: a descriptor of the folder of the layer, which the view does not show
     is_user_namespace: bool = False
     #: folders of the layer with what was written, and the folders that they cover
@@ -183,7 +181,6 @@ class _Entry:
                     self._bind(path, read_only=error.strerror or str(error))
 
     def _take_apart(self, path: str) -> None:
-        """Cover what is in a folder one by one."""
         target = self._root + path.rstrip("/")
         if os.path.ismount(path) and path != "/" and os.stat(target).st_dev != os.stat(self._root).st_dev:
             _mount("tmpfs", target, "tmpfs")
@@ -282,7 +279,6 @@ def mounts() -> dict[str, tuple[str, bool]]:
 
 
 def _memory_limit_bytes() -> int:
-    """How much memory a layer may take: half of what is available."""
     with open("/proc/meminfo", encoding="ascii") as file:
         free = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable:")), 1 << 20)
     return free * 1024 // 2

@@ -173,7 +173,6 @@ class Sandbox:
         return Files(self.way.kind, discarded, named_new if len(kept) == len(new) else named([*kept], self._here), gone)
 
     def remove(self) -> None:
-        """Remove the layer and the folder, whatever became of the process."""
         for one in (self._ours, self._theirs):
             one.close()
         if self._layer is not None:
@@ -232,8 +231,6 @@ def _copy_folders_to_rename() -> None:
 
 
 class ProgramFiles:
-    """Where a program's writes go, and what became of its files in each run."""
-
     def __init__(self, command: Sequence[str], *, keep: bool) -> None:
         """`keep`: writes are real. Raises SetupError where nothing keeps them from files otherwise."""
         self._command = command
@@ -247,11 +244,9 @@ class ProgramFiles:
         return None if self.is_real else Sandbox(self._command)
 
     def note(self, files: Files) -> None:
-        """Remember what became of the files of a run."""
         self._seen.append(files)
 
     def all(self) -> Files:
-        """What became of the files of all runs together."""
         return merged(self._seen)
 
 
@@ -266,7 +261,6 @@ _is_fork = False
 
 
 def is_fork() -> bool:
-    """Whether this process is one that runs a program in a sandbox."""
     return _is_fork
 
 
@@ -294,8 +288,6 @@ def _flush() -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the fork."""
-
     exit_code: int  #: 128 + N after signal N
     signal: int  #: that ended it; 0 if none did
     told: dict[str, Any] | None  #: what it told, None if it did not come so far
@@ -311,8 +303,6 @@ class Ended:
 
 
 class SandboxedRun:
-    """One run of a program by a verb."""
-
     def __init__(self, command: Sequence[str], outputs: Sequence[str] = ()) -> None:
         """Get ready; arguments and errors as in `Sandbox`."""
         self._sandbox = Sandbox(command, outputs)

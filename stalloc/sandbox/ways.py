@@ -32,7 +32,6 @@ class Way:
             )
 
     def sentence(self) -> str:
-        """For people."""
         return {
             "overlay": "writes go to a temporary layer (mount namespace and overlays)",
             "landlock": f"writes are refused (Landlock), since this machine allows no layer: {self.reason}",
@@ -43,7 +42,6 @@ class Way:
 
 @functools.cache
 def way() -> Way:
-    """The best that this machine and this user allow."""
     reason = _tried()
     if not reason:
         return Way("overlay")

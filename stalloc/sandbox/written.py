@@ -40,7 +40,6 @@ class Layer:
         self._covered = covered
 
     def changes(self) -> Iterator[Change]:
-        """What differs from the machine's own files, folder by folder."""
         for name, lower in self._covered:
             yield from _changes(os.path.join(self._folder, name), lower)
 
@@ -60,7 +59,6 @@ class Layer:
         return True
 
     def publish_folders(self) -> None:
-        """Make the folders that are new, which may be empty."""
         for name, lower in self._covered:
             top = os.path.join(self._folder, name)
             for here, folders, _ in os.walk(top):
@@ -123,7 +121,6 @@ def _of_file(source: str, path: str, status: os.stat_result) -> Iterator[Change]
 
 
 def _attribute(path: str, name: str) -> bytes:
-    """What an overlay has noted of a folder."""
     for prefix in _ATTRIBUTES:
         with contextlib.suppress(OSError):
             return os.getxattr(path, prefix + name, follow_symlinks=False)
@@ -131,7 +128,6 @@ def _attribute(path: str, name: str) -> bytes:
 
 
 def size_bytes(folder: Path) -> int:
-    """What a layer takes on its file system."""
     total = 0
     for here, _, files in os.walk(folder):
         for name in files:
@@ -174,7 +170,6 @@ class Named:
         return f"{', '.join(shown)}{f' and {more} more' if more else ''} ({plural(self.num_files, 'file')}{size})"
 
     def as_json(self) -> dict[str, Any]:
-        """The names, the number of files and their bytes, for a report."""
         return {"names": list(self.names), "files": self.num_files, "bytes": self.size_bytes}
 
 
@@ -200,7 +195,6 @@ class Files:
         return lines + ([f"kept: {self.kept.text()}"] if self.kept.num_files else [])
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for the JSON of a report."""
         return {"way": self.way, **{name: getattr(self, name).as_json() for name in _PARTS}}
 
 
