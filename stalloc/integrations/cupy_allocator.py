@@ -113,13 +113,11 @@ def _out_of_memory(runtime: Runtime, nbytes: int) -> Exception:
     from cupy.cuda.runtime import CUDARuntimeError
 
     controller = runtime.controllers[get_device_id()]
-    status = controller.state.record.driver.driver_error
-    if status:
+    state = controller.state
+    if status := state.record.driver.driver_error:
         return CUDARuntimeError(status)
-    error = OutOfMemoryError(
-        nbytes, controller.state.record.statistics.reserved_bytes, controller.memory.source.limit_bytes
-    )
-    error.args = (controller.state.out_of_memory_text,)
+    error = OutOfMemoryError(nbytes, state.record.statistics.reserved_bytes, controller.memory.source.limit_bytes)
+    error.args = (state.out_of_memory_text,)
     return error
 
 

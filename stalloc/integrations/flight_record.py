@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,8 +71,7 @@ class FlightRecorder:
         if snapshot is None:
             return None
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
-        name = f"rank{rank}.pickle" if rank.isdecimal() else f"process{os.getpid()}.pickle"
-        file = self.folder / name
+        file = self.folder / (f"rank{rank}.pickle" if rank.isdecimal() else f"process{os.getpid()}.pickle")
         write_whole(file, pickle.dumps(snapshot), "name another folder for the flight recorder")
         self._file = file
         total, holders = _holders(snapshot)
@@ -124,15 +123,12 @@ class FlightRecorder:
 
 def _holders(snapshot: dict[str, Any]) -> tuple[int, list[tuple[int, str]]]:
     """What is allocated in all, and by call site, most first."""
-    held: dict[str, int] = {}
-    for segment in snapshot["segments"]:
-        for block in segment["blocks"]:
-            if block["state"] != "inactive":
-                frames = [Frame(one["filename"], one["line"], one["name"]) for one in block.get("frames") or []]
-                name = site_name(frames)
-                held[name] = held.get(name, 0) + block["size"]
-    found = sorted(((num_bytes, name) for name, num_bytes in held.items()), reverse=True)
-    return sum(held.values()), found
+    held: Counter[str] = Counter()
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        if block["state"] != "inactive":
+            frames = [Frame(one["filename"], one["line"], one["name"]) for one in block.get("frames") or []]
+            held[site_name(frames)] += block["size"]
+    return held.total(), sorted(((num_bytes, name) for name, num_bytes in held.items()), reverse=True)
 
 
 def flight_recorder(
@@ -146,16 +142,11 @@ def flight_recorder(
     """
     if installation.flight_recorder is None:
         made = FlightRecorder(Path(folder), max_events, stacks=stacks)
-        if not _tried(made.begin):
+        try:
+            made.begin()
+        except Exception as error:
+            named = type(error).__name__
+            say(f"the flight recorder could not begin: {named}: {error}. The program goes on without it.")
             return None
         installation.flight_recorder = made
     return installation.flight_recorder
-
-
-def _tried(begin: Callable[[], None]) -> bool:
-    try:
-        begin()
-    except Exception as error:
-        say(f"the flight recorder could not begin: {type(error).__name__}: {error}. The program goes on without it.")
-        return False
-    return True

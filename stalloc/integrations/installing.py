@@ -69,8 +69,9 @@ def install(
         from stalloc.integrations import cupy_allocator
 
         cupy_allocator.install(runtime)
-    if torch:
-        _await_torch()
+    if torch and not installation.serves_torch and not installation.awaits_torch:
+        installation.awaits_torch = True
+        after_import("torch", _serve_torch)
     return runtime
 
 
@@ -109,12 +110,6 @@ def read_plan_file(file: "str | Path") -> "list[Plan]":
         if warning:
             say(f"{warning}. Requests that it no longer fits are served from the heap.")
     return plans
-
-
-def _await_torch() -> None:
-    if not installation.serves_torch and not installation.awaits_torch:
-        installation.awaits_torch = True
-        after_import("torch", _serve_torch)
 
 
 def _serve_torch() -> None:

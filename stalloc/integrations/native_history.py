@@ -113,7 +113,8 @@ class NativeHistory:
                 for block in segment["blocks"]
                 if block["state"] != "inactive"
             }
-        return found | {block: made["size"] for block, made in self._cupy_live().items()}
+        ours = self._cupy.live if self._cupy_is_ours() else {}
+        return found | {block: made["size"] for block, made in ours.items()}
 
     def end(self) -> None:
         if self._records_torch:
@@ -126,14 +127,16 @@ class NativeHistory:
 
     def snapshot(self) -> dict[str, Any] | None:
         """The record as a snapshot of torch, None if nothing was allocated."""
+        ours = self._cupy_is_ours()
         if self._records_torch:
             found: dict[str, Any] = sys.modules["torch"].cuda.memory._snapshot()
             self._steps.add_to(found)
-        elif self._cupy_events() or self._cupy_live():
+        elif ours and (self._cupy.events or self._cupy.live):
             found = {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
         else:
             return None
-        _add_cupy(found, self._cupy_events(), self._cupy_live())
+        if ours:
+            _add_cupy(found, self._cupy.events, self._cupy.live)
         return found
 
     def traces(self, name: str, snapshot: dict[str, Any] | None = None) -> list[Trace]:
@@ -155,12 +158,6 @@ class NativeHistory:
         """Whether CuPy's requests have to be added to torch's history."""
         return self._watches_cupy and (current() is None or not self._records_torch)
 
-    def _cupy_events(self) -> Collection[tuple[int, Event]]:
-        return self._cupy.events if self._cupy_is_ours() else ()
-
-    def _cupy_live(self) -> dict[Block, Event]:
-        return self._cupy.live if self._cupy_is_ours() else {}
-
     def cached_by_cupy(self) -> int:
         """Bytes that CuPy's default pool keeps on the current device and nobody uses; 0 if CuPy is not noted apart."""
         if not self._cupy_is_ours():
@@ -176,48 +173,37 @@ def _add_cupy(snapshot: dict[str, Any], events: Collection[tuple[int, Event]], l
     histories: list[list[Event]] = snapshot["device_traces"]
     while len(histories) <= max(devices, default=-1):
         histories.append([])
-    for device in dict.fromkeys(devices):
-        own = [event for number, made in events if number == device for event in _with_segment(made)]
-        histories[device] = sorted([*histories[device], *own], key=lambda event: event.get("time_us", 0))
+    for device, event in events:
+        if event["action"] == "alloc":
+            histories[device].append(event | {"action": "segment_alloc"})
+        histories[device].append(event)
+        if event["action"] == "free_completed":
+            histories[device].append(event | {"action": "segment_free"})
+    for device in set(devices):
+        histories[device].sort(key=lambda event: event.get("time_us", 0))
     for (device, address), made in live.items():
-        snapshot["segments"].append(_segment_of(device, address, made))
-
-
-def _with_segment(event: Event) -> list[Event]:
-    """An event of a block, and that of the segment around it."""
-    segment = {"alloc": "segment_alloc", "free_completed": "segment_free"}.get(event["action"])
-    if segment is None:
-        return [event]
-    around = {**event, "action": segment}
-    return [around, event] if segment == "segment_alloc" else [event, around]
-
-
-def _segment_of(device: int, address: int, made: Event) -> dict[str, Any]:
-    size, frames = made["size"], made["frames"]
-    block = {"address": address, "size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
-    return {
-        "device": device,
-        "address": address,
-        "total_size": size,
-        "allocated_size": size,
-        "active_size": size,
-        "requested_size": size,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": [block],
-    }
+        size, frames = made["size"], made["frames"]
+        sizes = {"total_size": size, "allocated_size": size, "active_size": size, "requested_size": size}
+        block = {"address": address, "size": size, "requested_size": size, "state": "active_allocated"}
+        of_none = {
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+        }
+        segment = {"device": device, "address": address, **sizes, **of_none, "blocks": [block | {"frames": frames}]}
+        snapshot["segments"].append(segment)
 
 
 class _CupyRequests:
     """The requests of CuPy since `begin`, and what of them lives."""
 
+    _below: Any = None
+    _ours: Any = None
+
     def __init__(self, max_events: int, *, stacks: bool, out_of_memory: Callable[[], None] | None) -> None:
         self._stacks, self._out_of_memory = stacks, out_of_memory
-        self._below: Any = None
-        self._ours: Any = None
         self.events: deque[tuple[int, Event]] = deque(maxlen=max_events)  #: of (device, event)
         self.live: dict[tuple[int, int], Event] = {}  #: by (device, address): the event that made it
         self.num_events = 0  #: since `restart`, those included that were forgotten

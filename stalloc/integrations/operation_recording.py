@@ -14,6 +14,7 @@ import json
 import sys
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,10 +37,9 @@ class OperationRecording:
 
     def __init__(self) -> None:
         self.modules: list[ProfiledModule] = []
+        #: what the program's own objects hold: what it is, device, requests and frees until then, address
         self.looks: list[tuple[Role, int, int, int]] = []
-        """What the program's own objects hold: what it is, device, requests and frees until then, address."""
-        self.steps: list[dict[int, int]] = []
-        """Requests and frees of each device until the end of each step."""
+        self.steps: list[dict[int, int]] = []  #: requests and frees of each device until the end of each step
         self.host_bytes = 0  #: that techniques held after the last step
         self._known: dict[int, tuple[weakref.ref[Any], int, str]] = {}  # modules by id: number, name of their ranges
         self._open: list[None] = []  # one entry for each call of a module that has not returned, of any thread
@@ -83,7 +83,8 @@ class OperationRecording:
         self.stop()
         if self._profiler is None:
             lost = "no operations: the program used torch.profiler itself, which records one thing at a time"
-            return [_with_note(trace, lost) for trace in traces]
+            notes = [[*trace.info.get("notes", []), lost] for trace in traces]
+            return [trace.replace(info=trace.info | {"notes": its}) for trace, its in zip(traces, notes, strict=True)]
         results = self._profiler.profiler.kineto_results
         from stalloc.cost.call_work import work_or_nothing  # imports torch
 
@@ -160,16 +161,14 @@ class OperationRecording:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._seen.get(optimizer) is None:
             self._look_at(Role.PARAMETER, parameters)
-        found = map(own_gradient, parameters)
-        self._look_at(Role.GRADIENT, [one for one in found if one is not None])
+        self._look_at(Role.GRADIENT, [one for one in map(own_gradient, parameters) if one is not None])
 
     def _stepped(self, optimizer: Any) -> None:
         if self._first is None:
             self._first = weakref.ref(optimizer)
         if not self._stopped and self._seen.get(optimizer) != len(optimizer.state):  # it lasts once it is made
             self._seen[optimizer] = len(optimizer.state)
-            held = [one for state in optimizer.state.values() for one in _tensors(state)]
-            self._look_at(Role.OPTIMIZER_STATE, held)
+            self._look_at(Role.OPTIMIZER_STATE, _tensors(list(optimizer.state.values())))
         if optimizer is self._first():
             self.steps.append(positions())
             store = sys.modules.get("stalloc.techniques.host_store")  # unless no technique needs it
@@ -186,10 +185,6 @@ class OperationRecording:
                 looks.append((role, index, now.get(index, 0), address))
 
 
-def _with_note(trace: Trace, note: str) -> Trace:
-    return trace.replace(info=trace.info | {"notes": [*trace.info.get("notes", []), note]})
-
-
 def positions() -> dict[int, int]:
     """For each device, how many allocations and frees it has served so far."""
     cuda = _torch().cuda
@@ -202,11 +197,8 @@ def positions() -> dict[int, int]:
 def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, _torch().Tensor):
         yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors(one)
 
 
@@ -237,7 +229,8 @@ def read_profile(
     calls: dict[str, int] = {}
     listed: list[list[Any]] = []
     nodes = sorted(_nodes(results.experimental_event_tree()), key=lambda node: (node[0].start_time_ns, node[1]))
-    row_of = {id(node[0]): row for row, node in enumerate(_ranges_only(nodes, _EventType))}
+    in_rows = (event for event, _, _ in nodes if event.tag != _EventType.Allocation)
+    row_of = {id(event): row for row, event in enumerate(in_rows)}
     ranges: list[Range] = []
     memory: list[MemoryEvent] = []
     nesting = _Nesting(ranges)
@@ -250,8 +243,8 @@ def read_profile(
                 index = fields.device.index or 0
                 memory.append(MemoryEvent(event.start_time_ns, index, fields.ptr, fields.alloc_size > 0, outer))
             continue
-        if outer != in_tree:
-            nesting.note_outlasting(event)
+        if outer != in_tree:  # the next row is of a range that begins elsewhere than the tree says
+            nesting.outlasting[event.start_tid].append(len(ranges))
         ranges.append(_range(event, outer, more, len(modules), calls, listed))
     memory.sort(key=lambda one: one.time_ns)
     return Profile(ranges, memory, listed, [work_of(call) for call in listed], modules)
@@ -275,7 +268,7 @@ class _Nesting:
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
-        self._outlasting: dict[int, list[int]] = {}  # by thread: rows of such ranges that may be open
+        self.outlasting: dict[int, list[int]] = defaultdict(list)  #: by thread: rows of such ranges that may be open
 
     def outer(self, event: Any, parent: int) -> int:
         """The row of the innermost range that an event lies in, given the one of the tree; -1: none."""
@@ -283,20 +276,12 @@ class _Nesting:
         outer = parent
         while outer >= 0 and ranges[outer].end_ns < end:
             outer = ranges[outer].parent
-        is_open = self._outlasting.setdefault(event.start_tid, [])
+        is_open = self.outlasting[event.start_tid]
         while is_open and ranges[is_open[-1]].end_ns <= begin:
             is_open.pop()
         if is_open and is_open[-1] > outer and ranges[is_open[-1]].end_ns >= end:
             outer = is_open[-1]
         return outer
-
-    def note_outlasting(self, event: Any) -> None:
-        """The next row is of a range that begins elsewhere than the tree says."""
-        self._outlasting[event.start_tid].append(len(self._ranges))
-
-
-def _ranges_only(nodes: Sequence[tuple[Any, int, Any]], kinds: Any) -> list[tuple[Any, int, Any]]:
-    return [node for node in nodes if node[0].tag != kinds.Allocation]
 
 
 def _range(
@@ -304,29 +289,29 @@ def _range(
 ) -> Range:
     name, fields = event.name, event.extra_fields
     begin, end = event.start_time_ns, max(event.start_time_ns, event.end_time_ns)
-    thread, sequence = event.start_tid, getattr(fields, "sequence_number", -1)
-    if not 0 <= sequence < _NO_SEQUENCE:
-        sequence = -1
+    sequence = getattr(fields, "sequence_number", -1)
+    where = outer, begin, end, event.start_tid
+    sequence = sequence if 0 <= sequence < _NO_SEQUENCE else -1
     if name.startswith(_MODULE_PREFIX):
         number = int(name.removeprefix(_MODULE_PREFIX)) if name.removeprefix(_MODULE_PREFIX).isdecimal() else -1
         if number < num_modules:
-            return Range("module", RangeKind.MODULE, outer, begin, end, thread, -1, number, -1, (), ())
+            return Range("module", RangeKind.MODULE, *where, -1, number, -1, (), ())
     inputs = getattr(fields, "inputs", ())
     told = more.get(event.correlation_id)
     overload = told.overload_name() if told is not None else ""
     facts = facts_of(name, overload) if "::" in name and not name.startswith(_ENGINE) else None
-    if facts is None:
-        return Range(name, _other_kind(name, fields), outer, begin, end, thread, sequence, -1, -1, (), ())
-    if facts.kind != RangeKind.OPERATION:
-        return Range(name, facts.kind, outer, begin, end, thread, sequence, -1, -1, (), ())
+    if facts is None or facts.kind != RangeKind.OPERATION:
+        kind = _other_kind(name, fields) if facts is None else facts.kind
+        return Range(name, kind, *where, sequence, -1, -1, (), ())
     read, written = _storages(inputs, facts.written)
     concrete = told.concrete_inputs() if told is not None else []
-    text = [name, overload, [_argument(*pair) for pair in itertools.zip_longest(inputs, concrete[: len(inputs)])]]
+    arguments = itertools.zip_longest(inputs, concrete[: len(inputs)])
+    text = [name, overload, [_argument(*pair) for pair in arguments]]
     key = json.dumps(text)
     if key not in calls:
         calls[key] = len(listed)
         listed.append(text)
-    return Range(name, facts.kind, outer, begin, end, thread, sequence, -1, calls[key], read, written)
+    return Range(name, facts.kind, *where, sequence, -1, calls[key], read, written)
 
 
 def _other_kind(name: str, fields: Any) -> RangeKind:
@@ -348,20 +333,13 @@ def facts_of(name: str, overload: str) -> Facts | None:
         number for number, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
     )
     is_view = not written and any(one.alias_info is not None for one in schema.returns)
-    if is_view or name in _VIEWS or _only_calls_others(name, overload):
-        return Facts(RangeKind.COMPOSITE, written)
-    return Facts(RangeKind.OPERATION, written)
-
-
-def _only_calls_others(name: str, overload: str) -> bool:
-    import torch
-
-    full = f"{name}.{overload}" if overload else name
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    full, has = f"{name}.{overload}" if overload else name, torch._C._dispatch_has_kernel_for_dispatch_key
     try:
-        return bool(has(full, "CompositeImplicitAutograd") and not has(full, "CUDA"))
+        only_calls_others = has(full, "CompositeImplicitAutograd") and not has(full, "CUDA")
     except RuntimeError:  # one of TorchScript alone
-        return True
+        only_calls_others = True
+    is_composite = is_view or name in _VIEWS or only_calls_others
+    return Facts(RangeKind.COMPOSITE if is_composite else RangeKind.OPERATION, written)
 
 
 def _argument(given: Any, concrete: Any) -> Any:

@@ -93,15 +93,13 @@ class ServerWatch:
     def told(self, *, failed: bool) -> dict[str, Any]:
         phases = installation.sleep_phases
         phases.end(None)
-        torch: Any = sys.modules.get("torch")
-        pinned: dict[str, int] = {}
-        if torch is not None and torch.cuda.is_initialized() and hasattr(torch.cuda, "host_memory_stats"):
-            pinned = torch.cuda.host_memory_stats()
+        cuda: Any = sys.modules["torch"].cuda if "torch" in sys.modules else None
+        knows_pinned = cuda is not None and cuda.is_initialized() and hasattr(cuda, "host_memory_stats")
         return {
             "graph_bytes": sum(self._pools.values()),
             "num_graphs": self._num_graphs,
             "tokens": self._tokens,
-            "pinned_bytes": pinned.get("allocated_bytes.peak", 0),
+            "pinned_bytes": cuda.host_memory_stats().get("allocated_bytes.peak", 0) if knows_pinned else 0,
             "sleep": phases.told(failed=failed),
         }
 
@@ -121,7 +119,7 @@ class Phase:
 
     begins: str  #: "start", or as in "sleep kv"
     asleep: dict[str, int]  #: bytes that are not on the device, by tag
-    num_times: int = 1
+    num_times: int = 0
     allocated_peak_bytes: int | None = None  #: without what sleeps; None where the allocator keeps no peak of a phase
     held_peak_bytes: int = 0  #: of all that the device gave, to whomever
 
@@ -139,7 +137,7 @@ class RanOut:
 
 class SleepPhases:
     def __init__(self) -> None:
-        self._now = Phase("start", {})
+        self._now = Phase("start", {}, num_times=1)
         self._phases = [self._now]
         self._ran_out: RanOut | None = None
 
@@ -152,14 +150,12 @@ class SleepPhases:
 
     def begin(self, begins: str, asleep: dict[str, int]) -> None:
         """It does: `asleep` are the bytes that the device has back now, by tag."""
-        alike = [one for one in self._phases if one.begins == begins and one.asleep.keys() == asleep.keys()]
-        if alike:
-            self._now = alike[0]
-            self._now.num_times += 1
-            self._now.asleep = {name: max(size, self._now.asleep[name]) for name, size in asleep.items()}
-        else:
-            self._now = Phase(begins, asleep)
-            self._phases.append(self._now)
+        alike = (one for one in self._phases if one.begins == begins and one.asleep.keys() == asleep.keys())
+        now = self._now = next(alike, None) or Phase(begins, asleep)
+        now.num_times += 1
+        now.asleep = {name: max(size, now.asleep[name]) for name, size in asleep.items()}
+        if now.num_times == 1:
+            self._phases.append(now)
         _restart_peaks()
 
     def refused(self, **what: Any) -> None:
@@ -190,7 +186,7 @@ def _restart_peaks() -> None:
 
 
 def _watch_vllm(phases: SleepPhases) -> None:
-    owner = getattr(sys.modules[_VLLM], "CuMemAllocator", None)
+    owner: Any = getattr(sys.modules[_VLLM], "CuMemAllocator", None)
     sleep, wake_up = getattr(owner, "sleep", None), getattr(owner, "wake_up", None)
     if sleep is None or wake_up is None:
         return

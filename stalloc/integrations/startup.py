@@ -28,11 +28,9 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
     from typing import Any
 
     from stalloc.device import VirtualGPU
-    from stalloc.planner.sharing import Streams
-    from stalloc.runtime.runtime_settings import Arena
-
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_STREAMS, _ARENAS = ("separate", "share"), ("pages", "pool")
 _lock = RLock()
 
 
@@ -64,8 +62,8 @@ def _arm() -> None:
     recorders = [(_follow_child, guard)] * (guard not in _OFF) + [(_begin_flight, flight)] * (flight not in _OFF)
     kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
     if is_on:
-        chosen_streams()
-        chosen_arena()
+        _chosen("STALLOC_STREAMS", _STREAMS)
+        _chosen("STALLOC_ARENA", _ARENAS)
     is_virtual = kind == "virtual" and (is_on or guard not in _OFF)
 
     def at_import() -> None:
@@ -77,7 +75,7 @@ def _arm() -> None:
     if is_virtual or recorders:
         before_import(("torch", "cupy", "cupy_backends"), at_import)
     if is_on and not is_virtual:
-        _watch(kind)
+        at_first_use(lambda: _contained(_install_with_cache, kind))
 
 
 def _begin_flight(folder: str) -> None:
@@ -116,20 +114,12 @@ def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, Virt
     return kind, dataclasses.replace(gpu, num_devices=count)
 
 
-def chosen_streams() -> "Streams":
-    """What STALLOC_STREAMS says. Raises BadInputError for anything but a setting of that name."""
-    name = os.environ.get("STALLOC_STREAMS", "separate")
-    if name not in ("separate", "share"):
-        raise BadInputError(f"STALLOC_STREAMS is {name[:40]!r}: set it to separate or share.")
-    return "share" if name == "share" else "separate"
-
-
-def chosen_arena() -> "Arena":
-    """What STALLOC_ARENA says. Raises BadInputError for anything but a setting of that name."""
-    name = os.environ.get("STALLOC_ARENA", "pages")
-    if name not in ("pages", "pool"):
-        raise BadInputError(f"STALLOC_ARENA is {name[:40]!r}: set it to pages or pool.")
-    return "pool" if name == "pool" else "pages"
+def _chosen(variable: str, choices: tuple[str, str]) -> "Any":
+    """What a variable says, by default the first. Raises BadInputError for anything but one of the choices."""
+    name = os.environ.get(variable, choices[0])
+    if name not in choices:
+        raise BadInputError(f"{variable} is {name[:40]!r}: set it to {' or '.join(choices)}.")
+    return name
 
 
 def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
@@ -137,11 +127,9 @@ def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
 
     device.activate("virtual", gpu)
     if is_on:
-        _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
-
-
-def _watch(kind: str) -> None:
-    at_first_use(lambda: _contained(_install_with_cache, kind))
+        at_first_use(
+            lambda: _contained(_install_with_cache, "virtual")
+        )  # only now: the virtual GPU looks for imports too, and these come before
 
 
 def at_first_use(start: "Callable[[], object]", *, cupy: bool = True) -> None:
@@ -250,8 +238,8 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
 
     def start_or_end() -> None:
         try:
-            if sees_gpus():
-                start(*served_libraries())
+            if served := _served_libraries():
+                start(*served)
         except StallocError as error:
             errors.append(error)
             raise SystemExit(2) from None
@@ -261,17 +249,16 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
     return errors
 
 
-def sees_gpus() -> bool:
-    """Whether there is a GPU in this process's environment; where there is none torch or CuPy will say so."""
+def _served_libraries() -> tuple[bool, bool] | None:
+    """Whether torch and CuPy are to be served: the program has chosen no allocator of its own for them.
+
+    None where there is no GPU in this process's environment: torch or CuPy will say so.
+    """
     from stalloc.device.nvidia_driver import gpus
-
-    return bool(gpus())
-
-
-def served_libraries() -> tuple[bool, bool]:
-    """Whether torch and CuPy are to be served: the program has chosen no allocator of its own for them."""
     from stalloc.integrations import torch_conf
 
+    if not gpus():
+        return None
     torch = sys.modules.get("torch")
     return torch is None or torch_conf.leaves_allocator_to_us(torch), _serve_cupy()
 
@@ -281,22 +268,21 @@ def _install_with_cache(kind: str) -> None:
     from stalloc.integrations.installing import install
     from stalloc.runtime import Settings
 
-    if not sees_gpus():
+    served = _served_libraries()
+    if served is None:
         return
-    serve_torch, serve_cupy = served_libraries()
-    streams = chosen_streams()
-    cache = plan_cache.of_this_program(streams)
+    serve_torch, serve_cupy = served
+    streams = _chosen("STALLOC_STREAMS", _STREAMS)
+    cache = plan_cache.of_program(None, streams)
     runtime = install(
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
         cupy=serve_cupy,
-        settings=Settings(streams=streams, arena=chosen_arena()),
+        settings=Settings(streams=streams, arena=_chosen("STALLOC_ARENA", _ARENAS)),
         known_plans=cache.load() if cache is not None else None,
     )
-    if serve_torch:
-        sentence = torch_conf.report(runtime)
-        if sentence:
-            say(sentence)
+    if serve_torch and (sentence := torch_conf.report(runtime)):
+        say(sentence)
     if cache is not None:
         atexit.register(cache.update, runtime)
     file = os.environ.get("STALLOC_REPORT")
