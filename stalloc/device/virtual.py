@@ -130,8 +130,7 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
 def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
     mode = os.RTLD_GLOBAL | os.RTLD_NOW
     library, *_ = (ctypes.CDLL(str(path), mode=mode) for path in libraries(folder, surface))
-    library.stalloc_virtual_used_bytes.restype = ctypes.c_size_t
-    library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
+    library.stalloc_virtual_used_bytes.restype = library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
     library.stalloc_virtual_contexts.restype = ctypes.c_uint64
     load_table(library)
     return library

@@ -116,10 +116,10 @@ class Replays:
             pool = graph.pool()
         except RuntimeError:  # nothing was captured
             return []
-        controllers = [one for one in self._runtime.controllers if pool in one.captures.pools]
         return [
             (one.captures.loans, one.captures.pools[pool][0], self._current_stream(one.device.index))
-            for one in controllers
+            for one in self._runtime.controllers
+            if pool in one.captures.pools
         ]
 
     def _lend_no_more(self, graph: Any) -> None:
@@ -139,37 +139,24 @@ class Replays:
                     return own(graph)
             finally:
                 self._unheeded.pop()
-            return self._replay(own, graph)
+            with contextlib.ExitStack() as begun:
+                for loans, kind, stream in self._pools_of(graph):
+                    if loans.begin_replay(kind, stream):
+                        begun.callback(loans.end_launch)
+                return own(graph)
 
         return replay
-
-    def _replay(self, own: Callable[[Any], Any], graph: Any) -> Any:
-        begun: list[Loans] = []
-        try:
-            for loans, kind, stream in self._pools_of(graph):
-                if loans.begin_replay(kind, stream):
-                    begun.append(loans)
-            return own(graph)
-        finally:
-            for loans in begun:
-                loans.end_launch()
 
     def _capturing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._held():
+            with contextlib.ExitStack() as held:  # nothing is lent on any device meanwhile
+                for controller in self._runtime.controllers:
+                    controller.captures.loans.begin_capture()  # GraphMemoryError if a loan lives
+                    held.callback(controller.captures.loans.end_launch)
                 return own(graph, *args, **kwargs)
 
         return capture_begin
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Nothing is lent on any device meanwhile. Raises GraphMemoryError if a loan lives."""
-        with contextlib.ExitStack() as held:
-            for controller in self._runtime.controllers:
-                controller.captures.loans.begin_capture()
-                held.callback(controller.captures.loans.end_launch)
-            yield
 
     def _giving_away(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(own)

@@ -10,6 +10,7 @@ the device.
 
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,9 +174,9 @@ def _named_addresses() -> dict[int, Tags]:
 
 
 def _keeper(to: str, folder: str | Path | None) -> Keeper:
-    if to == "host":
-        return InHost()
-    return InFile(Path(folder or tempfile.gettempdir())) if to == "disk" else Nowhere()
+    if to == "disk":
+        return InFile(Path(folder or tempfile.gettempdir()))
+    return InHost() if to == "host" else Nowhere()
 
 
 def _addresses(value: Any) -> list[int]:
@@ -205,11 +206,10 @@ def _end_phase(runtime: Runtime, asleep: Sequence[Sleep]) -> None:
 def _begin_phase(how: str, wanted: Iterable[str] | None, asleep: Sequence[Sleep]) -> None:
     """It does; `asleep` is all that sleeps now."""
     if installation.sleep_phases is not None:
-        held: dict[str, int] = {}
+        held: Counter[str] = Counter()
         for one in asleep:
-            name = " + ".join(sorted(tag or "what has no tag" for tag in one.tags))
-            held[name] = held.get(name, 0) + one.held_bytes
-        installation.sleep_phases.begin(" ".join([how, ", ".join(sorted(wanted or ()))]).strip(), held)
+            held[" + ".join(sorted(tag or "what has no tag" for tag in one.tags))] += one.held_bytes
+        installation.sleep_phases.begin(f"{how} {', '.join(sorted(wanted or ()))}".strip(), dict(held))
 
 
 def _note_request(runtime: Runtime, device: int, size_bytes: int, free_bytes: int, tags: Mapping[int, Tags]) -> None:

@@ -27,6 +27,7 @@ from stalloc.integrations.graph_pools import Replays
 from stalloc.integrations.installation import installation
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
+from stalloc.runtime.captures import Captures
 from stalloc.runtime.entries import persistent_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
@@ -50,16 +51,14 @@ def check_untouched() -> None:
     )
 
 
-def _holders(torch: Any, limit: int = 3) -> list[str]:
+def _holders(torch: Any) -> list[str]:
     """Names in the program's main module that hold CUDA memory, as a trace of who used it."""
     found = []
     for name, value in list(vars(sys.modules.get("__main__", sys)).items()):
-        tensors = [value] if isinstance(value, torch.Tensor) else []
-        if isinstance(value, torch.nn.Module):
-            tensors = list(value.parameters())
-        if any(tensor.is_cuda for tensor in tensors):
+        tensors = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
             found.append(name)
-    return found[:limit]
+    return found[:3]
 
 
 def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> bool:
@@ -163,23 +162,15 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
             controller.memory.release_unused()
         return 1
 
-    def begin_capture(device: int, first: int, second: int) -> int:
-        controllers[device & _INT].captures.begin((first, second))
-        return 1
+    def of_captures(act: Callable[[Captures, tuple[int, int]], object]) -> int:
+        # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
+        def handle(device: int, first: int, second: int) -> int:
+            act(controllers[device & _INT].captures, (first, second))
+            return 1
 
-    def end_capture(device: int, *_: int) -> int:
-        controllers[device & _INT].captures.end()
-        return 1
+        return persistent_entry(handle)
 
-    def release_capture(device: int, first: int, second: int) -> int:
-        controllers[device & _INT].captures.release((first, second))
-        return 1
-
-    def limit(fraction: float, device: int) -> None:
-        controllers[device].memory.limit(fraction)
-
-    # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
-    begin, end = persistent_entry(begin_capture), persistent_entry(end_capture)
+    begin, end = of_captures(Captures.begin), of_captures(lambda captures, _: captures.end())
     if hasattr(allocator, "set_begin_allocate_to_pool"):
         allocator.set_begin_allocate_to_pool(begin)
         allocator.set_end_allocate_to_pool_fn(end)
@@ -189,8 +180,10 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         allocator.set_end_allocate_stream_to_pool_fn(end)
     allocator.set_record_stream_fn(torch_record_stream(runtime.states))
     allocator.set_reset_fn(persistent_entry(empty_cache))
-    allocator.set_release_pool(persistent_entry(release_capture))
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
+    allocator.set_release_pool(of_captures(Captures.release))
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(
+        lambda fraction, device: controllers[device].memory.limit(fraction)
+    )
     _keep.append(callback)
     allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)
 

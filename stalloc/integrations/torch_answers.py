@@ -9,8 +9,10 @@ torch.cuda.memory_stats says. The history is stalloc's recording, written by sta
 what was requested since the program asked for a history.
 """
 
+import contextlib
 import ctypes
 import dataclasses
+import itertools
 import struct
 import sys
 import time
@@ -56,9 +58,6 @@ def _answer_statistics(torch: Any, runtime: Runtime) -> None:
     def statistics(device: int) -> dict[str, Any]:
         return _less(torch_statistics(controller(device)), baselines.get(device, {}))
 
-    def reset_peaks(device: int) -> None:
-        controller(device).state.reset_peaks()
-
     def reset_accumulated(device: int) -> None:
         baselines[device] = torch_statistics(controller(device))
 
@@ -68,14 +67,14 @@ def _answer_statistics(torch: Any, runtime: Runtime) -> None:
 
     names = {
         "_cuda_memoryStats": statistics,
-        "_cuda_resetPeakMemoryStats": reset_peaks,
+        "_cuda_resetPeakMemoryStats": lambda device: controller(device).state.reset_peaks(),
         "_cuda_resetAccumulatedMemoryStats": reset_accumulated,
         "_cuda_setMemoryFraction": set_memory_fraction,
         "_cuda_getMemoryFraction": lambda device: fractions.get(device, 1.0),
         # torch.accelerator, in versions that have it
         "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
         "_accelerator_getDeviceStats": statistics,
-        "_accelerator_resetPeakStats": reset_peaks,
+        "_accelerator_resetPeakStats": lambda device: controller(device).state.reset_peaks(),
         "_accelerator_resetAccumulatedStats": reset_accumulated,
     }
     for name, function in names.items():
@@ -101,10 +100,8 @@ def _less(statistics: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any
         before = baseline.get(name)
         if isinstance(value, dict):
             result[name] = _less(value, before or {})
-        elif name in _ACCUMULATED and before is not None:
-            result[name] = value - before
         else:
-            result[name] = value
+            result[name] = value - before if name in _ACCUMULATED and before is not None else value
     return result
 
 
@@ -115,6 +112,9 @@ _STATES = {
     constants.BLOCK_DEFERRED: "active_pending_free",
     constants.BLOCK_IN_HANDOVER: "active_pending_free",
 }
+
+
+_OURS = {"notes": [], "source": "stalloc recorder"}  # so that nobody takes the addresses for those of torch's allocator
 
 
 class History:
@@ -145,9 +145,8 @@ class History:
         self._max_entries = max_entries
         is_exact = context is not None
         if not was_enabled or clear_history:
-            clock = constants.CLOCK if is_exact else constants.COARSE_CLOCK
-            self._begin_us = time.clock_gettime_ns(clock) // 1000
-        if self.enabled and context is not None:
+            self._begin_us = time.clock_gettime_ns(constants.CLOCK if is_exact else constants.COARSE_CLOCK) // 1000
+        if self.enabled and is_exact:
             self._runtime.begin_call_sites()
         elif not self.enabled:
             self._runtime.end_call_sites()
@@ -207,9 +206,6 @@ class History:
         }
 
 
-_OURS = {"notes": [], "source": "stalloc recorder"}  # so that nobody takes the addresses for those of torch's allocator
-
-
 def _segments(controller: Controller, call_sites: CallSites) -> list[dict[str, Any]]:
     found = segments(controller.state)
     stacks: dict[int, Stack] = {}
@@ -264,11 +260,8 @@ def answer_cache_info(torch: Any, allocator: Any) -> None:
     process may not read its own memory as a file, everything stays as it was.
     """
     function, mask = _refusal(Path(torch.__file__).parent / "lib")
-    try:
-        own_memory = open("/proc/self/mem", "rb", buffering=0)  # noqa: SIM115 (closed below)
-    except OSError:
-        return  # not mounted, or this process may not look into itself
-    with own_memory as memory:
+    words: tuple[int, ...] = ()
+    with contextlib.suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:  # which may not be mounted
         held = _words(memory, id(allocator) + _HELD_AT, 1)
         table = _words(memory, held[0], 1) if held else ()
         words = _words(memory, table[0] - _BEFORE * _WORD, _BEFORE + _MOST_FUNCTIONS) if table else ()
@@ -289,12 +282,9 @@ def answer_cache_info(torch: Any, allocator: Any) -> None:
 
 def _refusal(folder: Path) -> tuple[int, int]:
     """The address of torch's function, and the bits of a device's index in a word; 0 if there is none."""
-    for name in _LIBRARIES:
-        for kind, mask in _INDEX_TYPES.items():
-            try:
-                function = getattr(ctypes.CDLL(str(folder / name)), _FUNCTION.format(kind))
-            except (OSError, AttributeError):
-                continue
+    for library, (kind, mask) in itertools.product(_LIBRARIES, _INDEX_TYPES.items()):
+        with contextlib.suppress(OSError, AttributeError):
+            function = getattr(ctypes.CDLL(str(folder / library)), _FUNCTION.format(kind))
             return ctypes.cast(function, ctypes.c_void_p).value or 0, mask
     return 0, 0
 

@@ -15,7 +15,7 @@ driver.
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -103,16 +103,13 @@ class MemPool:
         return found
 
 
-def use_mem_pool(pool: Any, device: Any = None) -> AbstractContextManager[None]:
-    """Use a pool on this thread, as torch.cuda.use_mem_pool does."""
-    if isinstance(pool, MemPool):
-        return _using(pool)
-    own: AbstractContextManager[None] = _torch["use_mem_pool"](pool, device)
-    return own
-
-
 @contextmanager
-def _using(pool: MemPool) -> Iterator[None]:
+def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
+    """Use a pool on this thread, as torch.cuda.use_mem_pool does."""
+    if not isinstance(pool, MemPool):
+        with _torch["use_mem_pool"](pool, device):
+            yield
+        return
     pool.num_users += 1
     try:
         yield
