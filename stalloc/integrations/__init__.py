@@ -28,18 +28,9 @@ __all__ = [
     "uninstall",
 ]
 
-_MODULES = {
-    "Report": "stalloc.runtime",
-    "Runtime": "stalloc.runtime",
-    "Settings": "stalloc.runtime",
-    "alloc_conf": ".torch_conf",
-    "flight_recorder": ".flight_record",
-    "install": ".installing",
-    "mem_pool": ".torch_pools",
-    "scope": ".installing",
-    "statistics": ".installing",
-    "step": ".installing",
-    "uninstall": ".installing",
-}
-
+_MODULES = (
+    dict.fromkeys(("Report", "Runtime", "Settings"), "stalloc.runtime")
+    | dict.fromkeys(("install", "scope", "statistics", "step", "uninstall"), ".installing")
+    | {"alloc_conf": ".torch_conf", "flight_recorder": ".flight_record", "mem_pool": ".torch_pools"}
+)
 __getattr__ = loaded_on_use(__name__, _MODULES)

@@ -9,12 +9,11 @@ torch.cuda.graph does it, since none can while the capture is on. CuPy's graphs 
 memory stays; what a capture frees serves the next one.
 """
 
-import contextlib
 import ctypes
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from stalloc.core import constants
@@ -121,34 +120,25 @@ def _out_of_memory(runtime: Runtime, nbytes: int) -> Exception:
     return error
 
 
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """The pool below, which gives segments, has the same hooks; they are to hear of each allocation once."""
-    from cupy.cuda.memory_hook import get_memory_hooks
-
-    hooks = get_memory_hooks()
-    kept = dict(hooks)
-    hooks.clear()
-    try:
-        yield
-    finally:
-        hooks.update(kept)
-
-
 def _allocate_with_hooks(runtime: Runtime, allocate: Callable[[int, bool], Any], nbytes: int) -> Any:
     from cupy.cuda.device import get_device_id
     from cupy.cuda.memory import MemoryPointer
     from cupy.cuda.memory_hook import get_memory_hooks
 
-    device, hooks, size = get_device_id(), list(get_memory_hooks().values()), aligned(nbytes)
+    in_force = get_memory_hooks()
+    device, hooks, size = get_device_id(), list(in_force.values()), aligned(nbytes)
     state = runtime.controllers[device].state
     for hook in hooks:
         hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
     memory = None
     num_segments, reserved = state.record.statistics.num_segment_allocs, state.record.statistics.reserved_bytes
     try:
-        with _without_hooks():
+        kept = dict(in_force)
+        in_force.clear()  # which the pool below has too, that gives segments: they are to hear of each allocation once
+        try:
             memory = allocate(nbytes, True).mem
+        finally:
+            in_force.update(kept)
         if state.record.statistics.num_segment_allocs > num_segments:  # it came from the device just now
             taken = max(size, state.record.statistics.reserved_bytes - reserved)
             for hook in hooks:

@@ -61,7 +61,11 @@ def install(
 
         torch_allocator.check_untouched()
     if runtime is None:
-        runtime = _start(plan, device, gpu, settings, known_plans or [])
+        from stalloc import device as devices
+
+        plans = plan if plan is None or isinstance(plan, list) else read_plan_file(plan)
+        devices.activate(device, gpu)
+        runtime = _start(settings, plans, known_plans or [])
     else:
         runtime.resume()
     installation.is_on = True
@@ -75,17 +79,7 @@ def install(
     return runtime
 
 
-def _start(
-    plan: "str | Path | list[Plan] | None",
-    device: "DeviceChoice",
-    gpu: "VirtualGPU | None",
-    settings: "Settings | None",
-    known_plans: "list[Plan]",
-) -> "Runtime":
-    from stalloc import device as devices
-
-    plans = plan if plan is None or isinstance(plan, list) else read_plan_file(plan)
-    devices.activate(device, gpu)
+def _start(settings: "Settings | None", plans: "list[Plan] | None", known_plans: "list[Plan]") -> "Runtime":
     from stalloc.integrations.ranks import plan_together
     from stalloc.integrations.showing import watch_runtime
     from stalloc.runtime import Settings, start
