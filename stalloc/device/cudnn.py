@@ -33,13 +33,11 @@ Workspaces = Literal["least", "likely", "most"]
 _MAX_RANK = 8
 _FILE = Path(__file__).with_name("cudnn_workspaces.csv")
 _DIRECTIONS = ("forward", "data", "filter")
-_CHOICES = {
-    "layout": {"any": -1, "first": 0, "last": 1},  # channels
-    "direction": {"any": -1} | {name: index for index, name in enumerate(_DIRECTIONS)},
-    "window": {"any": -1, "wide": 0, "1": 1, "3": 3},  # of the filter
-    "stride": {"any": -1, "1": 0, "more": 1},
-    "groups": {"any": -1, "1": 0, "more": 1},
-    "batch": {"any": -1, "1": 0, "more": 1},
+_CHOICES = {  # "any" or nothing is -1
+    "layout": {"first": 0, "last": 1},  # channels
+    "direction": {name: index for index, name in enumerate(_DIRECTIONS)},
+    "window": {"wide": 0, "1": 1, "3": 3},  # of the filter
+    **{name: {"1": 0, "more": 1} for name in ("stride", "groups", "batch")},
 }
 _MOST_CONVOLUTIONS = 4096
 _Sizes = ctypes.c_int64 * _MAX_RANK
@@ -112,29 +110,11 @@ def workspace_table() -> tuple[WorkspaceRow, ...]:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certainty:
-    """What a program's convolutions leave uncertain in its peaks."""
-
-    num_convolutions: int
-    num_unseen: int  #: those whose workspace no GPU was seen to ask for
-    unknown_bytes: int  #: how far off a peak can be by it: workspaces of one stream live one at a time
-
-
-def certainty(convolutions: list[AskedConvolution]) -> Certainty:
-    unseen = [one for one in convolutions if one.unknown_bytes != 0]
-    return Certainty(
-        num_convolutions=len(convolutions),
-        num_unseen=len(unseen),
-        unknown_bytes=max((one.unknown_bytes or 0 for one in unseen), default=0),
-    )
-
-
 def _packed(row: WorkspaceRow) -> _Row:
     packed = _Row()
     for name, text in row.fields.items():
         if name in _CHOICES:
-            setattr(packed, name, _CHOICES[name][text or "any"])
+            setattr(packed, name, -1 if text in ("", "any") else _CHOICES[name][text])
         elif name == "shape":
             # "1x512x7x7 by 512x512x3x3 stride 1x1"
             if text:

@@ -142,38 +142,45 @@ _NUMBER_BYTES = 16  # a copy so short may be of another number that was at this 
 _MOST_BYTES = 1 << 20  # larger copies are not made
 
 
-class _Reads:
-    """The reads of one process; only the outermost call counts, as they are made of each other."""
+def count_cupy_reads(cupy: Any, library: ctypes.CDLL) -> Decisions:
+    """Count the decisions that a program takes on CuPy's arrays from now on."""
+    folder = os.path.dirname(cupy.__file__)
+    parts = (os.path.join(os.path.dirname(folder), name) for name in ("cupyx", "cupy_backends"))
+    decisions = Decisions((folder, *parts, os.path.dirname(__file__)))
+    is_inside = False  # only the outermost call counts, as they are made of each other
 
-    def __init__(self, library: ctypes.CDLL, decisions: Decisions) -> None:
-        self._library, self._decisions, self._is_inside = library, decisions, False
-
-    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def read(array: Any, *args: Any, **kwargs: Any) -> Any:
-            before, self._is_inside = self._is_inside, True
-            try:
-                result = function(array, *args, **kwargs)
-            finally:
-                self._is_inside = before
-            if before or name in _SHOWING:
-                return result
-            if name in _DECIDING or array.dtype.kind in "biu":
-                assumed = None if self._was_uploaded(array) else self._decisions.take()
-            else:
-                assumed = self._decisions.take_number() if array.size == 1 else None
-            return result if assumed is None else _like(result, assumed)
-
-        return read
-
-    def _was_uploaded(self, array: Any) -> bool:
+    def was_uploaded(array: Any) -> bool:
         num_bytes = int(array.nbytes)
         if num_bytes == 0:
             return True
         if not _NUMBER_BYTES < num_bytes <= _MOST_BYTES or not array.flags.forc:
             return False
-        there = ctypes.create_string_buffer(num_bytes)
-        pointer = ctypes.c_void_p(array.data.ptr)
-        return bool(self._library.stalloc_virtual_copied(pointer, ctypes.c_size_t(num_bytes), there))
+        there, pointer = ctypes.create_string_buffer(num_bytes), ctypes.c_void_p(array.data.ptr)
+        return bool(library.stalloc_virtual_copied(pointer, ctypes.c_size_t(num_bytes), there))
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def read(array: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            before, is_inside = is_inside, True
+            try:
+                result = function(array, *args, **kwargs)
+            finally:
+                is_inside = before
+            if before or name in _SHOWING:
+                return result
+            if name in _DECIDING or array.dtype.kind in "biu":
+                assumed = None if was_uploaded(array) else decisions.take()
+            else:
+                assumed = decisions.take_number() if array.size == 1 else None
+            return result if assumed is None else _like(result, assumed)
+
+        return read
+
+    for name in (*_READING, *_SHOWING):
+        if (function := getattr(cupy.ndarray, name, None)) is not None:
+            setattr(cupy.ndarray, name, counted(name, function))
+    return decisions
 
 
 def _like(result: Any, number: float) -> Any:
@@ -182,14 +189,3 @@ def _like(result: Any, number: float) -> Any:
     if hasattr(result, "fill"):
         result.fill(number)
     return result
-
-
-def count_cupy_reads(cupy: Any, library: ctypes.CDLL) -> Decisions:
-    folder = os.path.dirname(cupy.__file__)
-    parts = (os.path.join(os.path.dirname(folder), name) for name in ("cupyx", "cupy_backends"))
-    reads = _Reads(library, decisions := Decisions((folder, *parts, os.path.dirname(__file__))))
-    for name in (*_READING, *_SHOWING):
-        function = getattr(cupy.ndarray, name, None)
-        if function is not None:
-            setattr(cupy.ndarray, name, functools.wraps(function)(reads.counted(name, function)))
-    return decisions

@@ -46,8 +46,15 @@ class _Section:
 class ElfFile:
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._sections = self._read_sections()
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._sections: list[_Section] = []
+        if content[:6] == b"\x7fELF\x02\x01":
+            table_offset = struct.unpack_from("<Q", content, 40)[0]
+            entry_bytes, num_sections = struct.unpack_from("<HH", content, 58)
+            view = memoryview(content)
+            for index in range(num_sections):
+                kind, offset, size, link = struct.unpack_from("<4xI16xQQI", content, table_offset + index * entry_bytes)
+                self._sections.append(_Section(kind, view[offset : offset + size], link))
 
     def __enter__(self) -> "ElfFile":
         return self
@@ -55,17 +62,6 @@ class ElfFile:
     def __exit__(self, *_: object) -> None:
         for section in self._sections:
             section.data.release()
-
-    def _read_sections(self) -> list[_Section]:
-        if self._map[:6] != b"\x7fELF\x02\x01":
-            return []
-        table_offset = struct.unpack_from("<Q", self._map, 40)[0]
-        entry_bytes, num_sections = struct.unpack_from("<HH", self._map, 58)
-        view, sections = memoryview(self._map), []
-        for index in range(num_sections):
-            kind, offset, size, link = struct.unpack_from("<4xI16xQQI", self._map, table_offset + index * entry_bytes)
-            sections.append(_Section(kind, view[offset : offset + size], link))
-        return sections
 
     def _of_kind(self, kind: int) -> tuple[memoryview, bytes] | None:
         """The first section of a kind, and the strings that it refers to."""

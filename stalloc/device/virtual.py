@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.device.collectives import Communicators, prepare_collectives
-from stalloc.device.cudnn import AskedConvolution, Workspaces, asked_convolutions, certainty, load_table, table_answer
+from stalloc.device.cudnn import AskedConvolution, Workspaces, asked_convolutions, load_table, table_answer
 from stalloc.device.deciding_lines import Decisions, count_cupy_reads
 from stalloc.device.elf import ElfFile
 from stalloc.device.followed import follow_values, leave_uncompiled
@@ -89,7 +89,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
     # CuPy is prepared before, and torch after, its first import: a program pays only for what it imports
     before_import(("cupy", "cupy_backends"), lambda: redirect(library))
-    after_import("cupy", _after_cupy_import)
+    after_import("cupy", lambda: setattr(_process, "cupy_decisions", count_cupy_reads(sys.modules["cupy"], library)))
     after_import("torch", after_torch_import)
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     after_import("numba.cuda.cudadrv.driver", _refuse_numba)
@@ -143,11 +143,6 @@ def active_gpu() -> VirtualGPU | None:
 def order_checker() -> OrderChecker | None:
     """The checker of the order of work, where this process has one (STALLOC_VIRTUAL_ORDER=strict)."""
     return _process.order_checker
-
-
-def _after_cupy_import() -> None:
-    if _process.library is not None and _process.cupy_decisions is None:
-        _process.cupy_decisions = count_cupy_reads(sys.modules["cupy"], _process.library)
 
 
 def _refuse_numba() -> None:
@@ -246,10 +241,16 @@ def findings() -> dict[str, Any]:
     decisions = [one for each in counted if each is not None for one in each.listed()]
     torch: Any = sys.modules.get("torch")
     asked = convolutions()
-    tries = bool(asked) and torch is not None and bool(torch.backends.cudnn.benchmark)
+    unseen = [one for one in asked if one.unknown_bytes != 0]
     return {
         "torch": str(torch.__version__) if torch is not None else None,
-        "convolutions": {**asdict(certainty(asked)), "by_trial": tries},
+        "convolutions": {
+            "num_convolutions": len(asked),
+            "num_unseen": len(unseen),  # whose workspace no GPU was seen to ask for
+            # how far off a peak can be by it: workspaces of one stream live one at a time
+            "unknown_bytes": max((one.unknown_bytes or 0 for one in unseen), default=0),
+            "by_trial": bool(asked) and torch is not None and bool(torch.backends.cudnn.benchmark),
+        },
         "decisions": [asdict(one) for one in decisions],
         "shares_blocks": bool(_active_library().stalloc_virtual_shares_blocks()),
     }

@@ -97,7 +97,8 @@ class NativeHistory:
         self.settle()
         if self._records_torch:
             self._record_torch()
-        self._cupy.restart()
+        self._cupy.events.clear()
+        self._cupy.num_events = 0
         if self._watches_cupy:
             self._cupy.begin()
 
@@ -206,7 +207,7 @@ class _CupyRequests:
         self._stacks, self._out_of_memory = stacks, out_of_memory
         self.events: deque[tuple[int, Event]] = deque(maxlen=max_events)  #: of (device, event)
         self.live: dict[tuple[int, int], Event] = {}  #: by (device, address): the event that made it
-        self.num_events = 0  #: since `restart`, those included that were forgotten
+        self.num_events = 0  #: since the last restart, those included that were forgotten
 
     def begin(self) -> None:
         """Note from here on; again after the program has chosen another allocator."""
@@ -216,10 +217,6 @@ class _CupyRequests:
         if now is not self._ours or self._ours is None:
             self._below, self._ours = now, self._allocator(now)
             call_outside(cupy.cuda.set_allocator, self._ours)
-
-    def restart(self) -> None:
-        self.events.clear()
-        self.num_events = 0
 
     def end(self) -> None:
         import cupy

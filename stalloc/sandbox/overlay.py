@@ -37,6 +37,9 @@ def checked(result: int, what: str) -> int:
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 1 << 12, 1 << 14, 1 << 18
 _DETACH = 2
+#: of a mount, which an ordinary user may not take away; _RELATIME is the one that mount(2) has under another number
+_KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
+_RELATIME = 1 << 21
 _KERNEL_KINDS = frozenset(
     (
         *("proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "cpuset", "mqueue", "securityfs", "debugfs"),
@@ -123,7 +126,9 @@ class _Entry:
         try:
             probe = self._new_overlay(self._folder("probe"), self._folder("probed"))
         except OSError:
-            _mount("tmpfs", self._layer, "tmpfs", data=f"mode=700,size={_memory_limit_bytes()}")
+            with open("/proc/meminfo", encoding="ascii") as file:
+                free = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable:")), 1 << 20)
+            _mount("tmpfs", self._layer, "tmpfs", data=f"mode=700,size={free * 1024 // 2}")
             os.makedirs(self._root)
         else:
             checked(LIBC.umount2(os.fsencode(probe), _DETACH), "umount")
@@ -238,7 +243,9 @@ class _Entry:
         _mount(path, target, flags=_BIND | _REC)
         if read_only:
             self._view.read_only[path] = read_only
-            _mount("none", target, flags=_BIND | _REMOUNT | _RDONLY | _kept_flags(path))
+            shown = os.statvfs(path).f_flag
+            kept = shown & _KEPT_FLAGS | (_RELATIME if shown & os.ST_RELATIME else 0)
+            _mount("none", target, flags=_BIND | _REMOUNT | _RDONLY | kept)
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
@@ -257,14 +264,6 @@ def _escaped(path: str) -> str:
     return path
 
 
-def _kept_flags(path: str) -> int:
-    """Flags of a mount that an ordinary user may not take away."""
-    shown = os.statvfs(path).f_flag
-    same = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
-    relatime = 1 << 21 if shown & os.ST_RELATIME else 0  # the one flag that mount(2) has under another number
-    return shown & same | relatime
-
-
 def mounts() -> dict[str, tuple[str, bool]]:
     """Mount points: the kind of each, and whether it is read-only; of several at one place the last, which is seen."""
     found = {}
@@ -276,9 +275,3 @@ def mounts() -> dict[str, tuple[str, bool]]:
             is_read_only = "ro" in fields[5].split(",") or "ro" in kinds[-1].split(",")
             found[path] = (kinds[0], is_read_only)
     return found
-
-
-def _memory_limit_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        free = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable:")), 1 << 20)
-    return free * 1024 // 2

@@ -97,7 +97,10 @@ class Sandbox:
         self._theirs.close()
 
     def _real(self) -> list[Path]:
-        found = [self.folder, private.user_cache(""), *_compiled_folders()]
+        found = [self.folder, private.user_cache("")]
+        ours = Path(stalloc.__file__).resolve().parent
+        if not private.is_installed(ours):  # where a checkout keeps compiled code, which each run would compile anew
+            found += [file.parent / "__pycache__" for file in ours.rglob("__init__.py")]
         named = os.environ.get("STALLOC_CACHE", "off")
         if named != "off":
             found.append(Path(named))
@@ -181,14 +184,6 @@ class Sandbox:
                 os.close(self._lock)
             self._layer = None
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _compiled_folders() -> list[Path]:
-    """Where a checkout of stalloc keeps compiled code (kept_code.py), which would be compiled anew by each run."""
-    ours = Path(stalloc.__file__).resolve().parent
-    if private.is_installed(ours):
-        return []
-    return [file.parent / "__pycache__" for file in ours.rglob("__init__.py")]
 
 
 def _free_bytes(path: Path) -> int:
