@@ -124,7 +124,7 @@ def _following(
                     computed = values.compute(values.base.mul_, (there, source), {})
                     values.learn(there, None if computed is None else (there, computed[1]))
             elif source.shape == there.shape:
-                copier(values, lambda there, source: there if there.is_cuda else there.copy_(source))(there, source)
+                copier(values, "copy_", lambda to, it: to if to.is_cuda else to.copy_(it))(there, source)
         return work
 
     return collect

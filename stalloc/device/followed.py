@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,7 @@ _MAKERS = (
     *("tril_indices", "triu_indices", "linspace"),
 )
 _DRAWN = ("rand", "rand_like", "randint", "randint_like", "randperm")
+_READING = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__complex__", "is_nonzero")
 _NEW = ("new_ones", "new_zeros", "new_full", "new_tensor")
 _FIRST = ("input", "tensors", "condition")
 """Names under which the first argument of a function may be given."""
@@ -185,7 +187,7 @@ def _made(values: Values, name: str, function: Function) -> Function:
     return make
 
 
-def _changing_each(values: Values, function: Function) -> Function:
+def _changing_each(values: Values, name: str, function: Function) -> Function:
     def change(tensors: Any, *more: Any, **named: Any) -> Any:
         function(tensors, *more, **named)
         return tensors
@@ -201,7 +203,7 @@ def _changing_each(values: Values, function: Function) -> Function:
     return follow
 
 
-def _setter(values: Values, function: Function) -> Function:
+def _setter(values: Values, name: str, function: Function) -> Function:
     def change(self: Any, index: Any, value: Any) -> None:
         if values.is_followed(self):
             computed = values.compute(function, (self, index, value), {})
@@ -229,7 +231,7 @@ def _reader(values: Values, name: str, function: Function) -> Function:
     return read
 
 
-def _mover(values: Values, function: Function) -> Function:
+def _mover(values: Values, name: str, function: Function) -> Function:
     """`to` and its kin: a copy to the host is a read, a copy on the GPU has the same elements."""
     kinds, plain, most = values.kinds, values.plain, MAX_NUMBERS
 
@@ -252,7 +254,7 @@ def _mover(values: Values, function: Function) -> Function:
     return move
 
 
-def copier(values: Values, function: Function) -> Function:
+def copier(values: Values, name: str, function: Function) -> Function:
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, source, *args, **kwargs)
         if values.is_followed(self) or values.knows(self):
@@ -270,7 +272,7 @@ def copier(values: Values, function: Function) -> Function:
     return copy
 
 
-def _storage_copier(values: Values, function: Function) -> Function:
+def _storage_copier(values: Values, name: str, function: Function) -> Function:
     """A storage's `copy_`, with which `torch.load` fills the GPU's, that learns single numbers, such as step counts."""
 
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +288,7 @@ def _storage_copier(values: Values, function: Function) -> Function:
     return copy
 
 
-def _judge(values: Values, function: Function) -> Function:
+def _judge(values: Values, name: str, function: Function) -> Function:
     """`equal` and its kin, which read one answer about two tensors."""
 
     def compare(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
@@ -300,7 +302,7 @@ def _judge(values: Values, function: Function) -> Function:
     return compare
 
 
-def _coalescer(values: Values, function: Function) -> Function:
+def _coalescer(values: Values, name: str, function: Function) -> Function:
     """`coalesce` of a sparse tensor, which reads how many different places it has."""
 
     def coalesce(self: Any) -> Any:
@@ -317,7 +319,7 @@ def _coalescer(values: Values, function: Function) -> Function:
     return coalesce
 
 
-def _reader_of_lengths(values: Values, function: Function) -> Function:
+def _reader_of_lengths(values: Values, name: str, function: Function) -> Function:
     """`ctc_loss`, which reads its lengths on the host before it begins.
 
     They are handed on as numbers: PyTorch's own reading is left out while a dispatch mode is active, and fails for
@@ -341,21 +343,21 @@ def _on_host(values: Values, value: Any) -> Any:
     return value if host is None else host.tolist()
 
 
-def _checker(values: Values, count: int, function: Function) -> Function:
-    """What reads whether its arguments are in order: they are, where a `count` that it reads is the one given.
+def _checker(values: Values, name: str, function: Function) -> Function:
+    """What reads whether its arguments are in order: they are, by the count that it reads.
 
     `multinomial` did before torch 2.3, with the number of rows that are zero; `segment_reduce` does, with the shortest
     length.
     """
 
     def check(*args: Any, **kwargs: Any) -> Any:
-        with values.expecting(count):
+        with values.expecting(0 if name == "multinomial" else 1):
             return function(*args, **kwargs)
 
     return check
 
 
-def _scale_updater(values: Values, function: Function) -> Function:
+def _scale_updater(values: Values, name: str, function: Function) -> Function:
     """The end of a step of GradScaler: no kernel computed an infinity, so the scale is that of a step without one."""
 
     def update(scale: Any, tracker: Any, found_inf: Any, *factors: Any) -> Any:
@@ -394,7 +396,7 @@ def _count_nonzero_on_read(values: Values, torch: Any) -> None:
 _AMONG = 0.382  # of the places: no simple fraction, as beam search has several vocabularies in a row
 
 
-def _drawer(values: Values, function: Function) -> Function:
+def _drawer(values: Values, name: str, function: Function) -> Function:
     generator = values.torch.Generator()  # the host's numbers are the program's own
 
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -407,9 +409,9 @@ def _drawer(values: Values, function: Function) -> Function:
     return draw
 
 
-def _chooser(values: Values, function: Function) -> Function:
+def _chooser(values: Values, name: str, function: Function) -> Function:
     """What chooses places by scores: `argmax` and `max` along a dimension, `multinomial` and `topk` of the last one."""
-    arange, several = values.torch.arange, function.__name__ in ("multinomial", "topk")
+    arange, several = values.torch.arange, name in ("multinomial", "topk")
 
     def stand_in(scores: Any, result: Any) -> None:
         chosen = result[1] if isinstance(result, tuple) else result
@@ -458,13 +460,12 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     _device_constructors()  # keeps the functions that a default device is for, as the dispatcher names them
     scripted = _get_builtin_table()  # by which torch.jit.script knows torch's own functions
     lazy: list[Any] = torch.nn.parameter.UninitializedTensorMixin._allowed_methods  # of parameters without a shape yet
-    values = Values(torch, library)
-    tensor = torch.Tensor
+    values, tensor = Values(torch, library), torch.Tensor
 
-    def replace(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+    def replace(owner: Any, name: str, make: Callable[[Values, str, Function], Function]) -> None:
         function = getattr(owner, name, None)
         if function is not None:
-            made = functools.update_wrapper(make(function), function)
+            made = functools.update_wrapper(make(values, name, function), function)
             made.__module__ = torch.__name__ if owner is tensor else owner.__name__  # by these it is pickled
             made.__qualname__ = f"Tensor.{name}" if owner is tensor else name
             setattr(owner, name, made)
@@ -473,40 +474,32 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
             if function in lazy:
                 lazy.append(made)
 
-    for name in _FUNCTIONS:
-        for owner in (torch, tensor):
-            replace(owner, name, functools.partial(_followed, values, name))
     for name in ("one_hot", "pad"):
         for owner in (torch.nn.functional, torch._C._nn):
             if not inspect.isfunction(getattr(owner, name, None)):  # a function of Python calls the other
-                replace(owner, name, functools.partial(_followed, values, name))
-    for name in _METHODS:
-        replace(tensor, name, functools.partial(_followed, values, name))
-    for name in _CHANGING_EACH:
-        replace(torch, name, functools.partial(_changing_each, values))
-    replace(tensor, "__setitem__", functools.partial(_setter, values))
-    for name in _DRAWN:
-        replace(torch, name, functools.partial(_drawer, values))
-    for owner, names in ((torch, _MAKERS), (tensor, _NEW)):
-        for name in names:
-            replace(owner, name, functools.partial(_made, values, name))
-    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__complex__", "is_nonzero"):
-        replace(tensor, name, functools.partial(_reader, values, name))
-    for name in ("equal", "allclose"):
-        for owner in (torch, tensor):
-            replace(owner, name, functools.partial(_judge, values))
-    for name in ("to", "cuda", "cpu", "type", "type_as", "__deepcopy__"):
-        replace(tensor, name, functools.partial(_mover, values))
-    replace(tensor, "coalesce", functools.partial(_coalescer, values))
-    replace(tensor, "copy_", functools.partial(copier, values))
-    replace(torch.UntypedStorage, "copy_", functools.partial(_storage_copier, values))
-    replace(torch, "ctc_loss", functools.partial(_reader_of_lengths, values))
-    replace(torch, "segment_reduce", functools.partial(_checker, values, 1))
-    replace(torch, "_amp_update_scale_", functools.partial(_scale_updater, values))
-    for owner in (torch, tensor):
-        replace(owner, "multinomial", functools.partial(_checker, values, 0))
-        for name in ("argmax", "max", "multinomial", "topk"):
-            replace(owner, name, functools.partial(_chooser, values))
+                replace(owner, name, _followed)
+    for owners, make, names in (
+        ((torch, tensor), _followed, _FUNCTIONS),
+        ((tensor,), _followed, _METHODS),
+        ((torch,), _changing_each, _CHANGING_EACH),
+        ((tensor,), _setter, ("__setitem__",)),
+        ((torch,), _drawer, _DRAWN),
+        ((torch,), _made, _MAKERS),
+        ((tensor,), _made, _NEW),
+        ((tensor,), _reader, _READING),
+        ((torch, tensor), _judge, ("equal", "allclose")),
+        ((tensor,), _mover, ("to", "cuda", "cpu", "type", "type_as", "__deepcopy__")),
+        ((tensor,), _coalescer, ("coalesce",)),
+        ((tensor,), copier, ("copy_",)),
+        ((torch.UntypedStorage,), _storage_copier, ("copy_",)),
+        ((torch,), _reader_of_lengths, ("ctc_loss",)),
+        ((torch,), _scale_updater, ("_amp_update_scale_",)),
+        ((torch,), _checker, ("segment_reduce",)),
+        ((torch, tensor), _checker, ("multinomial",)),
+        ((torch, tensor), _chooser, ("argmax", "max", "multinomial", "topk")),
+    ):
+        for owner, name in itertools.product(owners, names):
+            replace(owner, name, make)
     _count_nonzero_on_read(values, torch)
     return values
 

@@ -11,10 +11,12 @@ inside `cupy.cuda.using_allocator` is not seen.
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -254,7 +256,7 @@ class _CupyRequests:
 
         return allocate
 
-    def note_alloc(self, device: int, address: int, num_bytes: int, frame: FrameType | None) -> None:
+    def note_alloc(self, device: int, address: int, num_bytes: int, frame: FrameType) -> None:
         made = _event("alloc", address, num_bytes) | {"frames": _frames(frame) if self._stacks else []}
         self.live[device, address] = made
         self._note(device, made)
@@ -286,13 +288,9 @@ def _event(action: str, address: int, num_bytes: int) -> Event:
     return {"action": action, "addr": address, "size": num_bytes, "stream": 0, "time_us": time_us}
 
 
-def _frames(frame: FrameType | None) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    while frame is not None and len(found) < MAX_DEPTH:
-        code = frame.f_code
-        found.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno or 0})
-        frame = frame.f_back
-    return found
+def _frames(frame: FrameType) -> list[dict[str, Any]]:
+    found = itertools.islice(traceback.walk_stack(frame), MAX_DEPTH)
+    return [{"name": at.f_code.co_name, "filename": at.f_code.co_filename, "line": line or 0} for at, line in found]
 
 
 def follow_child(folder: str) -> None:

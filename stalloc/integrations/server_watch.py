@@ -12,10 +12,10 @@ it keeps what it has mapped by then, and is taken to sleep on.
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from stalloc.device import virtual
@@ -237,13 +237,9 @@ def _by_tag(engine: Any, addresses: set[int]) -> dict[str, int]:
 
 
 def _line_of_program() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    frames = []
-    while frame is not None:
-        if f"{os.sep}vllm{os.sep}" not in frame.f_code.co_filename:
-            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return site_name(frames)
+    stack = traceback.walk_stack(sys._getframe(1))
+    frames = [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
+    return site_name([one for one in frames if f"{os.sep}vllm{os.sep}" not in one.filename])
 
 
 def _cached_bytes() -> int:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
     from stalloc.device import VirtualGPU
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_RECORDERS = (  # each with the function that begins it, of a folder
+    ("STALLOC_GUARD", "stalloc.integrations.native_history", "follow_child"),
+    ("STALLOC_RECORD", "stalloc.integrations.flight_record", "flight_recorder"),
+)
 _STREAMS, _ARENAS = ("separate", "share"), ("pages", "pool")
 _lock = RLock()
 
@@ -58,19 +62,18 @@ def _arm() -> None:
     is_on = wanted.lower() not in _OFF
     if is_on and wanted.lower() not in _ON:
         raise BadInputError(f"STALLOC is {wanted[:40]!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
-    guard, flight = (os.environ.get(name, "") for name in ("STALLOC_GUARD", "STALLOC_RECORD"))
-    recorders = [(_follow_child, guard)] * (guard not in _OFF) + [(_begin_flight, flight)] * (flight not in _OFF)
+    recorders = [one for one in _RECORDERS if os.environ.get(one[0], "") not in _OFF]
     kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
     if is_on:
         _chosen("STALLOC_STREAMS", _STREAMS)
         _chosen("STALLOC_ARENA", _ARENAS)
-    is_virtual = kind == "virtual" and (is_on or guard not in _OFF)
+    is_virtual = kind == "virtual" and (is_on or os.environ.get("STALLOC_GUARD", "") not in _OFF)
 
     def at_import() -> None:
         if is_virtual:
             _contained(_activate_virtual, gpu, is_on)
-        for begin, folder in recorders:
-            _contained(begin, folder)
+        for one in recorders:
+            _contained(_record, *one)
 
     if is_virtual or recorders:
         before_import(("torch", "cupy", "cupy_backends"), at_import)
@@ -78,16 +81,10 @@ def _arm() -> None:
         at_first_use(lambda: _contained(_install_with_cache, kind))
 
 
-def _begin_flight(folder: str) -> None:
-    from stalloc.integrations.flight_record import flight_recorder
+def _record(variable: str, module: str, begin: str) -> None:
+    import importlib
 
-    flight_recorder(folder)
-
-
-def _follow_child(folder: str) -> None:
-    from stalloc.integrations.native_history import follow_child
-
-    follow_child(folder)
+    getattr(importlib.import_module(module), begin)(os.environ[variable])
 
 
 def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, VirtualGPU | None]":
@@ -107,10 +104,8 @@ def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, Virt
 
     several = re.fullmatch(r"([0-9]{1,9})x(.+)", which)
     count, which = (int(several[1]), several[2]) if several else (1, which)
-    if which[0].isdigit():
-        gpu = VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
-    else:
-        gpu = find_gpu(which)
+    is_size = which[0].isdigit()
+    gpu = VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which)) if is_size else find_gpu(which)
     return kind, dataclasses.replace(gpu, num_devices=count)
 
 
@@ -126,10 +121,8 @@ def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
     from stalloc import device
 
     device.activate("virtual", gpu)
-    if is_on:
-        at_first_use(
-            lambda: _contained(_install_with_cache, "virtual")
-        )  # only now: the virtual GPU looks for imports too, and these come before
+    if is_on:  # only now: the virtual GPU looks for imports too, and these come before
+        at_first_use(lambda: _contained(_install_with_cache, "virtual"))
 
 
 def at_first_use(start: "Callable[[], object]", *, cupy: bool = True) -> None:

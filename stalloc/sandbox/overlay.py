@@ -90,9 +90,8 @@ class _Entry:
         self._prepare_layer()
         self._cover("/")
         for path in sorted(self._mounts, key=lambda one: one.count("/")):
-            # not below another mount that stays as it is, or hidden by one
-            is_reached = os.path.lexists(path) and not any(path.startswith(f"{one}/") for one in self._real)
-            if path not in self._done and is_reached:
+            is_below = any(path.startswith(f"{one}/") for one in self._real)  # a mount that stays as it is
+            if path not in self._done and not is_below and os.path.lexists(path):  # else another one hides it
                 self._cover(path)
         if self._view.is_user_namespace:
             for path in own:

@@ -45,9 +45,8 @@ class Layer:
 
     def publish(self, change: Change) -> bool:
         """Give the machine a file that is new; whether that was possible, which a file that others made forbids."""
-        folder = os.path.dirname(change.path)
         try:
-            os.makedirs(folder, exist_ok=True)
+            os.makedirs(os.path.dirname(change.path), exist_ok=True)
             if os.path.lexists(change.path):
                 return False
             try:
@@ -98,8 +97,10 @@ def _changes(upper: str, lower: str) -> Iterator[Change]:
             if _attribute(entry.path, "redirect"):
                 yield Change(path, "changed")
             yield from _changes(entry.path, path)
-        else:
-            yield from _of_file(entry.path, path, status)
+        elif not os.path.lexists(path):
+            yield Change(path, "new", status.st_size, entry.path)
+        elif any(getattr(os.lstat(path), name) != getattr(status, name) for name in _SAME):
+            yield Change(path, "changed", status.st_size, entry.path)
     for name in removed:
         path = os.path.join(lower, name)
         if os.path.lexists(path) and name not in _NOT_TOLD:
@@ -107,17 +108,6 @@ def _changes(upper: str, lower: str) -> Iterator[Change]:
                 yield Change(path, "removed")
             for here, _, files in os.walk(path):
                 yield from (Change(os.path.join(here, file), "removed") for file in files)
-
-
-def _of_file(source: str, path: str, status: os.stat_result) -> Iterator[Change]:
-    try:
-        before = os.lstat(path)
-    except OSError:
-        yield Change(path, "new", status.st_size, source)
-        return
-    same = ("st_mode", "st_size", "st_mtime_ns", "st_uid", "st_gid")
-    if any(getattr(before, name) != getattr(status, name) for name in same):
-        yield Change(path, "changed", status.st_size, source)
 
 
 def _attribute(path: str, name: str) -> bytes:
@@ -139,14 +129,14 @@ def size_bytes(folder: Path) -> int:
 def remove(folder: Path) -> None:
     """Remove a layer, whose work folders let nobody in."""
     for here, folders, _ in os.walk(folder):
-        for name in folders:
-            path = os.path.join(here, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(OSError):
+        for path in (os.path.join(here, name) for name in folders):
+            with contextlib.suppress(OSError):
+                if not os.path.islink(path):
                     os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
 
 
+_SAME = ("st_mode", "st_size", "st_mtime_ns", "st_uid", "st_gid")
 _MOST_NAMES = 5
 _PARTS = ("discarded", "kept", "removals")  # of `Files`
 
