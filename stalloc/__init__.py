@@ -44,7 +44,7 @@ _MODULES = {
     "statistics": ".integrations",
     "flight_recorder": ".integrations",
     "alloc_conf": ".integrations",
-    "watch": ".integrations.showing",
+    "watch": ".integrations.memory_figures",
     "memory_scalars": ".integrations.memory_figures",
     "load_ipython_extension": ".integrations.notebook",
     "adopt": ".compaction",

@@ -1,7 +1,7 @@
 """The checker of the order of work: what of a program's work is not ordered by events and waits, told in sentences.
 
 Contract: `OrderChecker(library)` lets the virtual GPU do work late and check all accesses of memory that are known:
-copies and fills by the driver, operations of PyTorch (`watched_operations`), kernels of CuPy by their arguments.
+copies and fills by the driver, operations of PyTorch and others (`watched_work`), kernels of CuPy by their arguments.
 `found()` says what was found, each pair of places once; at the end of the process it is said on standard error, or
 added to the file that STALLOC_VIRTUAL_ORDER_LOG names.
 """

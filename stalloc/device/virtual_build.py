@@ -30,7 +30,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,14 +62,6 @@ _NVIDIA_SYMBOL = re.compile(
 _C_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FILE_NAME = re.compile(r"[\w.+-]+", re.ASCII)
 _THEIR_OWN = ("nvidia/", "nvidia_")  # packages of NVIDIA's libraries themselves
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What one extension asks of NVIDIA's libraries: which, the versions of each, and symbols."""
-
-    versions: dict[str, list[str]]
-    symbols: list[str]
 
 
 def package_directory(name: str) -> Path | None:
@@ -105,32 +97,22 @@ class _Extensions:
         for folder in dict.fromkeys(os.path.abspath(one) for one in sys.path):
             names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else ()
             for distribution in sorted(name for name in names if name.endswith(".dist-info")):
-                for name in self._listed(f"{folder}/{distribution}/RECORD"):
+                for name in self._kept("records", f"{folder}/{distribution}/RECORD", _listed) or ():
                     if self.asked(path := f"{folder}/{name}") is not None:
                         yield path
 
-    def _listed(self, record: str) -> list[str]:
-        def read() -> list[str]:
-            lines = Path(record).read_text(encoding="utf-8", errors="replace").splitlines()
-            names = (line.split(".so,")[0] + ".so" for line in lines if ".so," in line)
-            return [
-                one for one in names if not one.startswith(_THEIR_OWN) and not _NVIDIA_LIBRARY.match(Path(one).name)
-            ]
+    def asked(self, path: str) -> dict[str, Any] | None:
+        """What one file asks for: versions by library, symbols; None if of no library of NVIDIA's, or not there."""
+        found: dict[str, Any] | None = self._kept("files", path, _read)
+        return found
 
-        return self._kept("records", record, read) or []
-
-    def asked(self, path: str) -> Asked | None:
-        """What one file asks for; None if it is of no library of NVIDIA's, or not there."""
-        found = self._kept("files", path, lambda: _read(Path(path)))
-        return Asked(found["versions"], found["symbols"]) if found else None
-
-    def _kept(self, table: str, path: str, read: Any) -> Any:
+    def _kept(self, table: str, path: str, read: Callable[[Path], Any]) -> Any:
         try:
             status = os.stat(path)
             stamp = [status.st_size, status.st_mtime_ns]
             kept = self._known[table].get(path)
             if not isinstance(kept, list) or kept[0] != stamp:
-                kept = [stamp, read()]
+                kept = [stamp, read(Path(path))]
         except (OSError, ValueError, LookupError, struct.error):  # none, or no library after all
             return None
         self._seen[table][path] = kept
@@ -144,6 +126,13 @@ class _Extensions:
             known[table] = {name: one for name, one in kept.items() if os.path.exists(name)}
         with contextlib.suppress(OSError, StallocError):
             write_whole(self._file, json.dumps({"layout": _LAYOUT, **known}), private=True)
+
+
+def _listed(record: Path) -> list[str]:
+    """The extensions of a distribution, all of them."""
+    lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.split(".so,")[0] + ".so" for line in lines if ".so," in line)
+    return [one for one in names if not one.startswith(_THEIR_OWN) and not _NVIDIA_LIBRARY.match(Path(one).name)]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -169,8 +158,7 @@ class Surface:
 
     symbols: tuple[str, ...]
     libraries: tuple[tuple[str, tuple[str, ...]], ...]
-    cuda_version: int
-    """That suits torch and CuPy, as CUDA writes it: 13000, or 12080 where they are built for CUDA 12."""
+    cuda_version: int  #: that suits torch and CuPy: 13000, or 12080 where they are built for CUDA 12
 
 
 def scan() -> Surface:
@@ -178,13 +166,13 @@ def scan() -> Surface:
     symbols: set[str] = set()
     libraries: dict[str, set[str]] = {name: set() for name in _ALWAYS}
     extensions = _Extensions()
-    version = 0  # that suits torch and CuPy
+    version = 0
     for paths in (_of_torch_and_cupy(), extensions.installed()):
         for path in paths:
             asked = extensions.asked(path)
             if asked is not None:
-                symbols.update(asked.symbols)
-                for name, versions in asked.versions.items():
+                symbols.update(asked["symbols"])
+                for name, versions in asked["versions"].items():
                     libraries.setdefault(name, set()).update(versions)
         version = version or (12080 if "libcublas.so.12" in libraries and "libcublas.so.13" not in libraries else 13000)
     extensions.keep()
@@ -208,9 +196,8 @@ def _run(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-        raise SetupError(
-            f"the virtual GPU could not be built: {what} failed ({reason}): try another compiler with CC=."
-        )
+        what = f"{what} failed ({reason})"
+        raise SetupError(f"the virtual GPU could not be built: {what}: try another compiler with CC=.")
 
 
 def _compile(surface: Surface, command: list[str], folder: Path) -> None:
@@ -256,9 +243,8 @@ def libraries(folder: Path, surface: Surface) -> list[Path]:
 
 def _key(surface: Surface, command: list[str]) -> str:
     digest = hashlib.sha256(repr((surface, command, os.uname().machine)).encode())
-    for source in (*_SOURCES, _AT_START):
+    for source in (*_SOURCES, _AT_START, Path(__file__)):
         digest.update(source.read_bytes())
-    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:20]
 
 
@@ -276,8 +262,7 @@ def build(surface: Surface | None = None) -> Path:
     Where there is no cache they are built for this process alone, and one sentence says so. Raises SetupError if there
     is no C compiler, if it fails, or if others can write to the cache.
     """
-    surface, command = surface or scan(), compiler()
-    directory = cache_directory()
+    surface, command, directory = surface or scan(), compiler(), cache_directory()
     try:
         directory = private_folder(directory, _ADVICE)
         remove_old(directory, f"{_SCRATCH}*")
@@ -308,9 +293,8 @@ def _build_for_this_process(surface: Surface, command: tuple[str, ...], refused:
 def _build(surface: Surface, command: list[str] | None, folder: Path) -> None:
     if command is None:
         wanted = f"CC={os.environ['CC']} is not there" if os.environ.get("CC") else "none of cc, gcc and clang is there"
-        raise SetupError(
-            f"the virtual GPU needs a C compiler once, and {wanted}: install gcc, or set CC to a compiler."
-        )
+        needs = f"needs a C compiler once, and {wanted}"
+        raise SetupError(f"the virtual GPU {needs}: install gcc, or set CC to a compiler.")
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder.parent) as scratch:
         fresh = Path(scratch) / "build"
         fresh.mkdir(0o700)

@@ -58,28 +58,24 @@ class FlightRecorder:
             return None
         self._is_writing = True
         try:
-            return self._write(why)
+            if (snapshot := self._history.snapshot()) is None:
+                return None
+            rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
+            file = self.folder / (f"rank{rank}.pickle" if rank.isdecimal() else f"process{os.getpid()}.pickle")
+            write_whole(file, pickle.dumps(snapshot), "name another folder for the flight recorder")
+            self._file = file
+            total, holders = _holders(snapshot)
+            say(f"{why}: wrote the last events of this process's memory, {human_bytes(total)} allocated, of which")
+            for num_bytes, site in holders[:_HOLDERS]:
+                say(f"  {human_bytes(num_bytes):>12}  {printable(site, 100)}")
+            say(f"next: stalloc explain {printable(str(file), 500)}")
+            return file
         except Exception as error:
             named = "" if isinstance(error, StallocError) else f"{type(error).__name__}: "
             say(f"the flight recorder could not write: {named}{str(error).rstrip('.')}.")
             return None
         finally:
             self._is_writing = False
-
-    def _write(self, why: str) -> Path | None:
-        snapshot = self._history.snapshot()
-        if snapshot is None:
-            return None
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
-        file = self.folder / (f"rank{rank}.pickle" if rank.isdecimal() else f"process{os.getpid()}.pickle")
-        write_whole(file, pickle.dumps(snapshot), "name another folder for the flight recorder")
-        self._file = file
-        total, holders = _holders(snapshot)
-        say(f"{why}: wrote the last events of this process's memory, {human_bytes(total)} allocated, of which")
-        for num_bytes, site in holders[:_HOLDERS]:
-            say(f"  {human_bytes(num_bytes):>12}  {printable(site, 100)}")
-        say(f"next: stalloc explain {printable(str(file), 500)}")
-        return file
 
     def _ran_out(self) -> None:
         self._num_errors += 1

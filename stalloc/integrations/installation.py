@@ -47,7 +47,7 @@ class Installation:
     # cli.run, server_watch
     sleep_phases: "Any" = None  #: the SleepPhases of a run on the virtual GPU, where somebody asks for them
 
-    # sleep_and_wake, showing, flight_record
+    # sleep_and_wake, memory_figures, flight_record
     was_to_sleep = False  #: it was called all the same
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken
     showing: "Any" = None  #: the Showing of `stalloc live`

@@ -80,8 +80,8 @@ def install(
 
 
 def _start(settings: "Settings | None", plans: "list[Plan] | None", known_plans: "list[Plan]") -> "Runtime":
+    from stalloc.integrations.memory_figures import watch_runtime
     from stalloc.integrations.ranks import plan_together
-    from stalloc.integrations.showing import watch_runtime
     from stalloc.runtime import Settings, start
 
     runtime = start(settings or Settings(), plans, plan_together)
