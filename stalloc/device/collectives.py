@@ -89,19 +89,12 @@ def _summed(given: dict[str, Any], num_ranks: int) -> list[tuple[Any, Any]]:
     return [(given["tensor"], num_ranks if operation is None or operation == type(operation).SUM else 1)]
 
 
-def _same(given: dict[str, Any], num_ranks: int) -> list[tuple[Any, Any]]:
-    return [(given["tensor"], 1)]
-
-
 _FOLLOWED: dict[str, Callable[[dict[str, Any], int], list[tuple[Any, Any]]]] = {
-    "all_gather": _into_list,
-    "gather": _into_list,
-    "all_gather_into_tensor": _into_parts,
-    "_all_gather_base": _into_parts,
-    "all_to_all_single": lambda given, num_ranks: [(given["output"], given["input"])],
+    **dict.fromkeys(("all_gather", "gather"), _into_list),
+    **dict.fromkeys(("all_gather_into_tensor", "_all_gather_base"), _into_parts),
+    **dict.fromkeys(("broadcast", "reduce"), lambda given, _: [(given["tensor"], 1)]),
+    "all_to_all_single": lambda given, _: [(given["output"], given["input"])],
     "all_reduce": _summed,
-    "broadcast": _same,
-    "reduce": _same,
 }
 """By collective, a function of its arguments that gives each tensor that is written, and what it then holds: another
 tensor, or a multiple of itself."""
@@ -151,17 +144,15 @@ def _through_host(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]
     return move
 
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # as virtual_nccl.c numbers them
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # as virtual_nccl.c numbers them
 _MOST_NOTED, _MOST_PEERS = 1024, 1024
 
 
 class _Noted(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("rank", "num_ranks", "device", "group", "parent", "reserved")),
-        ("num_calls", ctypes.c_uint64 * len(KINDS)),
-        ("most_bytes", ctypes.c_uint64 * len(KINDS)),
-        ("sends_to", ctypes.c_uint8 * _MOST_PEERS),
-        ("receives_from", ctypes.c_uint8 * _MOST_PEERS),
+        *((name, ctypes.c_uint64 * len(_KINDS)) for name in ("num_calls", "most_bytes")),
+        *((name, ctypes.c_uint8 * _MOST_PEERS) for name in ("sends_to", "receives_from")),
     ]
 
 
@@ -203,11 +194,7 @@ class Communicators:
                 num_ranks=noted.num_ranks,
                 device=noted.device,
                 group=self._groups[noted.group] if noted.group >= 0 else None,
-                most_bytes={
-                    kind: most
-                    for kind, calls, most in zip(KINDS, noted.num_calls, noted.most_bytes, strict=True)
-                    if calls
-                },
+                most_bytes={_KINDS[i]: noted.most_bytes[i] for i in range(len(_KINDS)) if noted.num_calls[i]},
                 sends_to=tuple(np.flatnonzero(noted.sends_to).tolist()),
                 receives_from=tuple(np.flatnonzero(noted.receives_from).tolist()),
             )

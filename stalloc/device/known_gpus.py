@@ -43,15 +43,13 @@ class VirtualGPU:
         if not 0 < self.total_bytes <= _MAX_BYTES:
             raise BadInputError(f"a GPU of {self.total_bytes:,} bytes is impossible: give a size up to 4 EiB.")
         if not 0 <= self.context_bytes < self.total_bytes:
-            raise BadInputError(
-                f"a context of {self.context_bytes:,} bytes leaves nothing of {self.total_bytes:,}: give it less."
-            )
+            context = f"a context of {self.context_bytes:,} bytes"
+            raise BadInputError(f"{context} leaves nothing of {self.total_bytes:,}: give it less.")
         if not 1 <= self.num_devices <= 64:
             raise BadInputError(f"{self.num_devices} devices are not possible: choose 1 to 64.")
         if self.copy_limit_bytes is not None and self.copy_limit_bytes < 0:
-            raise BadInputError(
-                f"a copy limit of {self.copy_limit_bytes} bytes is not possible: give 0 or more, or None."
-            )
+            limit = f"a copy limit of {self.copy_limit_bytes} bytes"
+            raise BadInputError(f"{limit} is not possible: give 0 or more, or None.")
 
 
 # Where a card's memory is from: what torch.cuda.get_device_properties or deviceQuery printed on such a card, as others
@@ -182,10 +180,8 @@ def parse_memory(text: str | int, *, at_least: int = 1) -> int:
 
     Raises BadInputError for anything else and for less than `at_least` bytes.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    unit = _UNITS.get(match[2].lower()) if match and len(match[1]) <= _MAX_DIGITS else None
-    num_bytes = -1
-    if match and unit:
+    match, num_bytes = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text)), -1
+    if match and (unit := _UNITS.get(match[2].lower())) and len(match[1]) <= _MAX_DIGITS:
         num_bytes = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
     if not at_least <= num_bytes <= _MAX_BYTES:
         shown = f"{str(text)[:40]!r}{'…' if len(str(text)) > 40 else ''}"
@@ -195,10 +191,9 @@ def parse_memory(text: str | int, *, at_least: int = 1) -> int:
 
 def memory_option(option: str, text: str) -> int:
     """Bytes of an option. Raises BadInputError for a small number without a unit, such as 24."""
-    if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
-        raise BadInputError(
-            f"{option} is {text[:30]} without a unit: give {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B."
-        )
+    number = text[:30]
+    if text.isascii() and text.isdigit() and 0 < int(number) < 1 << 20:
+        raise BadInputError(f"{option} is {number} without a unit: give {number}GiB, {number}MiB or {number}B.")
     try:
         return parse_memory(text)
     except BadInputError as error:

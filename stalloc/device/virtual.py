@@ -27,7 +27,7 @@ from stalloc.device.known_gpus import COMPLETION, COMPLETIONS, DEFAULT_GPU, Comp
 from stalloc.device.order_checker import VARIABLE as ORDER
 from stalloc.device.order_checker import OrderChecker
 from stalloc.device.values import Values
-from stalloc.device.virtual_build import Surface, build, libraries, package_directory, scan
+from stalloc.device.virtual_build import build, libraries, package_directory, scan
 from stalloc.device.watched_work import watch_cupy, watch_torch
 from stalloc.errors import BadInputError, SetupError
 from stalloc.imports import after_import, before_import
@@ -80,7 +80,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     if order and completion:
         raise BadInputError(f"{ORDER} has work be late in its own way: unset it, or {COMPLETION}.")
     folder = build(surface)
-    library = _load(folder, surface)
+    library = _load(libraries(folder, surface))
     if order:
         _process.order_checker = OrderChecker(library)
     _configure(library, gpu, surface.cuda_version)
@@ -127,9 +127,8 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
     os.environ["STALLOC_VIRTUAL_GPU"] = json.dumps(told)  # of which inherited.py makes one
 
 
-def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
-    mode = os.RTLD_GLOBAL | os.RTLD_NOW
-    library, *_ = (ctypes.CDLL(str(path), mode=mode) for path in libraries(folder, surface))
+def _load(paths: list[Path]) -> ctypes.CDLL:
+    library, *_ = (ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW) for path in paths)
     library.stalloc_virtual_used_bytes.restype = library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
     library.stalloc_virtual_contexts.restype = ctypes.c_uint64
     load_table(library)
@@ -161,14 +160,12 @@ def after_torch_import() -> None:
     It runs by itself at the end of `import torch`; calling it again, or without a virtual GPU, does nothing.
     """
     torch: Any = sys.modules.get("torch")
-    if _process.library is not None and torch is not None:
+    if (library := _process.library) is not None and torch is not None:
         major, minor, patch = torch._C._cudnn.getCompileVersion()
-        version = major * (1000 if major < 9 else 10_000) + minor * 100 + patch
-        _process.library.stalloc_virtual_set_cudnn_version(version)
+        library.stalloc_virtual_set_cudnn_version(major * (1000 if major < 9 else 10_000) + minor * 100 + patch)
         if _process.values is None:
-            _process.values = values = follow_values(torch, _process.library)
-            library = _process.library
-            after_import("torch.distributed.distributed_c10d", lambda: prepare_collectives(library, values))
+            _process.values = values = follow_values(torch, library)
+            after_import("torch.distributed.distributed_c10d", partial(prepare_collectives, library, values))
 
 
 def _active_library() -> ctypes.CDLL:

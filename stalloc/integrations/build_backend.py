@@ -153,10 +153,9 @@ def add_files(wheel: Path, files: Mapping[str, bytes], tag: str = "") -> None:
     kept = [line for line in entries[record].decode().splitlines() if line.rsplit(",", 2)[0] not in files]
     added = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     entries[record] = "".join(f"{line}\n" for line in [*added, *kept]).encode()
-    known = {info.filename for info in entries}
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
-            if name not in known:
+            if name not in {info.filename for info in entries}:
                 entry = zipfile.ZipInfo(name, date_time)
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, content)

@@ -102,20 +102,17 @@ class OperationRecording:
             notes.append(f"operations are those of the first {RECORDED_STEPS} of {len(self.steps)} steps")
         rows = np.flatnonzero((operations.made_by < 0) & (trace.start >= 0) & (trace.start <= placed.last_event))
         if len(rows):
-            size = human_bytes(int(trace.size[rows].sum()))
-            notes.append(
-                f"{plural(len(rows), 'request')} ({size}) have no operation: threads of the program's own made them"
-            )
+            what = f"{plural(len(rows), 'request')} ({human_bytes(int(trace.size[rows].sum()))})"
+            notes.append(f"{what} have no operation: threads of the program's own made them")
         if placed.unmatched or placed.unresolved:
-            notes.append(
-                f"{placed.unmatched} memory events and {placed.unresolved} accesses of the profiler fit no request"
-            )
+            what = f"{placed.unmatched} memory events and {placed.unresolved} accesses"
+            notes.append(f"{what} of the profiler fit no request")
         told = {"notes": notes} | ({"host_bytes": self.host_bytes} if self.host_bytes else {})
         return trace.replace(names=names, **columns, extra=trace.extra | operations.columns(), info=trace.info | told)
 
     def _in_ranges(self, call: Call) -> Call:
         """What takes the place of a module's call: the same in a range of the profiler's."""
-        from torch._C._profiler import _RecordFunctionFast as Range
+        from torch._C._profiler import _RecordFunctionFast as OpenRange
         from torch.compiler import is_compiling
 
         known, is_open, steps = self._known, self._open, self.steps
@@ -132,7 +129,7 @@ class OperationRecording:
                 found = known[id(module)]
             is_open.append(None)
             try:
-                with Range(found[2]):
+                with OpenRange(found[2]):
                     return call(module, *args, **kwargs)
             finally:
                 is_open.pop()

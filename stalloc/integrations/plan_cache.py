@@ -123,7 +123,7 @@ class PlanCache:
         found = [(trace, settings) for trace, settings in observed if trace is not None]
         if not found or not all(trace.info.get("complete", False) for trace, _ in found):
             return
-        from stalloc.planner import plan
+        from stalloc.planner import plan, plans_to_bytes
 
         stop = threading.Event()
         timer = threading.Timer(_PLANNING_SECONDS, stop.set)
@@ -133,12 +133,8 @@ class PlanCache:
         made = [plan(trace, stop=stop, streams=settings.streams) for trace, settings in found]
         plans = [plan for plan in made if plan.kind == "program"]
         timer.cancel()
-        if plans:
-            self._save(plans)
-
-    def _save(self, plans: "list[Plan]") -> None:
-        from stalloc.planner import plans_to_bytes
-
+        if not plans:
+            return
         try:
             private_folder(self.file.parent, _ADVICE)
             write_whole(self.file, plans_to_bytes(plans), _ADVICE, private=True)
