@@ -85,7 +85,7 @@ def sleep(
     for controller in used:
         check_can_sleep(controller)
     done: list[Sleep] = []
-    _end_phase(runtime, _asleep)
+    _end_phase(runtime)
     runtime.refuse_requests("this job sleeps, and its memory is with others: call stalloc.wake() first.")
     try:
         for controller in used:
@@ -98,7 +98,7 @@ def sleep(
     _asleep.extend(done)
     installation.sleeps_whole = wanted is None
     _serve(runtime)
-    _begin_phase("sleep", wanted, _asleep)
+    _begin_phase("sleep", wanted)
     return Slept(sum(one.held_bytes for one in done), sum(one.kept_bytes for one in done))
 
 
@@ -113,33 +113,39 @@ def wake(*, tags: str | Iterable[str] | None = None) -> None:
     wanted = _wanted(tags)
     waking = [one for one in reversed(_asleep) if wanted is None or one.tags & wanted]
     if waking and runtime is not None:
-        _end_phase(runtime, _asleep)
+        _end_phase(runtime)
     for number, one in enumerate(waking):
         try:
             wake_up(one)
         except SetupError:
-            _note_waking(waking[number:], _named_addresses())
+            _note_waking(waking[number:])
             raise
         _asleep.remove(one)
         installation.sleeps_whole = False
     if waking:
-        _begin_phase("wake", wanted, _asleep)
+        _begin_phase("wake", wanted)
     if runtime is not None:
         _serve(runtime)
 
 
 def tell_phases(runtime: Runtime) -> None:
     """Have requests that are refused noted with the phases, once something is tagged."""
-    runtime.observers.append(
-        lambda device, size, _, free: _note_request(runtime, device, size, free, _named_addresses())
-    )
+
+    def note(device: int, size_bytes: int, _: int, free_bytes: int) -> None:
+        if installation.sleep_phases is not None and (tags := _named_addresses()):
+            could = _could_sleep(runtime.controllers[device], tags)
+            installation.sleep_phases.refused(
+                waking=None, at=this_call_site(), wanted_bytes=size_bytes, free_bytes=free_bytes, could_sleep=could
+            )
+
+    runtime.observers.append(note)
 
 
 def phases_told(runtime: Runtime | None, *, failed: bool) -> dict[str, Any] | None:
     """The phases of a program that is over, as `SleepPhases.told` has them."""
     if runtime is None or installation.sleep_phases is None:
         return None
-    _end_phase(runtime, _asleep)
+    _end_phase(runtime)
     told: dict[str, Any] | None = installation.sleep_phases.told(failed=failed)
     return told
 
@@ -193,35 +199,25 @@ def _addresses(value: Any) -> list[int]:
     raise BadInputError(f"{type(value).__name__} is no tensor, module, optimizer or array: give one of those.")
 
 
-def _end_phase(runtime: Runtime, asleep: Sequence[Sleep]) -> None:
+def _end_phase(runtime: Runtime) -> None:
     """Something is about to sleep or to wake."""
     if installation.sleep_phases is not None:
         peaks = [
-            one.state.take_phase_peak() - sum(part.live_bytes for part in asleep if part.controller is one)
+            one.state.take_phase_peak() - sum(part.live_bytes for part in _asleep if part.controller is one)
             for one in served_controllers(runtime)
         ]
         installation.sleep_phases.end(max(peaks, default=0))
 
 
-def _begin_phase(how: str, wanted: Iterable[str] | None, asleep: Sequence[Sleep]) -> None:
-    """It does; `asleep` is all that sleeps now."""
+def _begin_phase(how: str, wanted: Iterable[str] | None) -> None:
     if installation.sleep_phases is not None:
         held: Counter[str] = Counter()
-        for one in asleep:
+        for one in _asleep:
             held[" + ".join(sorted(tag or "what has no tag" for tag in one.tags))] += one.held_bytes
         installation.sleep_phases.begin(f"{how} {', '.join(sorted(wanted or ()))}".strip(), dict(held))
 
 
-def _note_request(runtime: Runtime, device: int, size_bytes: int, free_bytes: int, tags: Mapping[int, Tags]) -> None:
-    """A request of a program with tags found no memory."""
-    if installation.sleep_phases is not None and tags:
-        could = _could_sleep(runtime.controllers[device], tags)
-        installation.sleep_phases.refused(
-            waking=None, at=this_call_site(), wanted_bytes=size_bytes, free_bytes=free_bytes, could_sleep=could
-        )
-
-
-def _note_waking(waking: Sequence[Sleep], tags: Mapping[int, Tags]) -> None:
+def _note_waking(waking: Sequence[Sleep]) -> None:
     """The first of these found no room."""
     if installation.sleep_phases is not None:
         controller = waking[0].controller
@@ -231,7 +227,7 @@ def _note_waking(waking: Sequence[Sleep], tags: Mapping[int, Tags]) -> None:
             at=this_call_site(),
             wanted_bytes=GRANULE * sum(map(len, mapped)),
             free_bytes=controller.memory.source.free_bytes(),
-            could_sleep=_could_sleep(controller, tags),
+            could_sleep=_could_sleep(controller, _named_addresses()),
         )
 
 
