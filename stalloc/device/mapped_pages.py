@@ -158,9 +158,8 @@ class Pages:
             runs = [run for one in self._ranges for run in page_runs(one.mapped())]
             for address, size_bytes in runs:
                 if status := self._allow(address, size_bytes, [device]):
-                    why = (
-                        f"device {device} cannot use memory of device {self.device} ({_told('cuMemSetAccess', status)})"
-                    )
+                    told = _told("cuMemSetAccess", status)
+                    why = f"device {device} cannot use memory of device {self.device} ({told})"
                     say(f"{why}: where tensors are copied between them, choose STALLOC_ARENA=pool or --arena pool.")
                     return
             self._users.append(device)
@@ -299,12 +298,14 @@ class PageRange:
 def page_runs(pages: list[int]) -> list[tuple[int, int]]:
     """Pages by their addresses, ascending, as ranges: address and bytes of each."""
     found: list[tuple[int, int]] = []
+    begin = end = -1
     for page in pages:
-        if found and page == sum(found[-1]):
-            found[-1] = found[-1][0], found[-1][1] + PAGE_BYTES
-        else:
-            found.append((page, PAGE_BYTES))
-    return found
+        if page != end:
+            if begin < end:
+                found.append((begin, end - begin))
+            begin = page
+        end = page + PAGE_BYTES
+    return [*found, (begin, end - begin)] if begin < end else found
 
 
 _made: list[Pages] = []  # of the devices that this process uses
