@@ -170,7 +170,8 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
 
         return persistent_entry(handle)
 
-    begin, end = of_captures(Captures.begin), of_captures(lambda captures, _: captures.end())
+    begin = of_captures(lambda captures, pool: captures.begin(pool))
+    end = of_captures(lambda captures, _: captures.end())
     if hasattr(allocator, "set_begin_allocate_to_pool"):
         allocator.set_begin_allocate_to_pool(begin)
         allocator.set_end_allocate_to_pool_fn(end)
@@ -180,7 +181,7 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         allocator.set_end_allocate_stream_to_pool_fn(end)
     allocator.set_record_stream_fn(torch_record_stream(runtime.states))
     allocator.set_reset_fn(persistent_entry(empty_cache))
-    allocator.set_release_pool(of_captures(Captures.release))
+    allocator.set_release_pool(of_captures(lambda captures, pool: captures.release(pool)))
     callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(
         lambda fraction, device: controllers[device].memory.limit(fraction)
     )
