@@ -60,7 +60,7 @@ class AllocConf:
         name = _STARTS_WITH_PROCESS
         if wanted.get(name) != had.get(name):
             raise SetupError(f"{name} is chosen when torch is imported: set it before, or by {self.variable}.")
-        told = ({_EXPANDABLE: "False"} if _EXPANDABLE in had else {}) | wanted
+        told = wanted | ({_EXPANDABLE: wanted.get(_EXPANDABLE, "False")} if _EXPANDABLE in had else {})
         names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
         apply = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
         if apply is None:
