@@ -122,10 +122,7 @@ def active() -> Kind | None:
 
 
 def devices() -> list[Device]:
-    """The devices of this process, in the order of their index; imports CuPy.
-
-    Raises SetupError before `activate`, if CuPy is not installed, and if CUDA says no.
-    """
+    """The devices of this process, by index. SetupError before `activate`, without CuPy, and if CUDA says no."""
     if _active is None:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
     check_cupy()

@@ -344,11 +344,8 @@ def _on_host(values: Values, value: Any) -> Any:
 
 
 def _checker(values: Values, name: str, function: Function) -> Function:
-    """What reads whether its arguments are in order: they are, by the count that it reads.
-
-    `multinomial` did before torch 2.3, with the number of rows that are zero; `segment_reduce` does, with the shortest
-    length.
-    """
+    """What reads a count to see that its arguments are in order, as they are: `segment_reduce` the shortest length,
+    `multinomial` before torch 2.3 the number of rows that are zero."""
 
     def check(*args: Any, **kwargs: Any) -> Any:
         with values.expecting(0 if name == "multinomial" else 1):

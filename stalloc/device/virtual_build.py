@@ -228,10 +228,7 @@ def _library_names(surface: Surface) -> list[str]:
 
 
 def libraries(folder: Path, surface: Surface) -> list[Path]:
-    """The libraries of a build, the one that holds everything first.
-
-    Raises SetupError if one is missing or can be written by others.
-    """
+    """The libraries of a build, the main one first. Raises SetupError if one is missing or others can write to it."""
     paths = [folder / name for name in _library_names(surface)]
     try:
         for path in paths:

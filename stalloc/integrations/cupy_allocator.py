@@ -31,8 +31,7 @@ _own: dict[str, Callable[..., Any]] = {}  # methods of CuPy's streams
 def _make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     """A CuPy allocator: bytes -> MemoryPointer on the current device and stream.
 
-    It raises cupy.cuda.memory.OutOfMemoryError when the device has no memory left, CUDARuntimeError when the driver
-    fails.
+    It raises CuPy's OutOfMemoryError when the device has no memory left, CUDARuntimeError when the driver fails.
     """
     from cupy.cuda import get_current_stream
     from cupy.cuda.device import get_device_id

@@ -294,10 +294,7 @@ def _frames(frame: FrameType) -> list[dict[str, Any]]:
 
 
 def follow_child(folder: str) -> None:
-    """Record this process, which a guarded test started, and leave a trace in a folder when it ends.
-
-    The process ends as it would have; what goes wrong here is one sentence.
-    """
+    """Record this process, which a guarded test started; at its end leave a trace in a folder, or say what failed."""
     history = NativeHistory()
     history.begin()
     atexit.register(_leave, history, folder, os.getpid())

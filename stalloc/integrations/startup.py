@@ -243,10 +243,7 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
 
 
 def _served_libraries() -> tuple[bool, bool] | None:
-    """Whether torch and CuPy are to be served: the program has chosen no allocator of its own for them.
-
-    None where there is no GPU in this process's environment: torch or CuPy will say so.
-    """
+    """Whether the program leaves the allocators of torch and CuPy to us; None without a GPU, as both will say."""
     from stalloc.device.nvidia_driver import gpus
     from stalloc.integrations import torch_conf
 

@@ -107,10 +107,7 @@ def put_limit_in_force(runtime: "Runtime") -> None:
 
 
 def report(runtime: "Runtime | None") -> str:
-    """One sentence on what becomes of the settings, empty if there are none; a limit is put in force.
-
-    `runtime` None: the sentence alone.
-    """
+    """One sentence on what becomes of the settings, empty without any; of a runtime, a limit is put in force."""
     variable, found = conf_in_force()
     kept = sorted(name for name in found if name.startswith("pinned_"))
     if runtime is not None:

@@ -299,7 +299,6 @@ class Ended:
 
 class SandboxedRun:
     def __init__(self, command: Sequence[str], outputs: Sequence[str] = ()) -> None:
-        """Get ready; arguments and errors as in `Sandbox`."""
         self._sandbox = Sandbox(command, outputs)
         self._program = -1
 
