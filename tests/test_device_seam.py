@@ -7,8 +7,8 @@ import pytest
 
 from stalloc.cli import main
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
-from stalloc.device.installed_extensions import package_directory
 from stalloc.device.nvidia_driver import driver_version, gpus
+from stalloc.device.virtual_build import package_directory
 from stalloc.errors import BadInputError
 
 

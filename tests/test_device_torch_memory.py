@@ -83,8 +83,8 @@ def test_the_peak_is_what_the_driver_gave_and_can_begin_anew(run_checks, expanda
 
 _LARGE = """
 import json, resource
-from stalloc.device import virtual
-virtual.activate(virtual.find_gpu("H100"))
+from stalloc.device import find_gpu, virtual
+virtual.activate(find_gpu("H100"))
 import torch
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 blocks = [torch.randn(5 << 30, device="cuda", dtype=torch.bfloat16) for _ in range(6)]

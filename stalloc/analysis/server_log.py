@@ -202,7 +202,7 @@ _SUM_BYTES = 5 * _ROUNDED_BYTES  # of what is made of five figures
 _WORTH_TELLING = 0.01  # of the cache
 #: The least and most of memory that is not PyTorch's, in sixteen public logs of vLLM on one card (docs/serving.md).
 DRIVER_GROWTH_BYTES = (round(0.01 * GIB), round(0.46 * GIB))
-#: The most that a card is short of when an engine starts on it, for its own context: see device/context.py.
+#: The most that a card is short of when an engine starts on it, for its own context: see device/known_gpus.py.
 _OWN_AT_START_BYTES, _OWN_OF_RANKS_BYTES = round(0.8 * GIB), round(1.3 * GIB)
 _SHORTER = 1.05  # requests that fit, over those of whole length: more is no rounding to blocks
 

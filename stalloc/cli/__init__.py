@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _forked() -> Any:
     """The module that ends a fork in which a verb has run a program; None if it is not loaded, without forks."""
-    return sys.modules.get("stalloc.sandbox.forked")
+    return sys.modules.get("stalloc.sandbox.sandbox")
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -49,10 +49,9 @@ from collections.abc import Iterator
 from stalloc.cli.output import add_json_argument
 from stalloc.cli.program import add_program_arguments
 from stalloc.cli.shared_options import refuse_typed
-from stalloc.device.completion import VARIABLE
-from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.deciding_lines import VARIABLE as ASSUMED
 from stalloc.device.deciding_lines import as_variable, parse_assumption
+from stalloc.device.known_gpus import ASSUMED_BYTES, COMPLETION
 from stalloc.errors import BadInputError
 from stalloc.private import STARTED_ANEW
 from stalloc.sizing.model_program import KNOWN, PROGRAM, add_model_arguments, check_model, model_words
@@ -149,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     from stalloc.sizing.side_by_side import ImportedOtherwiseError
 
     _check_together(args)
-    os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
+    os.environ.pop(COMPLETION, None)  # a dry run says by itself when work is done
     _take_model(args)
     before = dict(os.environ)
     with _assuming(args):

@@ -8,8 +8,7 @@ from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.sleep_report import print_sleep
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
-from stalloc.device.context import ASSUMED_BYTES, SOURCE
-from stalloc.device.known_gpus import PLENTY, shown_with_memory
+from stalloc.device.known_gpus import ASSUMED_BYTES, CONTEXT_SOURCE, PLENTY, shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sandbox import files_from_json
@@ -37,7 +36,7 @@ class Offer:
     @property
     def headroom_source(self) -> str:
         """Where the headroom is from."""
-        return SOURCE if self.headroom_bytes == ASSUMED_BYTES else "--headroom"
+        return CONTEXT_SOURCE if self.headroom_bytes == ASSUMED_BYTES else "--headroom"
 
     def as_json(self) -> dict[str, Any]:
         """The keys that every dry run's JSON has."""

@@ -21,8 +21,7 @@ from stalloc.cli.program import program_command
 from stalloc.cli.sleep_report import print_sleep
 from stalloc.cli.tables import print_items, print_prose, print_table
 from stalloc.device import DEFAULT_GPU, VirtualGPU
-from stalloc.device.context import SOURCE
-from stalloc.device.known_gpus import KNOWN_GPUS, shown_with_memory
+from stalloc.device.known_gpus import CONTEXT_SOURCE, KNOWN_GPUS, shown_with_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
@@ -228,7 +227,7 @@ def _unseen(result: dict[str, Any], offer: Offer) -> list[str]:
     lines = []
     if offer.headroom_bytes:
         kept = human_bytes(offer.headroom_bytes)
-        source = SOURCE if offer.headroom_source == SOURCE else "--headroom"
+        source = CONTEXT_SOURCE if offer.headroom_source == CONTEXT_SOURCE else "--headroom"
         lines.append(f"not seen here: the CUDA context, for which {kept} are taken off what is free ({source})")
     least, most = (human_bytes(one) for one in DRIVER_GROWTH_BYTES)
     text = f"not seen here: what the driver takes while an engine measures, {least} to {most} in sixteen public logs"

@@ -34,8 +34,7 @@ from stalloc.cli.output import add_json_argument, command_text, wants_text, writ
 from stalloc.cli.program import add_program_arguments, program_command, run_program
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import lines_told
-from stalloc.device.context import ASSUMED_BYTES
-from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
+from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say

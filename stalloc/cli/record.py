@@ -128,9 +128,9 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     from stalloc.device.virtual import after_torch_import
     from stalloc.imports import after_import
     from stalloc.integrations.convolutions import SeenConvolutions
+    from stalloc.integrations.leading_optimizers import StepTimes
     from stalloc.integrations.operation_recording import OperationRecording
     from stalloc.integrations.startup import at_first_use
-    from stalloc.integrations.step_times import StepTimes
     from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 
     kind = device.activate(args.device, gpu)
@@ -177,7 +177,7 @@ def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
     """What a recording keeps about a program's convolutions; empty if it made none."""
-    from stalloc.device.cudnn_rows import note_of
+    from stalloc.device.cudnn import note_of
 
     found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]
     major, minor = torch.cuda.get_device_capability(trace.device)

@@ -58,13 +58,13 @@ from stalloc.cli.program import (
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
 from stalloc.cli.run_cap import Capped, add_cap_arguments, cap_outcome, print_cap, wanted_cap
-from stalloc.device import VirtualGPU, completion, order_checker
-from stalloc.device.completion import COMPLETIONS
+from stalloc.device import VirtualGPU, order_checker
+from stalloc.device.known_gpus import COMPLETION, COMPLETIONS
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
 from stalloc.integrations.installation import installation
-from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.integrations.server_watch import SleepPhases
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.sandbox import Ended
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
     for option, variable, value in (
         ("--check-order", order_checker.VARIABLE, "strict" if args.check_order else None),
-        ("--completion", completion.VARIABLE, args.completion),
+        ("--completion", COMPLETION, args.completion),
     ):
         if value:
             if args.device != "virtual":

@@ -41,8 +41,7 @@ from stalloc.cli.program import add_program_arguments, program_command, run_prog
 from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import lines_told
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.device.context import ASSUMED_BYTES
-from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
+from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.patient_threads import patient_threads

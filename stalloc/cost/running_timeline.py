@@ -11,7 +11,7 @@ from typing import Any
 
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates, rates_of
 from stalloc.cost.host_rates import LAUNCH_SECONDS
-from stalloc.device.every_thread import enter_in_every_thread
+from stalloc.device.watched_work import enter_in_every_thread
 from stalloc.imports import after_import
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")  # are seen where NCCL is asked for them

@@ -72,20 +72,17 @@ class CupyDevice:
     compute_capability: tuple[int, int]
 
     def new_pool(self) -> Any:
-        """A fresh `cupy.cuda.MemoryPool`; use it under `with cupy.cuda.Device(index)`."""
         import cupy
 
         return cupy.cuda.MemoryPool()
 
     def new_pages(self, entries: PageEntries) -> Pages | str:
-        """A fresh pool of pages, `entries` as in `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
         try:
             return Pages(self.index, entries)
         except MemoryError as error:
             return str(error)
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the device, as the driver reports them."""
         import cupy
 
         with AtDevice(self.index):
@@ -121,22 +118,19 @@ def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU 
 
 
 def active() -> Kind | None:
-    """The kind in force, or None before `activate`."""
     return _active
 
 
 def devices() -> list[Device]:
-    """The devices of this process, in the order of their index; imports CuPy.
-
-    Raises SetupError before `activate`, if CuPy is not installed, and if CUDA says no.
-    """
+    """The devices of this process, by index. SetupError before `activate`, without CuPy, and if CUDA says no."""
     if _active is None:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
     check_cupy()
     _give_cupy_a_cache()
     import cupy
 
-    runtime, found = cupy.cuda.runtime, []
+    runtime = cupy.cuda.runtime
+    found: list[Device] = []
     try:
         num_devices = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
@@ -149,7 +143,7 @@ def devices() -> list[Device]:
         capability = (int(properties["major"]), int(properties["minor"]))
         name, total = properties["name"].decode(), int(properties["totalGlobalMem"])
         found.append(CupyDevice(_active, index, name, total, capability))
-    return list(found)
+    return found
 
 
 def check_cupy() -> None:

@@ -1,27 +1,29 @@
-"""Collectives of torch.distributed on the virtual GPU, where NCCL moves nothing (see virtual_nccl.c).
+"""Collectives of torch.distributed on the virtual GPU, where NCCL moves nothing (virtual_nccl.c), and communicators.
 
 Contract: a rank's small tensors hold after a collective what they would if every rank held what this one holds, so that
 counts and sizes that ranks tell each other are plausible. Objects that are sent through GPUs are the true ones: they go
-through the host, by gloo, in the same order.
+through the host, by gloo, in the same order. Which communicators a program made, and what it used each for, is noted.
 """
 
 import ctypes
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from stalloc.device.value_reads import copier
+import numpy as np
+
+from stalloc.device.followed import copier
 from stalloc.device.values import Values
 
 Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What makes of a function the one in its place."""
-OBJECTS = (
+_OBJECTS = (  # functions of torch.distributed that move objects
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 )
-"""Functions of torch.distributed that move objects."""
 
 
 def prepare_collectives(library: ctypes.CDLL, values: Values) -> None:
@@ -31,12 +33,11 @@ def prepare_collectives(library: ctypes.CDLL, values: Values) -> None:
         return  # built without
     makers: dict[str, Maker] = _telling_sizes(c10d, library)
     makers |= {name: functools.partial(_following, c10d, values, follow) for name, follow in _FOLLOWED.items()}
-    makers |= {name: functools.partial(_through_host, c10d) for name in OBJECTS}
+    makers |= {name: functools.partial(_through_host, c10d) for name in _OBJECTS}
     replace(c10d, makers)
 
 
 def replace(c10d: Any, makers: dict[str, Maker]) -> None:
-    """Replace functions of torch.distributed in every module of torch that has taken one over."""
     before = {name: function for name in makers if (function := getattr(c10d, name, None)) is not None}
     after = {name: makers[name](function) for name, function in before.items()}
     for module_name, module in list(sys.modules.items()):
@@ -72,40 +73,28 @@ def _telling_sizes(c10d: Any, library: ctypes.CDLL) -> dict[str, Maker]:
     return {"_new_process_group_helper": helper, "split_group": splitter}
 
 
-def _each(given: dict[str, Any], num_ranks: int) -> Iterator[tuple[Any, Any]]:
-    for one in given.get("tensor_list") or given.get("gather_list") or []:
-        yield one, given["tensor"]
+def _into_list(given: dict[str, Any], num_ranks: int) -> list[tuple[Any, Any]]:
+    return [(one, given["tensor"]) for one in given.get("tensor_list") or given.get("gather_list") or []]
 
 
-def _parts(given: dict[str, Any], num_ranks: int) -> Iterator[tuple[Any, Any]]:
+def _into_parts(given: dict[str, Any], num_ranks: int) -> list[tuple[Any, Any]]:
     output, source = given["output_tensor"], given["input_tensor"]
-    if output.is_contiguous() and output.numel() == num_ranks * source.numel():
-        for one in output.view(num_ranks, *source.shape):
-            yield one, source
+    if not output.is_contiguous() or output.numel() != num_ranks * source.numel():
+        return []
+    return [(one, source) for one in output.view(num_ranks, *source.shape)]
 
 
-def _own(given: dict[str, Any], num_ranks: int) -> Iterator[tuple[Any, Any]]:
-    yield given["output"], given["input"]
-
-
-def _sum(given: dict[str, Any], num_ranks: int) -> Iterator[tuple[Any, Any]]:
+def _summed(given: dict[str, Any], num_ranks: int) -> list[tuple[Any, Any]]:
     operation = given.get("op")
-    yield given["tensor"], num_ranks if operation is None or operation == type(operation).SUM else 1
+    return [(given["tensor"], num_ranks if operation is None or operation == type(operation).SUM else 1)]
 
 
-def _same(given: dict[str, Any], num_ranks: int) -> Iterator[tuple[Any, Any]]:
-    yield given["tensor"], 1
-
-
-_FOLLOWED: dict[str, Callable[[dict[str, Any], int], Iterator[tuple[Any, Any]]]] = {
-    "all_gather": _each,
-    "gather": _each,
-    "all_gather_into_tensor": _parts,
-    "_all_gather_base": _parts,
-    "all_to_all_single": _own,
-    "all_reduce": _sum,
-    "broadcast": _same,
-    "reduce": _same,
+_FOLLOWED: dict[str, Callable[[dict[str, Any], int], list[tuple[Any, Any]]]] = {
+    **dict.fromkeys(("all_gather", "gather"), _into_list),
+    **dict.fromkeys(("all_gather_into_tensor", "_all_gather_base"), _into_parts),
+    **dict.fromkeys(("broadcast", "reduce"), lambda given, _: [(given["tensor"], 1)]),
+    "all_to_all_single": lambda given, _: [(given["output"], given["input"])],
+    "all_reduce": _summed,
 }
 """By collective, a function of its arguments that gives each tensor that is written, and what it then holds: another
 tensor, or a multiple of itself."""
@@ -124,26 +113,17 @@ def _following(
         for there, source in pairs:
             values.same_version(there)
             if isinstance(source, int):
-                _multiply(values, there, source)
+                if source != 1:
+                    computed = values.compute(values.base.mul_, (there, source), {})
+                    values.learn(there, None if computed is None else (there, computed[1]))
             elif source.shape == there.shape:
-                copier(values, _copy_on_host)(there, source)
+                copier(values, "copy_", lambda to, it: to if to.is_cuda else to.copy_(it))(there, source)
         return work
 
     return collect
 
 
-def _multiply(values: Values, tensor: Any, factor: int) -> None:
-    if factor != 1:
-        computed = values.compute(values.torch._C.TensorBase.mul_, (tensor, factor), {})
-        values.learn(tensor, None if computed is None else (tensor, computed[1]))
-
-
-def _copy_on_host(there: Any, source: Any) -> Any:
-    return there if there.is_cuda else there.copy_(source)
-
-
 def _through_host(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that moves objects, by gloo where it would be by NCCL."""
     signature = inspect.signature(function)
     twins: dict[Any, Any] = c10d.__dict__.setdefault("_stalloc_twins", {})
 
@@ -162,3 +142,61 @@ def _through_host(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]
         return function(*given.args, **given.kwargs)
 
     return move
+
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # as virtual_nccl.c numbers them
+_MOST_NOTED, _MOST_PEERS = 1024, 1024
+
+
+class _Noted(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rank", "num_ranks", "device", "group", "parent", "reserved")),
+        *((name, ctypes.c_uint64 * len(_KINDS)) for name in ("num_calls", "most_bytes")),
+        *((name, ctypes.c_uint8 * _MOST_PEERS) for name in ("sends_to", "receives_from")),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenCommunicator:
+    rank: int
+    num_ranks: int
+    device: int
+    group: str | None  #: the name of its process group, where a rank of a dry run made it
+    most_bytes: dict[str, int]  #: the largest call of each kind of collective that there was
+    sends_to: tuple[int, ...]  #: ranks of the communicator other than this one
+    receives_from: tuple[int, ...]
+
+
+class Communicators:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._groups: list[str] = []
+        self.ranks: dict[str, list[int]] = {}  #: of each process group that was noted, in their order there
+        self.backends: dict[str, str] = {}  #: that each process group uses for GPUs: "nccl", "gloo"
+
+    def note_group(self, group: str, ranks: Sequence[int], backend: str) -> None:
+        """Remember a process group, which may be gone when the program ends."""
+        self.ranks[group] = list(ranks)
+        self.backends[group] = backend
+
+    def next_is_of(self, group: str) -> None:
+        """Say which process group the next ones belong to."""
+        if group not in self._groups:
+            self._groups.append(group)
+        self._library.stalloc_virtual_group(self._groups.index(group))
+
+    def seen(self) -> list[SeenCommunicator]:
+        pointers = (ctypes.POINTER(_Noted) * _MOST_NOTED)()
+        num = self._library.stalloc_virtual_communicators(pointers, _MOST_NOTED)
+        return [
+            SeenCommunicator(
+                rank=noted.rank,
+                num_ranks=noted.num_ranks,
+                device=noted.device,
+                group=self._groups[noted.group] if noted.group >= 0 else None,
+                most_bytes={_KINDS[i]: noted.most_bytes[i] for i in range(len(_KINDS)) if noted.num_calls[i]},
+                sends_to=tuple(np.flatnonzero(noted.sends_to).tolist()),
+                receives_from=tuple(np.flatnonzero(noted.receives_from).tolist()),
+            )
+            for noted in (pointer.contents for pointer in pointers[:num])
+        ]

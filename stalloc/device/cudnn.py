@@ -10,29 +10,34 @@ transforms them: the filter with windows of that size, the others in so large ti
 What is not known is at most `unknown_bytes`, and with it the workspace at most `unknown_tensors` times the three
 tensors and two filters: what cuDNN copies to another layout cannot be more than they are, and partial sums of a
 filter's gradient are as large as it.
+
+`note_of` makes the plain value that a trace keeps of a program's convolutions, `rows_of` the rows that follow from one:
+one shape each, for that release of cuDNN and that architecture, with the card as source.
 """
 
 import csv
 import ctypes
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from stalloc.errors import BadInputError
+from stalloc.printable import printable
 
 Workspaces = Literal["least", "likely", "most"]
 
 _MAX_RANK = 8
 _FILE = Path(__file__).with_name("cudnn_workspaces.csv")
 _DIRECTIONS = ("forward", "data", "filter")
-_CHOICES = {
-    "layout": {"any": -1, "first": 0, "last": 1},  # channels
-    "direction": {"any": -1} | {name: index for index, name in enumerate(_DIRECTIONS)},
-    "window": {"any": -1, "wide": 0, "1": 1, "3": 3},  # of the filter
-    "stride": {"any": -1, "1": 0, "more": 1},
-    "groups": {"any": -1, "1": 0, "more": 1},
-    "batch": {"any": -1, "1": 0, "more": 1},
+_CHOICES = {  # "any" or nothing is -1
+    "layout": {"first": 0, "last": 1},  # channels
+    "direction": {name: index for index, name in enumerate(_DIRECTIONS)},
+    "window": {"wide": 0, "1": 1, "3": 3},  # of the filter
+    **{name: {"1": 0, "more": 1} for name in ("stride", "groups", "batch")},
 }
 _MOST_CONVOLUTIONS = 4096
 _Sizes = ctypes.c_int64 * _MAX_RANK
@@ -92,13 +97,11 @@ class AskedConvolution:
     filter_sizes: tuple[int, ...]
     strides: tuple[int, ...]
     workspace_bytes: int
-    unknown_bytes: int | None
-    """How far off that may be; 0 where the figure was seen on a GPU, None where no row of the table fits."""
+    unknown_bytes: int | None  #: how far off that may be; 0: seen on a GPU, None: no row of the table fits
 
 
 @cache
 def workspace_table() -> tuple[WorkspaceRow, ...]:
-    """The rows in the order in which they are tried."""
     with _FILE.open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(line for line in file if not line.startswith("#"))
         return tuple(
@@ -107,36 +110,11 @@ def workspace_table() -> tuple[WorkspaceRow, ...]:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certainty:
-    """What a program's convolutions leave uncertain in its peaks."""
-
-    num_convolutions: int
-    num_unseen: int
-    """Those whose workspace no GPU was seen to ask for."""
-    unknown_bytes: int
-    """How far off a peak can be by it: workspaces of one stream live one at a time."""
-
-
-def certainty(convolutions: list[AskedConvolution]) -> Certainty:
-    """How certain the peaks of a program with these convolutions are."""
-    unseen = [one for one in convolutions if one.unknown_bytes != 0]
-    return Certainty(
-        num_convolutions=len(convolutions),
-        num_unseen=len(unseen),
-        unknown_bytes=max((one.unknown_bytes or 0 for one in unseen), default=0),
-    )
-
-
-def _number(text: str, otherwise: int = 0) -> int:
-    return int(text) if text else otherwise
-
-
 def _packed(row: WorkspaceRow) -> _Row:
     packed = _Row()
     for name, text in row.fields.items():
         if name in _CHOICES:
-            setattr(packed, name, _CHOICES[name][text or "any"])
+            setattr(packed, name, -1 if text in ("", "any") else _CHOICES[name][text])
         elif name == "shape":
             # "1x512x7x7 by 512x512x3x3 stride 1x1"
             if text:
@@ -145,12 +123,11 @@ def _packed(row: WorkspaceRow) -> _Row:
                 for field, part in (("input", sizes), ("filter", window), ("strides", stride)):
                     setattr(packed, field, _Sizes(*map(int, part.split("x"))))
         elif name != "source":
-            setattr(packed, name, _number(text, -1 if name == "element_bytes" else 0))
+            setattr(packed, name, int(text or (-1 if name == "element_bytes" else 0)))
     return packed
 
 
 def load_table(library: ctypes.CDLL) -> None:
-    """Hand the table to the virtual GPU."""
     rows = [_packed(row) for row in workspace_table()]
     library.stalloc_virtual_set_workspaces((_Row * len(rows))(*rows), ctypes.c_int64(len(rows)))
     library.stalloc_virtual_convolutions.restype = ctypes.c_int64
@@ -174,19 +151,14 @@ def table_answer(
     return int(library.convolution_workspace_bytes(ctypes.byref(asked), ctypes.c_int(cudnn_version)))
 
 
-def _sizes_of(tensor: _Tensor) -> tuple[int, ...]:
-    return tuple(tensor.sizes[: tensor.rank])
-
-
 def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
-    """The different convolutions that this process made so far."""
     kept = (_Asked * _MOST_CONVOLUTIONS)()
     num = library.stalloc_virtual_convolutions(kept, ctypes.c_int64(_MOST_CONVOLUTIONS))
     return [
         AskedConvolution(
             direction=_DIRECTIONS[one.convolution.direction],
-            input_sizes=_sizes_of(one.convolution.input),
-            filter_sizes=_sizes_of(one.convolution.filter),
+            input_sizes=tuple(one.convolution.input.sizes[: one.convolution.input.rank]),
+            filter_sizes=tuple(one.convolution.filter.sizes[: one.convolution.filter.rank]),
             strides=tuple(one.convolution.strides[: one.convolution.input.rank - 2]),
             workspace_bytes=one.workspace_bytes,
             # what is a guess may be missing altogether, too
@@ -194,3 +166,80 @@ def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
         )
         for one in kept[:num]
     ]
+
+
+_LAYOUTS = ("first", "last")
+_MOST_BYTES = 1 << 62
+
+
+def note_of(convolutions: Iterable[tuple[Any, int]], *, card: str, architecture: int, cudnn: int) -> dict[str, Any]:
+    """What a trace keeps of its convolutions, each with the bytes of its workspace."""
+    return {
+        "card": card,
+        "architecture": architecture,
+        "cudnn": cudnn,
+        "work_spaces": [
+            {
+                "direction": one.direction,
+                "input": list(one.input_sizes),
+                "filter": list(one.filter_sizes),
+                "strides": list(one.strides),
+                "element_bytes": one.element_bytes,
+                "layout": _LAYOUTS[one.channels_last],
+                "bytes": num_bytes,
+            }
+            for one, num_bytes in convolutions
+        ],
+    }
+
+
+def rows_of(note: Any, name: str) -> list[WorkspaceRow]:
+    """The rows of a note, in its order. `name` is the file's, for the BadInputError where the note is not one."""
+    try:
+        cudnn, architecture, card = _whole(note["cudnn"]), _whole(note["architecture"]), printable(note["card"], 80)
+        is_old = cudnn < 10_000  # 8902 is 8.9.2, 90100 is 9.1.0
+        major, minor = (cudnn // 1000, cudnn // 100 % 10) if is_old else (cudnn // 10_000, cudnn // 100 % 100)
+        scale = 1000 if is_old else 10_000
+        common = {
+            "cudnn_from": str(major * scale),
+            "cudnn_below": str((major + 1) * scale),
+            "architecture_from": str(architecture),
+            "architecture_below": str(architecture + 1),
+            "source": f"{card.replace(',', ';')}; cuDNN {major}.{minor}; recorded by stalloc",
+        }
+        return [_row(one, common) for one in note["work_spaces"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(f"{name} has a list of workspaces that is not whole: record it again.") from error
+
+
+def _row(one: dict[str, Any], common: dict[str, str]) -> WorkspaceRow:
+    if one["direction"] not in _DIRECTIONS or one["layout"] not in _LAYOUTS:
+        raise ValueError
+    fields = dict.fromkeys(workspace_table()[0].fields, "") | common
+    fields |= {
+        "shape": f"{_by(one['input'])} by {_by(one['filter'])} stride {_by(one['strides'])}",
+        "element_bytes": str(_whole(one["element_bytes"])),
+        "layout": one["layout"],
+        "direction": one["direction"],
+        "more_bytes": str(_whole(one["bytes"])),
+    }
+    return WorkspaceRow(fields=fields, unknown_bytes=0, source=fields["source"])
+
+
+def _by(sizes: list[Any]) -> str:
+    return "x".join(str(_whole(size)) for size in sizes)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_BYTES:
+        raise ValueError
+    return value
+
+
+def as_csv(rows: list[WorkspaceRow]) -> str:
+    """The rows as lines of the table, its heading first."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(workspace_table()[0].fields), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.fields for row in rows)
+    return out.getvalue()

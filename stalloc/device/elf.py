@@ -44,12 +44,17 @@ class _Section:
 
 
 class ElfFile:
-    """One shared library, open for reading: a context manager."""
-
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._sections = self._read_sections()
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._sections: list[_Section] = []
+        if content[:6] == b"\x7fELF\x02\x01":
+            table_offset = struct.unpack_from("<Q", content, 40)[0]
+            entry_bytes, num_sections = struct.unpack_from("<HH", content, 58)
+            view = memoryview(content)
+            for index in range(num_sections):
+                kind, offset, size, link = struct.unpack_from("<4xI16xQQI", content, table_offset + index * entry_bytes)
+                self._sections.append(_Section(kind, view[offset : offset + size], link))
 
     def __enter__(self) -> "ElfFile":
         return self
@@ -58,58 +63,41 @@ class ElfFile:
         for section in self._sections:
             section.data.release()
 
-    def _read_sections(self) -> list[_Section]:
-        if self._map[:6] != b"\x7fELF\x02\x01":
-            return []
-        table_offset = struct.unpack_from("<Q", self._map, 40)[0]
-        entry_bytes, num_sections = struct.unpack_from("<HH", self._map, 58)
-        view, sections = memoryview(self._map), []
-        for index in range(num_sections):
-            kind, offset, size, link = struct.unpack_from("<4xI16xQQI", self._map, table_offset + index * entry_bytes)
-            sections.append(_Section(kind, view[offset : offset + size], link))
-        return sections
-
-    def _of_kind(self, kind: int) -> _Section | None:
-        return next((section for section in self._sections if section.kind == kind), None)
-
-    def _strings(self, section: _Section) -> bytes:
-        return bytes(self._sections[section.link].data)
+    def _of_kind(self, kind: int) -> tuple[memoryview, bytes] | None:
+        """The first section of a kind, and the strings that it refers to."""
+        section = next((section for section in self._sections if section.kind == kind), None)
+        return (section.data, bytes(self._sections[section.link].data)) if section else None
 
     def needed_libraries(self) -> list[str]:
-        """The names in DT_NEEDED, in order."""
-        dynamic = self._of_kind(_SHT_DYNAMIC)
-        if dynamic is None:
+        if not (dynamic := self._of_kind(_SHT_DYNAMIC)):
             return []
-        strings = self._strings(dynamic)
-        pairs = np.frombuffer(dynamic.data, dtype="<u8").reshape(-1, 2).tolist()
+        data, strings = dynamic
+        pairs = np.frombuffer(data, dtype="<u8").reshape(-1, 2).tolist()
         return [_text(strings, value) for tag, value in pairs if tag == _DT_NEEDED]
 
     def needed_versions(self) -> dict[int, tuple[str, str]]:
         """Version index → (version, library that has to define it)."""
-        section = self._of_kind(_SHT_VERNEED)
-        if section is None:
+        if not (section := self._of_kind(_SHT_VERNEED)):
             return {}
-        strings, versions, at = self._strings(section), {}, 0
-        while True:
-            num_entries, library, entry, following = struct.unpack_from("<2xHIII", section.data, at)
+        (data, strings), versions, at, following = section, {}, 0, 1
+        while following:
+            num_entries, library, entry, following = struct.unpack_from("<2xHIII", data, at)
             entry_at = at + entry
             for _ in range(num_entries):
-                index, name, next_entry = struct.unpack_from("<6xHII", section.data, entry_at)
+                index, name, next_entry = struct.unpack_from("<6xHII", data, entry_at)
                 versions[index & 0x7FFF] = (_text(strings, name), _text(strings, library))
                 entry_at += next_entry
-            if not following:
-                return versions
             at += following
+        return versions
 
     def requirements(self) -> list[Requirement]:
         """Every undefined symbol of the dynamic symbol table."""
-        section = self._of_kind(_SHT_DYNSYM)
-        if section is None:
+        if not (section := self._of_kind(_SHT_DYNSYM)):
             return []
-        strings, versions = self._strings(section), self.needed_versions()
-        symbols = np.frombuffer(section.data, dtype=_SYMBOL)
-        version_section = self._of_kind(_SHT_VERSYM)
-        indices = np.frombuffer(version_section.data, dtype="<u2") if version_section else np.zeros(len(symbols), "<u2")
+        (data, strings), versions = section, self.needed_versions()
+        symbols = np.frombuffer(data, dtype=_SYMBOL)
+        of_versions = self._of_kind(_SHT_VERSYM)
+        indices = np.frombuffer(of_versions[0], dtype="<u2") if of_versions else np.zeros(len(symbols), "<u2")
         found = []
         for position in np.flatnonzero((symbols["section"] == 0) & (symbols["name"] != 0)).tolist():
             version, library = versions.get(int(indices[position]) & 0x7FFF, (None, None))
@@ -119,16 +107,10 @@ class ElfFile:
     def functions(self, prefixes: tuple[bytes, ...]) -> dict[str, Function]:
         """Functions defined in the file whose name starts with one of `prefixes`, local ones included."""
         found: dict[str, Function] = {}
-        for kind in (_SHT_DYNSYM, _SHT_SYMTAB):
-            section = self._of_kind(kind)
-            if section is None:
-                continue
-            strings = self._strings(section)
-            symbols = np.frombuffer(section.data, dtype=_SYMBOL)
+        for data, strings in filter(None, map(self._of_kind, (_SHT_DYNSYM, _SHT_SYMTAB))):
+            symbols = np.frombuffer(data, dtype=_SYMBOL)
             defined = symbols[((symbols["info"] & 15) == _STT_FUNC) & (symbols["section"] != 0)]
-            for name, offset, size in zip(
-                defined["name"].tolist(), defined["value"].tolist(), defined["size"].tolist(), strict=True
-            ):
+            for name, offset, size in defined[["name", "value", "size"]].tolist():
                 if strings.startswith(prefixes, name):
                     found[_text(strings, name)] = Function(offset, size)
         return found

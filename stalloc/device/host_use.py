@@ -9,6 +9,7 @@ what is there for less time may be missed.
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import sys
 import threading
@@ -22,7 +23,6 @@ _PINNED, _UNPINNED, _REGISTERED, _UNREGISTERED = range(4)  # as virtual_pinned.c
 _OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 _CUDA = 1  # c10::DeviceType
 _GET_ALLOCATOR = "_ZN2at16getHostAllocatorEN3c1010DeviceTypeE"  # at::getHostAllocator, of newer releases
-_NOBODY = "a thread without a line of Python"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SHARED = "/dev/shm"
 _EVERY_SECONDS = 0.02
@@ -36,89 +36,80 @@ class HostUse:
         self._observer = _OBSERVER(self._observe)
         self._lock = threading.RLock()  # what is freed meanwhile, by the collector, is noted too
         self._live: dict[int, tuple[str, int, int]] = {}  # address: line, bytes, bytes asked for
-        self._asked = self._asked_at_peak = self._pinned = self._pinned_peak = 0
-        self._sites: Counter[str] = Counter()
-        self._asked_sites: Counter[str] = Counter()
-        self._sites_at_peak: Counter[str] = Counter()
-        self._asked_sites_at_peak: Counter[str] = Counter()
+        self._pinned: Counter[str] = Counter()  # bytes by line
+        self._asked: Counter[str] = Counter()
+        self._at_peak = self._pinned.copy(), self._asked.copy()
         self._knows_asked = False
-        self._imported = self._before_import = 0
-        self._at_start = self._at_fork = 0
-        self._shared = _SharedMemory()
+        self._imported = self._before_import = self._at_start = self._at_fork = 0
+        self._shared = self._shared_at_start = 0
+        self._ended = threading.Event()
 
     def begin(self, forked_from: int | None = None) -> None:
         """Look from now on; before torch is imported, or after. `forked_from`: the process that has imported it."""
         if "torch" in sys.modules:
             self._follow_torch()
         else:
-            before_import(("torch",), self._import_begins)
+            before_import(("torch",), lambda: setattr(self, "_before_import", _status("VmRSS")))
             after_import("torch", self._import_ends)
         self._library.stalloc_virtual_observe_pinned(self._observer)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
-        self._at_start = _status()["VmRSS"]
+        self._at_start = _status("VmRSS")
         # a fork maps pages of libraries that it touches, and no others
-        self._at_fork = _status(forked_from)["VmRSS"] if forked_from is not None else 0
-        self._shared.start()
+        self._at_fork = _status("VmRSS", forked_from) if forked_from is not None else 0
+        self._shared_at_start = _used_below(_SHARED)
+        threading.Thread(target=self._watch_shared, name="stalloc-shared-memory", daemon=True).start()
 
     def told(self) -> dict[str, Any]:
         """What was seen, as plain values; the end of looking."""
-        peak = _status()["VmHWM"]
+        peak = _status("VmHWM")
         self._library.stalloc_virtual_observe_pinned(None)
         counted = (ctypes.c_uint64 * 4)()
         self._library.stalloc_virtual_pinned(counted)
         resident = self._resident_of_virtual()
-        sites = self._sites_at_peak.most_common()
-        known = self._knows_asked
+        (sites, asked), known = self._at_peak, self._knows_asked
+        self._ended.set()
+        self._look_at_shared()
         return {
             "pinned_bytes": counted[1],
-            "pinned_asked_bytes": self._asked_at_peak if known else None,
-            "pinned_sites": [[name, size, self._asked_sites_at_peak[name] if known else None] for name, size in sites],
+            "pinned_asked_bytes": asked.total() if known else None,
+            "pinned_sites": [[name, size, asked[name] if known else None] for name, size in sites.most_common()],
             "pinned_end_bytes": counted[0],
             "registered_bytes": counted[3],
             "own_bytes": max(0, peak - self._at_start - self._imported - resident),
             "resident_peak_bytes": peak,
             "resident_before_bytes": max(self._at_start + self._imported, self._at_fork),
             "largest_child_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
-            "shared_memory_bytes": self._shared.stop(),
+            "shared_memory_bytes": self._shared,
         }
 
-    def _import_begins(self) -> None:
-        self._before_import = _status()["VmRSS"]
-
     def _import_ends(self) -> None:
-        self._imported = max(0, _status()["VmRSS"] - self._before_import)
+        self._imported = max(0, _status("VmRSS") - self._before_import)
         self._follow_torch()
 
     def _follow_torch(self) -> None:
-        """Have the allocator of pinned memory say how much it was asked for."""
-        allocator = _allocator_of_torch()
-        if allocator:
-            self._library.stalloc_virtual_follow_host_allocator(ctypes.c_void_p(allocator))
-            self._knows_asked = True
+        """Have the allocator of pinned memory say how much it was asked for, in releases of which one is known."""
+        torch: Any = sys.modules["torch"]
+        with contextlib.suppress(OSError, AttributeError):
+            function = getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")), _GET_ALLOCATOR)
+            function.restype = ctypes.c_void_p
+            if allocator := function(_CUDA):
+                self._library.stalloc_virtual_follow_host_allocator(ctypes.c_void_p(allocator))
+                self._knows_asked = True
 
     def _observe(self, event: int, address: int, size: int, asked: int) -> None:
         with self._lock:
-            self._note(event, address, size, asked)
-
-    def _note(self, event: int, address: int, size: int, asked: int) -> None:
-        if event == _PINNED:
-            site = _line_of_caller()
-            self._live[address] = (site, size, asked)
-            self._sites[site] += size
-            self._asked_sites[site] += asked
-            self._pinned += size
-            self._asked += asked
-            if self._pinned > self._pinned_peak:
-                self._pinned_peak, self._asked_at_peak = self._pinned, self._asked
-                self._sites_at_peak = self._sites.copy()
-                self._asked_sites_at_peak = self._asked_sites.copy()
-        elif event == _UNPINNED and address in self._live:
-            site, size, asked = self._live.pop(address)
-            self._sites[site] -= size
-            self._asked_sites[site] -= asked
-            self._pinned -= size
-            self._asked -= asked
+            if event == _PINNED:
+                site = _line_of_caller()
+                self._live[address] = (site, size, asked)
+                self._pinned[site] += size
+                self._asked[site] += asked
+                if self._pinned.total() > self._at_peak[0].total():
+                    self._at_peak = self._pinned.copy(), self._asked.copy()
+            elif event == _UNPINNED and address in self._live:
+                site, size, asked = self._live.pop(address)
+                self._pinned[site] -= size
+                self._asked[site] -= asked
 
     def _resident_of_virtual(self) -> int:
         """Pages that stand for memory of devices, and pinned ones, as far as somebody wrote to them."""
@@ -134,33 +125,14 @@ class HostUse:
                     resident += int(line.split()[1]) * 1024
         return resident
 
-
-class _SharedMemory:
-    """The most that this process and its children have mapped below /dev/shm, segments that they share counted once."""
-
-    def __init__(self) -> None:
-        self._most = self._at_start = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stalloc-shared-memory", daemon=True)
-
-    def start(self) -> None:
-        """Look every now and then, in a thread."""
-        self._at_start = _used_below(_SHARED)
-        self._thread.start()
-
-    def stop(self) -> int:
-        """Bytes."""
-        self._ended.set()
-        self._look()
-        return self._most
-
-    def _watch(self) -> None:
+    def _watch_shared(self) -> None:
         while not self._ended.wait(_EVERY_SECONDS):
-            self._look()
+            self._look_at_shared()
 
-    def _look(self) -> None:
-        if _used_below(_SHARED) > self._at_start:  # by whomever: else there is nothing to look for
-            self._most = max(self._most, _mapped_by(os.getpid(), {}))
+    def _look_at_shared(self) -> None:
+        """The most that this process and its children have mapped there, segments that they share counted once."""
+        if _used_below(_SHARED) > self._shared_at_start:  # by whomever: else there is nothing to look for
+            self._shared = max(self._shared, _mapped_by(os.getpid(), {}))
 
 
 def _used_below(folder: str) -> int:
@@ -190,25 +162,11 @@ def _mapped_by(process: int, found: dict[str, int]) -> int:
     return sum(found.values())
 
 
-def _status(process: int | str = "self") -> dict[str, int]:
-    """What the system says of a process, in bytes; zeros where it does not."""
-    found = {"VmRSS": 0, "VmHWM": 0}
+def _status(name: str, process: int | str = "self") -> int:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name in found:
-                found[name] = int(value.split()[0]) * 1024
-    return found
-
-
-def _allocator_of_torch() -> int:
-    """Where PyTorch's allocator of pinned memory is; 0: this release has none that is known."""
-    torch: Any = sys.modules["torch"]
-    folder = Path(torch.__file__).parent / "lib"
-    with contextlib.suppress(OSError, AttributeError):
-        function = getattr(ctypes.CDLL(str(folder / "libtorch_cpu.so")), _GET_ALLOCATOR)
-        function.restype = ctypes.c_void_p
-        return function(_CUDA) or 0
+        text = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        found = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
     return 0
 
 
@@ -216,15 +174,12 @@ def _line_of_caller() -> str:
     """The innermost line that is the program's own: neither this package's nor torch's."""
     torch: Any = sys.modules.get("torch")
     library = os.path.dirname(torch.__file__) + os.sep if torch is not None else _PACKAGE
-    frame = sys._getframe(2).f_back
-    innermost = None
-    while frame is not None:
+    frame, innermost = sys._getframe(1), ""
+    while frame := frame.f_back:  # type: ignore[assignment]
         name = frame.f_code.co_filename
         if not name.startswith((_PACKAGE, "<frozen")):
-            innermost = innermost or frame
+            place = f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
             if not name.startswith(library) and f"{os.sep}threading.py" not in name:
-                return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    if innermost is None:
-        return _NOBODY
-    return f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno} {innermost.f_code.co_name}"
+                return place
+            innermost = innermost or place
+    return innermost or "a thread without a line of Python"

@@ -6,6 +6,7 @@ driver, on error correction (ECC) and on the board. Give the number of your own 
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -17,13 +18,19 @@ _MAX_BYTES = 1 << 62  # so that sums of two sizes still fit the fields of 64 bit
 _MAX_DIGITS = 30  # of a number that is written out; Python refuses to read very long ones
 
 
+COMPLETION = "STALLOC_VIRTUAL_COMPLETION"  #: the variable of that name, for a process and those that it starts
+Completion = Literal["at-once", "timeline", "at-waits"]
+"""When work is done: by the time anybody asks; when it would be on a GPU, by estimated times; not before the host waits
+for it."""
+COMPLETIONS: tuple[Completion, ...] = get_args(Completion)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VirtualGPU:
     """The GPU that is pretended: what programs see of it, and how much of their data is really kept."""
 
     name: str = "Virtual GPU"
     total_bytes: int = 80 << 30
-    """Memory of the card, in bytes."""
     compute_capability: tuple[int, int] = (9, 0)
     num_devices: int = 1
     copy_limit_bytes: int | None = 1 << 20
@@ -36,15 +43,13 @@ class VirtualGPU:
         if not 0 < self.total_bytes <= _MAX_BYTES:
             raise BadInputError(f"a GPU of {self.total_bytes:,} bytes is impossible: give a size up to 4 EiB.")
         if not 0 <= self.context_bytes < self.total_bytes:
-            raise BadInputError(
-                f"a context of {self.context_bytes:,} bytes leaves nothing of {self.total_bytes:,}: give it less."
-            )
+            context = f"a context of {self.context_bytes:,} bytes"
+            raise BadInputError(f"{context} leaves nothing of {self.total_bytes:,}: give it less.")
         if not 1 <= self.num_devices <= 64:
             raise BadInputError(f"{self.num_devices} devices are not possible: choose 1 to 64.")
         if self.copy_limit_bytes is not None and self.copy_limit_bytes < 0:
-            raise BadInputError(
-                f"a copy limit of {self.copy_limit_bytes} bytes is not possible: give 0 or more, or None."
-            )
+            limit = f"a copy limit of {self.copy_limit_bytes} bytes"
+            raise BadInputError(f"{limit} is not possible: give 0 or more, or None.")
 
 
 # Where a card's memory is from: what torch.cuda.get_device_properties or deviceQuery printed on such a card, as others
@@ -175,10 +180,8 @@ def parse_memory(text: str | int, *, at_least: int = 1) -> int:
 
     Raises BadInputError for anything else and for less than `at_least` bytes.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    unit = _UNITS.get(match[2].lower()) if match and len(match[1]) <= _MAX_DIGITS else None
-    num_bytes = -1
-    if match and unit:
+    match, num_bytes = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text)), -1
+    if match and (unit := _UNITS.get(match[2].lower())) and len(match[1]) <= _MAX_DIGITS:
         num_bytes = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
     if not at_least <= num_bytes <= _MAX_BYTES:
         shown = f"{str(text)[:40]!r}{'…' if len(str(text)) > 40 else ''}"
@@ -188,11 +191,56 @@ def parse_memory(text: str | int, *, at_least: int = 1) -> int:
 
 def memory_option(option: str, text: str) -> int:
     """Bytes of an option. Raises BadInputError for a small number without a unit, such as 24."""
-    if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
-        raise BadInputError(
-            f"{option} is {text[:30]} without a unit: give {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B."
-        )
+    number = text[:30]
+    if text.isascii() and text.isdigit() and 0 < int(number) < 1 << 20:
+        raise BadInputError(f"{option} is {number} without a unit: give {number}GiB, {number}MiB or {number}B.")
     try:
         return parse_memory(text)
     except BadInputError as error:
         raise BadInputError(f"{option}: {error}") from None
+
+
+# What a process takes on a GPU beside its allocators: the CUDA context with the kernels it loads, and NCCL's buffers.
+# No figure of allocated or reserved memory counts it, native ones included; where it matters it is a row of its own,
+# with where it is from. cuBLAS's and cuDNN's workspaces are allocations of the program, and counted as such.
+ASSUMED_BYTES = 512 << 20
+
+#: What is known of it. The last two are the memory of the card less what a recording says was reserved and free when it
+#: ran out of memory; the card's memory is known to within 1 %, and nobody wrote down what else ran there.
+CONTEXT_SOURCE = (
+    "an assumption; PyTorch's maintainers speak of 300 to 400 MiB (issues 107667 and 109888), recordings of errors "
+    "leave room for 0.8 GiB, and for 1.1 to 1.3 GiB with NCCL on 4 GPUs"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The CUDA context of one process on one card, with the kernels that it loads."""
+
+    least_bytes: int
+    most_bytes: int
+    source: str
+
+
+_ANY_CONTEXT = Context(
+    least_bytes=300 << 20,
+    most_bytes=819 << 20,
+    source="no figure of this card is known: PyTorch's maintainers speak of 300 to 400 MiB (pytorch#107667, "
+    "pytorch#109888), and recordings of errors leave room for 0.8 GiB",
+)
+# What nvidia-smi showed of a process with hardly an allocation, as others published it. Kernels come as they are first
+# called, so a program that does more has more: up to what is known of any card.
+_CONTEXTS = {
+    "RTX-6000-Ada": (426, "nvidia-smi with PyTorch 2.10 and CUDA 13.0 (unslothai/unsloth-zoo#1053)"),
+    "RTX-3090": (484, "nvidia-smi with CUDA 13.0 and NCCL's kernels (NVIDIA/nccl#2366)"),
+}
+
+
+def context_of(card: str) -> Context:
+    """What is known of a card, by its name in `known_gpus`."""
+    if card not in _CONTEXTS:
+        return _ANY_CONTEXT
+    mib, source = _CONTEXTS[card]
+    return Context(
+        least_bytes=mib << 20, most_bytes=_ANY_CONTEXT.most_bytes, source=f"at least what was seen: {source}"
+    )

@@ -26,35 +26,27 @@ _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 _PROBED_BYTES = 4096
 
 
+_BYTE = ctypes.c_ubyte
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Flags(ctypes.Structure):
-    _fields_ = (
-        ("compression", ctypes.c_ubyte),
-        ("direct_access", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
+    _fields_ = (("compression", _BYTE), ("direct_access", _BYTE), ("usage", ctypes.c_ushort), ("reserved", _BYTE * 4))
 
 
 class _Properties(ctypes.Structure):
     """CUmemAllocationProp, and the status of the last call that was given it: see core/entry/pages.ll."""
 
     _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("win32", ctypes.c_void_p),
-        ("flags", _Flags),
-        ("status", ctypes.c_int),
+        *(("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location), ("win32", ctypes.c_void_p)),
+        *(("flags", _Flags), ("status", ctypes.c_int)),
     )
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
@@ -102,7 +94,6 @@ def _maps_pages(device: int) -> bool:
 
 
 def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the driver; its status."""
     try:
         return int(getattr(_driver(), name)(*arguments))
     except ctypes.ArgumentError as error:  # the arguments are right, so this is what ctypes makes of a RecursionError
@@ -110,21 +101,20 @@ def _call(name: str, *arguments: Any) -> int:
 
 
 def _told(name: str, status: int) -> str:
-    """A call that failed, and what the driver says."""
     text = ctypes.c_char_p()
     _call("cuGetErrorName", status, ctypes.byref(text))
     return f"{name} says {status}{f' ({text.value.decode()})' if text.value else ''}"
 
 
 class Pages:
-    """The pages of one device."""
-
     def __init__(self, device: int, entries: PageEntries) -> None:
         """`entries` gives the C functions that make and release a page with a driver: see `core.entry.page_entries`.
 
         Memory that network cards and other processes may reach is preferred; where that is refused it is plain.
         Raises MemoryError if the driver maps no memory of this device, or what is mapped does not keep its bytes.
         """
+        import cupy
+
         self.device = device
         if not _maps_pages(device):
             raise MemoryError(f"the driver maps no memory of device {device}")
@@ -136,22 +126,16 @@ class Pages:
         for plain in (False, True):
             self.refusal = ""  #: what the driver said when it refused a page for another reason than a lack of memory
             self.failure = ""  #: the same of the last call that failed, whatever the reason, until pages are mapped
-            self._properties = _properties(device, plain=plain)
-            self._make_pool(entries)
+            properties = self._properties = _properties(device, plain=plain)
+            allocator = cupy.cuda.CFunctionAllocator(ctypes.addressof(properties), *entries(_driver()), properties)
+            #: a `cupy.cuda.MemoryPool` whose pointers are handles of the driver's, a page each
+            self.pool = cupy.cuda.MemoryPool(allocator.malloc)
             _probe(self)
             if not self.refusal:
                 break
         else:
             raise MemoryError(self.refusal)
         _open_to_each_other(self)
-
-    def _make_pool(self, entries: PageEntries) -> None:
-        import cupy
-
-        properties = self._properties
-        allocator = cupy.cuda.CFunctionAllocator(ctypes.addressof(properties), *entries(_driver()), properties)
-        #: a `cupy.cuda.MemoryPool` whose pointers are handles of the driver's, a page each
-        self.pool = cupy.cuda.MemoryPool(allocator.malloc)
 
     def _done(self, name: str, status: int) -> bool:
         """Whether a call was done; else it is noted."""
@@ -165,9 +149,8 @@ class Pages:
         return self._done(name, _call(name, *arguments))
 
     def _allow(self, address: int, size_bytes: int, users: list[int]) -> int:
-        """Let devices use what is mapped; the driver's status."""
-        access = [_Access(_Location(_ON_DEVICE, index), _READ_AND_WRITE) for index in users]
-        return _call("cuMemSetAccess", address, size_bytes, (_Access * len(access))(*access), len(access))
+        access = (_Access(_Location(_ON_DEVICE, index), _READ_AND_WRITE) for index in users)
+        return _call("cuMemSetAccess", address, size_bytes, (_Access * len(users))(*access), len(users))
 
     def open_to(self, device: int) -> None:
         """Let another device use the pages, from now on and those that are mapped, if the driver lets it."""
@@ -175,11 +158,9 @@ class Pages:
             runs = [run for one in self._ranges for run in page_runs(one.mapped())]
             for address, size_bytes in runs:
                 if status := self._allow(address, size_bytes, [device]):
-                    say(
-                        f"device {device} cannot use memory of device {self.device} "
-                        f"({_told('cuMemSetAccess', status)}): "
-                        "where tensors are copied between them, choose STALLOC_ARENA=pool or --arena pool."
-                    )
+                    told = _told("cuMemSetAccess", status)
+                    why = f"device {device} cannot use memory of device {self.device} ({told})"
+                    say(f"{why}: where tensors are copied between them, choose STALLOC_ARENA=pool or --arena pool.")
                     return
             self._users.append(device)
 
@@ -194,7 +175,6 @@ class Pages:
         return made
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
-        """Give back a range of addresses without memory."""
         _call("cuMemAddressFree", address, size_bytes)
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
@@ -287,7 +267,6 @@ class PageRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the range that have memory."""
         return len(self._held) * PAGE_BYTES
 
     def map(self, address: int, size_bytes: int) -> bool:
@@ -313,7 +292,6 @@ class PageRange:
         return int(self._held[address].ptr)
 
     def mapped(self) -> list[int]:
-        """The addresses of the pages that have memory, ascending."""
         return sorted(self._held)
 
 

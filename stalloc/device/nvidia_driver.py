@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PhysicalGPU:
-    """A GPU that the driver lists."""
-
     name: str
     total_bytes: int
 

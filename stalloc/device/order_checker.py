@@ -1,7 +1,7 @@
 """The checker of the order of work: what of a program's work is not ordered by events and waits, told in sentences.
 
 Contract: `OrderChecker(library)` lets the virtual GPU do work late and check all accesses of memory that are known:
-copies and fills by the driver, operations of PyTorch (`watched_operations`), kernels of CuPy by their arguments.
+copies and fills by the driver, operations of PyTorch and others (`watched_work`), kernels of CuPy by their arguments.
 `found()` says what was found, each pair of places once; at the end of the process it is said on standard error, or
 added to the file that STALLOC_VIRTUAL_ORDER_LOG names.
 """
@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from stalloc.figures import human_bytes
 from stalloc.notices import say
@@ -74,15 +75,13 @@ class Places:
             if is_programs:
                 return self._number(file, frame.f_lineno)
             frame = frame.f_back
-        return self._in_stalloc(sys._getframe(1)) or self.caller
-
-    def _in_stalloc(self, frame: FrameType | None) -> int:
-        while frame is not None:
+        frame = sys._getframe(1)
+        while frame is not None:  # a line of stalloc's, outside of this folder
             file = frame.f_code.co_filename
             if file.startswith(_OWN) and not file.startswith(_DEVICE):
                 return self._number(file, frame.f_lineno)
             frame = frame.f_back
-        return 0
+        return self.caller
 
     def _number(self, file: str, line: int) -> int:
         number = self._numbers.get((file, line))
@@ -92,7 +91,6 @@ class Places:
         return number
 
     def text(self, number: int) -> str:
-        """FILE:LINE."""
         return self._texts[number]
 
 
@@ -106,44 +104,36 @@ def _is_programs(file: str) -> bool:
 
 
 class OrderChecker:
-    """The checker of this process."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         # functions that are short and wait for nothing are called with Python's lock held
         self._library = ctypes.PyDLL(library._name)
         self.places = Places()
         address, size = ctypes.c_void_p, ctypes.c_size_t
-        self.at = self._library.stalloc_virtual_order_at
-        self.at.argtypes, self.at.restype = (ctypes.c_uint32,), None
-        self.makes_all_it_writes = self._library.stalloc_virtual_order_makes_all_it_writes
-        self.makes_all_it_writes.argtypes, self.makes_all_it_writes.restype = (ctypes.c_int,), None
+        self.at = self._function("at", ctypes.c_uint32)
+        self.makes_all_it_writes = self._function("makes_all_it_writes", ctypes.c_int)
         #: whether what this thread asks for may be in memory of CUDA graphs, which is theirs again later
-        self.borrows = self._library.stalloc_virtual_order_borrows
-        self.borrows.argtypes, self.borrows.restype = (ctypes.c_int,), None
-        self.touch = self._library.stalloc_virtual_order_touch
-        self.touch.argtypes, self.touch.restype = (ctypes.c_int, address, address, size, ctypes.c_int), None
-        self.touch_strided = self._library.stalloc_virtual_order_touch_strided
-        self.touch_strided.argtypes = (
-            *(ctypes.c_int, address, address, size, ctypes.c_int, address, address, ctypes.c_int),
-        )
-        self.touch_strided.restype = None
-        self.touch_by_host = self._library.stalloc_virtual_order_touch_by_host
-        self.touch_by_host.argtypes = address, size, ctypes.c_int, address, address, ctypes.c_int
-        self.touch_by_host.restype = None
+        self.borrows = self._function("borrows", ctypes.c_int)
+        items = size, ctypes.c_int, address, address, ctypes.c_int
+        self.touch = self._function("touch", ctypes.c_int, address, address, size, ctypes.c_int)
+        self.touch_strided = self._function("touch_strided", ctypes.c_int, address, address, *items)
+        self.touch_by_host = self._function("touch_by_host", address, *items)
         self._ask: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_uint32)(self.places.here)
         self._library.stalloc_virtual_set_order(_STRICT)
         self._library.stalloc_virtual_order_ask(self._ask)
         self._is_told = False
         atexit.register(self.end)
 
+    def _function(self, name: str, *types: Any) -> Any:
+        function = getattr(self._library, f"stalloc_virtual_order_{name}")
+        function.argtypes, function.restype = types, None
+        return function
+
     def found(self) -> list[Finding]:
-        """What was found so far."""
         found: list[Finding] = []
         while True:
             several = (_Finding * _AT_A_TIME)()
             num = self._library.stalloc_virtual_order_findings(several, len(found), _AT_A_TIME)
-            some = several[: min(num - len(found), _AT_A_TIME)]
-            found += [Finding(_sentence(one, self.places), one.num_seen) for one in some]
+            found += [Finding(_sentence(one, self.places), one.num_seen) for one in several[: num - len(found)]]
             if len(found) >= num:
                 return found
 
@@ -151,18 +141,17 @@ class OrderChecker:
         """Say what was found, once in a process, and return it."""
         found = self.found()
         texts = [f"{one.text}{f' ({one.num_seen} times)' if one.num_seen > 1 else ''}." for one in found]
-        log = os.environ.get(LOG)
-        if texts and not self._is_told and log:
-            with open(log, "a", encoding="utf-8") as file:
-                file.writelines(f"{text}\n" for text in texts)
-        elif not self._is_told:
-            for text in texts:
-                say(text)
+        if texts and not self._is_told:
+            if log := os.environ.get(LOG):
+                with open(log, "a", encoding="utf-8") as file:
+                    file.writelines(f"{text}\n" for text in texts)
+            else:
+                for text in texts:
+                    say(text)
         self._is_told = True
         return found
 
     def end(self) -> None:
-        """Tell, and ask Python nothing any more."""
         self.tell()
         self._library.stalloc_virtual_order_ask(None)
 

@@ -7,10 +7,7 @@ from typing import Any
 
 
 def pinned_memory(size_bytes: int) -> Any:
-    """CuPy's pointer to so many bytes, which are given back with its last reference.
-
-    Raises MemoryError if the driver gives no more.
-    """
+    """CuPy's pointer to so many bytes, given back with its last reference. MemoryError if the driver gives no more."""
     from cupy import cuda
 
     try:

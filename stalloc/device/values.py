@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from stalloc.device.deciding_lines import Decisions
@@ -22,20 +21,15 @@ LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a 
 _PLACES = ("device", "pin_memory")  # arguments that say where a result goes
 
 
-@dataclass(init=False)
 class _Known:
     """The host's copy of what a storage on the GPU holds."""
 
-    keeper: Any  # a weak reference to the storage: while it is here, no other has its address
-    elements: Any  # a flat tensor of the host
-    version: int | None
-    certain: bool
-    made: bool  # by a followed function, be it of what is not certain
-
-    # written out, since one that is generated is of no file, and torch.compile leaves files out (leave_uncompiled)
-    def __init__(self, keeper: Any, elements: Any, version: int | None, certain: bool, made: bool = False) -> None:
-        self.keeper, self.elements, self.version = keeper, elements, version
-        self.certain, self.made = certain, made
+    # no dataclass: what is generated is of no file, and torch.compile leaves files out (leave_uncompiled)
+    def __init__(self, keeper: Any, elements: Any, version: int | None, certain: bool) -> None:
+        self.keeper = keeper  # a weak reference to the storage: while it is here, no other has its address
+        self.elements = elements  # a flat tensor of the host
+        self.version, self.certain = version, certain
+        self.made = False  # by a followed function, be it of what is not certain
 
 
 class Values:
@@ -47,12 +41,11 @@ class Values:
         self.torch, self._library, self._keep = torch, library, StorageWeakRef
         self.kinds = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
         self.plain = (torch.Tensor, torch.nn.Parameter)
+        self.base = getattr(torch._C, "TensorBase", None) or torch._C._TensorBase  #: the latter before torch 2.2
         #: a block in which no dispatch mode of the program sees what is done on the host
         self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
-        self.knows_numbers = False
-        """Whether a floating-point tensor was ever known for certain."""
-        self.keeps_numbers = False
-        """Whether the value of a floating-point tensor was ever kept."""
+        self.knows_numbers = False  #: whether a floating-point tensor was ever known for certain
+        self.keeps_numbers = False  #: whether the value of one was ever kept
         self._new, self._clone, self._copy = torch.zeros, torch.Tensor.clone, torch.Tensor.copy_  # not yet followed
         self._is_finite = torch.isfinite
         self._known: dict[int, _Known] = {}
@@ -106,15 +99,10 @@ class Values:
 
     def is_of_kept(self, args: tuple[Any, ...]) -> bool:
         """Whether the floating-point tensors among these arguments are small, and one of them is kept."""
-        is_kept = False
-        for value in args:
-            parts = value if isinstance(value, (list, tuple)) else (value,)
-            for one in parts:
-                if isinstance(one, self.torch.Tensor) and one.is_cuda and one.dtype not in self.kinds:
-                    if one.numel() > MAX_NUMBERS:
-                        return False
-                    is_kept = is_kept or self.keeps(one)
-        return is_kept
+        parts = (one for value in args for one in (value if isinstance(value, (list, tuple)) else (value,)))
+        numbers = [one for one in parts if isinstance(one, self.torch.Tensor) and one.is_cuda]
+        numbers = [one for one in numbers if one.dtype not in self.kinds]
+        return all(one.numel() <= MAX_NUMBERS for one in numbers) and any(map(self.keeps, numbers))
 
     def known(self, tensor: Any) -> _Known | None:
         """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
@@ -127,14 +115,11 @@ class Values:
             if num_bytes == 0 or num_bytes > 8 * MAX_ELEMENTS:
                 return None
             elements = self._zeros(num_bytes // tensor.element_size(), tensor.dtype)
-            copied = num_bytes > LONGEST_NUMBER and bool(
-                self._library.stalloc_virtual_copied(
-                    ctypes.c_void_p(storage.data_ptr()),
-                    ctypes.c_size_t(num_bytes),
-                    ctypes.c_void_p(elements.data_ptr()),
-                )
+            addresses = [ctypes.c_void_p(one.data_ptr()) for one in (storage, elements)]
+            copied = num_bytes > LONGEST_NUMBER and self._library.stalloc_virtual_copied(
+                addresses[0], ctypes.c_size_t(num_bytes), addresses[1]
             )
-            found = self._keep_known(tensor, elements, certain=copied)
+            found = self._keep_known(tensor, elements, certain=bool(copied))
         elif found.version != self._version(tensor):
             found.certain, found.version = False, self._version(tensor)
         return found
@@ -232,11 +217,9 @@ class Values:
 
     def learn_copy(self, tensor: Any, source: Any) -> bool:
         """Keep what was copied to a tensor from one of the host like it, the usual way to the GPU: whether it is so."""
-        if source.is_cuda or source.dtype != tensor.dtype or source.shape != tensor.shape:
+        if source.is_cuda or source.dtype != tensor.dtype or source.shape != tensor.shape or source.requires_grad:
             return False
-        if type(source) not in self.plain or source.requires_grad:
-            return False
-        if not source.is_contiguous() or not self._covers(tensor):
+        if type(source) not in self.plain or not source.is_contiguous() or not self._covers(tensor):
             return False
         found = self._known.get(tensor.untyped_storage()._cdata)
         with self.unseen():
@@ -291,10 +274,9 @@ class Values:
             self.decisions.take()
 
     @contextlib.contextmanager
-    def expecting(self, num: int | None) -> Iterator[None]:
-        """A block in which the next count that is read from the GPU is `num`; None for whatever is there."""
-        if num is not None:
-            self._library.stalloc_virtual_expect(ctypes.c_int64(num))
+    def expecting(self, num: int) -> Iterator[None]:
+        """A block in which the next count that is read from the GPU is `num`."""
+        self._library.stalloc_virtual_expect(ctypes.c_int64(num))
         try:
             yield
         finally:

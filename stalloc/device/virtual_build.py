@@ -10,22 +10,35 @@ found in the one library, unversioned, which the loader accepts for any version 
 
 What lies in the directory is loaded and run, so it is a private one (see stalloc/private.py), and only the libraries
 that were built are loaded from it.
+
+Extensions are read, never imported. What each asks for is kept by the path, size and time of its file, and which files
+a distribution has by those of its RECORD, so a second look costs a few milliseconds. A kept answer that cannot be read
+or written is no error: it is found anew. Names that no C compiler would take are left out. Paths are strings, since
+hundreds of them are looked at whenever a program starts.
 """
 
 import atexit
+import contextlib
 import hashlib
+import importlib.util
+import json
 import os
+import re
 import shlex
 import shutil
+import struct
 import subprocess
+import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from stalloc.device.installed_extensions import Extensions, of_torch_and_cupy
-from stalloc.errors import SetupError
+from stalloc.device.elf import ElfFile
+from stalloc.errors import SetupError, StallocError
+from stalloc.files import write_whole
 from stalloc.notices import say
 from stalloc.private import check_private_file, private_folder, remove_old, user_cache
 
@@ -38,6 +51,106 @@ _ADVICE = "set XDG_CACHE_HOME to another directory"
 _BY_NAME = ("cudart", "nvrtc", "nvJitLink")
 _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1", *(f"lib{name}.so.{major}" for major in (12, 13) for name in _BY_NAME))
 
+_KEPT = "extensions.json"
+_LAYOUT = 1  # of what is kept
+_NVIDIA_LIBRARY = re.compile(
+    r"lib(cuda|cudart|cudnn|cublas|cufft|curand|cusolver|cusparse|cufile|cupti|cutensor|nv|nccl)"
+)
+_NVIDIA_SYMBOL = re.compile(
+    r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|curand|cusparse|cusolver|cutensor|p?nccl[A-Z]|nvshmem|nvrtc|nvJitLink|nvml)"
+)
+_C_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_FILE_NAME = re.compile(r"[\w.+-]+", re.ASCII)
+_THEIR_OWN = ("nvidia/", "nvidia_")  # packages of NVIDIA's libraries themselves
+
+
+def package_directory(name: str) -> Path | None:
+    """Where the package `name` is installed, without importing it; None if it is not."""
+    spec = importlib.util.find_spec(name)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def _of_torch_and_cupy() -> Iterator[str]:
+    torch = package_directory("torch")
+    if torch is not None and os.path.isdir(folder := str(torch / "lib")):
+        yield from sorted(f"{folder}/{name}" for name in os.listdir(folder) if re.fullmatch(r"lib.*\.so", name))
+    for package in ("cupy", "cupy_backends"):
+        directory = package_directory(package)
+        if directory is not None:
+            for folder, _, names in os.walk(directory):
+                yield from (f"{folder}/{name}" for name in names if name.endswith(".so"))
+
+
+class _Extensions:
+    def __init__(self) -> None:
+        self._file: Path | None = None  # nothing is kept
+        self._known: dict[str, dict[str, Any]] = {"records": {}, "files": {}}
+        self._seen: dict[str, dict[str, Any]] = {"records": {}, "files": {}}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, SetupError):
+            self._file = private_folder(user_cache("extensions"), _ADVICE) / _KEPT
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            if kept["layout"] == _LAYOUT:
+                self._known = {"records": dict(kept["records"]), "files": dict(kept["files"])}
+
+    def installed(self) -> Iterator[str]:
+        """The extensions of every distribution on Python's path which ask for a library of NVIDIA's."""
+        for folder in dict.fromkeys(os.path.abspath(one) for one in sys.path):
+            names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else ()
+            for distribution in sorted(name for name in names if name.endswith(".dist-info")):
+                for name in self._kept("records", f"{folder}/{distribution}/RECORD", _listed) or ():
+                    if self.asked(path := f"{folder}/{name}") is not None:
+                        yield path
+
+    def asked(self, path: str) -> dict[str, Any] | None:
+        """What one file asks for: versions by library, symbols; None if of no library of NVIDIA's, or not there."""
+        found: dict[str, Any] | None = self._kept("files", path, _read)
+        return found
+
+    def _kept(self, table: str, path: str, read: Callable[[Path], Any]) -> Any:
+        try:
+            status = os.stat(path)
+            stamp = [status.st_size, status.st_mtime_ns]
+            kept = self._known[table].get(path)
+            if not isinstance(kept, list) or kept[0] != stamp:
+                kept = [stamp, read(Path(path))]
+        except (OSError, ValueError, LookupError, struct.error):  # none, or no library after all
+            return None
+        self._seen[table][path] = kept
+        return kept[1]
+
+    def keep(self) -> None:
+        known = {table: self._known[table] | self._seen[table] for table in self._known}
+        if self._file is None or known == self._known:
+            return
+        for table, kept in known.items():
+            known[table] = {name: one for name, one in kept.items() if os.path.exists(name)}
+        with contextlib.suppress(OSError, StallocError):
+            write_whole(self._file, json.dumps({"layout": _LAYOUT, **known}), private=True)
+
+
+def _listed(record: Path) -> list[str]:
+    """The extensions of a distribution, all of them."""
+    lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.split(".so,")[0] + ".so" for line in lines if ".so," in line)
+    return [one for one in names if not one.startswith(_THEIR_OWN) and not _NVIDIA_LIBRARY.match(Path(one).name)]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with ElfFile(path) as elf:
+        needed = [one for one in elf.needed_libraries() if _NVIDIA_LIBRARY.match(one) and _FILE_NAME.fullmatch(one)]
+        versions: dict[str, list[str]] = {one: [] for one in needed}
+        if not versions:
+            return None
+        for version, library in elf.needed_versions().values():
+            if library in versions and _FILE_NAME.fullmatch(version):
+                versions[library].append(version)
+        symbols = {
+            one.name
+            for one in elf.requirements()
+            if (one.library in versions or _NVIDIA_SYMBOL.match(one.name)) and _C_NAME.fullmatch(one.name)
+        }
+    return {"versions": {name: sorted(set(found)) for name, found in versions.items()}, "symbols": sorted(symbols)}
+
 
 @dataclass(frozen=True)
 class Surface:
@@ -45,32 +158,23 @@ class Surface:
 
     symbols: tuple[str, ...]
     libraries: tuple[tuple[str, tuple[str, ...]], ...]
-    cuda_version: int
-    """That suits torch and CuPy, as CUDA writes it: 13000, or 12080 where they are built for CUDA 12."""
-
-
-def _suiting(names: Collection[str]) -> int:
-    return 12080 if "libcublas.so.12" in names and "libcublas.so.13" not in names else 13000
+    cuda_version: int  #: that suits torch and CuPy: 13000, or 12080 where they are built for CUDA 12
 
 
 def scan() -> Surface:
     """The surface of all that is installed; it is read, not imported, and only what has changed since the last time."""
     symbols: set[str] = set()
     libraries: dict[str, set[str]] = {name: set() for name in _ALWAYS}
-    try:
-        cache = private_folder(user_cache("extensions"), _ADVICE)
-    except (OSError, SetupError):
-        cache = None
-    extensions = Extensions(cache)
+    extensions = _Extensions()
     version = 0
-    for paths in (of_torch_and_cupy(), extensions.installed()):
+    for paths in (_of_torch_and_cupy(), extensions.installed()):
         for path in paths:
             asked = extensions.asked(path)
             if asked is not None:
-                symbols.update(asked.symbols)
-                for name, versions in asked.versions.items():
+                symbols.update(asked["symbols"])
+                for name, versions in asked["versions"].items():
                     libraries.setdefault(name, set()).update(versions)
-        version = version or _suiting(libraries)
+        version = version or (12080 if "libcublas.so.12" in libraries and "libcublas.so.13" not in libraries else 13000)
     extensions.keep()
     named = tuple((name, tuple(sorted(versions))) for name, versions in sorted(libraries.items()))
     return Surface(tuple(sorted(symbols)), named, version)
@@ -85,7 +189,6 @@ def compiler() -> list[str] | None:
 
 
 def cache_directory() -> Path:
-    """The directory of this user for all builds: $XDG_CACHE_HOME/stalloc/virtual-gpu, by default below ~/.cache."""
     return user_cache("virtual-gpu")
 
 
@@ -93,9 +196,8 @@ def _run(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-        raise SetupError(
-            f"the virtual GPU could not be built: {what} failed ({reason}): try another compiler with CC=."
-        )
+        what = f"{what} failed ({reason})"
+        raise SetupError(f"the virtual GPU could not be built: {what}: try another compiler with CC=.")
 
 
 def _compile(surface: Surface, command: list[str], folder: Path) -> None:
@@ -104,16 +206,8 @@ def _compile(surface: Surface, command: list[str], folder: Path) -> None:
     parts = [str(source) for source in _SOURCES if source.suffix == ".c"] + [str(folder / "stubs.c")]
     shared = [*command, "-shared", "-fPIC"]
     # -fno-builtin: a stub may share its name with nothing the compiler knows, but never let it guess a signature
-    main = [
-        *shared,
-        "-O2",
-        "-std=gnu11",
-        "-fno-builtin",
-        f"-Wl,-soname,{MAIN_LIBRARY}",
-        "-o",
-        str(folder / MAIN_LIBRARY),
-    ]
-    _run([*main, *parts, "-lpthread", "-ldl"], "compiling it")
+    options = ["-O2", "-std=gnu11", "-fno-builtin", f"-Wl,-soname,{MAIN_LIBRARY}", "-o", str(folder / MAIN_LIBRARY)]
+    _run([*shared, *options, *parts, "-lpthread", "-ldl"], "compiling it")
     (folder / "empty.c").write_text("", encoding="ascii")
     for name, versions in surface.libraries:
         script = folder / "versions.map"
@@ -134,10 +228,7 @@ def _library_names(surface: Surface) -> list[str]:
 
 
 def libraries(folder: Path, surface: Surface) -> list[Path]:
-    """The libraries of a build, the one that holds everything first.
-
-    Raises SetupError if one is missing or can be written by others.
-    """
+    """The libraries of a build, the main one first. Raises SetupError if one is missing or others can write to it."""
     paths = [folder / name for name in _library_names(surface)]
     try:
         for path in paths:
@@ -149,9 +240,8 @@ def libraries(folder: Path, surface: Surface) -> list[Path]:
 
 def _key(surface: Surface, command: list[str]) -> str:
     digest = hashlib.sha256(repr((surface, command, os.uname().machine)).encode())
-    for source in (*_SOURCES, _AT_START):
+    for source in (*_SOURCES, _AT_START, Path(__file__)):
         digest.update(source.read_bytes())
-    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:20]
 
 
@@ -169,8 +259,7 @@ def build(surface: Surface | None = None) -> Path:
     Where there is no cache they are built for this process alone, and one sentence says so. Raises SetupError if there
     is no C compiler, if it fails, or if others can write to the cache.
     """
-    surface, command = surface or scan(), compiler()
-    directory = cache_directory()
+    surface, command, directory = surface or scan(), compiler(), cache_directory()
     try:
         directory = private_folder(directory, _ADVICE)
         remove_old(directory, f"{_SCRATCH}*")
@@ -201,9 +290,8 @@ def _build_for_this_process(surface: Surface, command: tuple[str, ...], refused:
 def _build(surface: Surface, command: list[str] | None, folder: Path) -> None:
     if command is None:
         wanted = f"CC={os.environ['CC']} is not there" if os.environ.get("CC") else "none of cc, gcc and clang is there"
-        raise SetupError(
-            f"the virtual GPU needs a C compiler once, and {wanted}: install gcc, or set CC to a compiler."
-        )
+        needs = f"needs a C compiler once, and {wanted}"
+        raise SetupError(f"the virtual GPU {needs}: install gcc, or set CC to a compiler.")
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder.parent) as scratch:
         fresh = Path(scratch) / "build"
         fresh.mkdir(0o700)

@@ -1,4 +1,4 @@
-// Statuses that the driver gives on demand, as tests of what real machines do ask for them: see driver_faults.py.
+// Statuses that the driver gives on demand, as tests of what real machines do ask for them: see virtual.py.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
     from stalloc.integrations.flight_record import flight_recorder
     from stalloc.integrations.installing import install, scope, statistics, step, uninstall
     from stalloc.integrations.torch_conf import alloc_conf
-    from stalloc.integrations.torch_pool import mem_pool
+    from stalloc.integrations.torch_pools import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
 
 __all__ = [
@@ -28,18 +28,9 @@ __all__ = [
     "uninstall",
 ]
 
-_MODULES = {
-    "Report": "stalloc.runtime",
-    "Runtime": "stalloc.runtime",
-    "Settings": "stalloc.runtime",
-    "alloc_conf": ".torch_conf",
-    "flight_recorder": ".flight_record",
-    "install": ".installing",
-    "mem_pool": ".torch_pool",
-    "scope": ".installing",
-    "statistics": ".installing",
-    "step": ".installing",
-    "uninstall": ".installing",
-}
-
+_MODULES = (
+    dict.fromkeys(("Report", "Runtime", "Settings"), "stalloc.runtime")
+    | dict.fromkeys(("install", "scope", "statistics", "step", "uninstall"), ".installing")
+    | {"alloc_conf": ".torch_conf", "flight_recorder": ".flight_record", "mem_pool": ".torch_pools"}
+)
 __getattr__ = loaded_on_use(__name__, _MODULES)

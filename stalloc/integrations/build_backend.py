@@ -48,55 +48,50 @@ LINE = (  # Python was told to ignore the environment by -I or -E
 def __getattr__(name: str) -> Any:
     """The hooks that this file does not change (metadata, requirements, source distributions)."""
     if name.startswith(("build_", "get_requires_", "prepare_")):
-        from setuptools import build_meta  # type: ignore[import-untyped]
-
-        return getattr(build_meta, name)
+        return _of_setuptools(name)
     raise AttributeError(name)
 
 
-def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What has to be installed to build a wheel."""
-    from setuptools import build_meta
+def _of_setuptools(name: str) -> Any:
+    from setuptools import build_meta  # type: ignore[import-untyped]
 
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *_needed_to_compile(config_settings)]
+    return getattr(build_meta, name)
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return _requirements("get_requires_for_build_wheel", config_settings)
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """What has to be installed to build an editable wheel."""
-    from setuptools import build_meta
-
-    return [*build_meta.get_requires_for_build_editable(config_settings), *_needed_to_compile(config_settings)]
+    return _requirements("get_requires_for_build_editable", config_settings)
 
 
-def _needed_to_compile(config_settings: Mapping[str, Any] | None) -> list[str]:
-    """What stalloc itself needs, since it is used to compile; nothing where nothing is compiled."""
-    if not _wants_compiled_code(config_settings):
-        return []
-    with open("pyproject.toml", "rb") as file:  # build backends run in the folder of the sources
-        needed: list[str] = tomllib.load(file)["project"]["dependencies"]
+def _requirements(name: str, config_settings: Mapping[str, Any] | None) -> list[str]:
+    """With what stalloc itself needs, since it is used to compile, where anything is compiled."""
+    needed: list[str] = [*_of_setuptools(name)(config_settings)]
+    if _wants_compiled_code(config_settings):
+        with open("pyproject.toml", "rb") as file:  # build backends run in the folder of the sources
+            needed += tomllib.load(file)["project"]["dependencies"]
     return needed
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """A wheel with the hook and with compiled code in it; its file name."""
-    from setuptools import build_meta
-
-    wheel = Path(wheel_directory) / build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    add_files(wheel, {FILE_NAME: LINE.encode("ascii")})
-    if _wants_compiled_code(config_settings):
-        wheel = add_compiled_code(wheel)
-    return wheel.name
+    wheel = _hooked("build_wheel", wheel_directory, config_settings, metadata_directory)
+    return (add_compiled_code(wheel) if _wants_compiled_code(config_settings) else wheel).name
 
 
 def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """An editable wheel with the hook in it; its file name."""
-    from setuptools import build_meta
-
-    name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
-    add_files(Path(wheel_directory) / name, {FILE_NAME: LINE.encode("ascii")})
+    wheel = _hooked("build_editable", wheel_directory, config_settings, metadata_directory)
     if _wants_compiled_code(config_settings) and (why := compile_ahead(Path.cwd())):
         _say(f"nothing is compiled ahead: {why}")
-    return name
+    return wheel.name
+
+
+def _hooked(name: str, wheel_directory: str, *settings: Any) -> Path:
+    """A wheel of setuptools' with the hook in it."""
+    wheel = Path(wheel_directory) / _of_setuptools(name)(wheel_directory, *settings)
+    add_files(wheel, {FILE_NAME: LINE.encode("ascii")})
+    return wheel
 
 
 def _wants_compiled_code(config_settings: Mapping[str, Any] | None) -> bool:
@@ -158,10 +153,9 @@ def add_files(wheel: Path, files: Mapping[str, bytes], tag: str = "") -> None:
     kept = [line for line in entries[record].decode().splitlines() if line.rsplit(",", 2)[0] not in files]
     added = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     entries[record] = "".join(f"{line}\n" for line in [*added, *kept]).encode()
-    known = {info.filename for info in entries}
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
-            if name not in known:
+            if name not in {info.filename for info in entries}:
                 entry = zipfile.ZipInfo(name, date_time)
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, content)
@@ -170,5 +164,4 @@ def add_files(wheel: Path, files: Mapping[str, bytes], tag: str = "") -> None:
 
 
 def _digest(content: bytes) -> str:
-    """The SHA-256 of a file's content, as a wheel's RECORD writes it."""
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

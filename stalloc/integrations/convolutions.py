@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.device.redispatch import below
+from stalloc.device.followed import below
 from stalloc.trace import Action, Trace
 
 
@@ -19,8 +19,7 @@ from stalloc.trace import Action, Trace
 class Convolution:
     """One convolution, or the gradient of one, as cuDNN is told of it."""
 
-    direction: str
-    """forward, data or filter."""
+    direction: str  #: forward, data or filter
     input_sizes: tuple[int, ...]
     filter_sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -28,7 +27,7 @@ class Convolution:
     channels_last: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Call:
     """A result of a convolution: where it and those beside it lie, and which requests were made for them."""
 
@@ -64,9 +63,7 @@ class SeenConvolutions:
             calls = self._calls.setdefault(first.device.index, {})
             for tensor, convolution in note(result, first, *args):
                 if convolution is not None:
-                    calls[convolution] = _Call(
-                        address=tensor.data_ptr(), results=results, requests=slice(before, after)
-                    )
+                    calls[convolution] = _Call(tensor.data_ptr(), results, slice(before, after))
             return result
 
         return run

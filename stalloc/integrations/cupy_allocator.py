@@ -2,30 +2,36 @@
 
 CuPy's own C-function memory calls the compiled core directly; the current stream travels in its `param`. Memory hooks
 are called as by CuPy's pool, for arrays that are made while a hook is in force.
+
+Between `Stream.begin_capture` and `end_capture` everything is served from a pool that only captures of CuPy use, one a
+device: what a graph writes to is given to no array outside. Before, free memory goes back to the device, as
+torch.cuda.graph does it, since none can while the capture is on. CuPy's graphs do not say when they are gone, so their
+memory stays; what a capture frees serves the next one.
 """
 
-import contextlib
 import ctypes
+import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from stalloc.core import constants
 from stalloc.core.entry import cupy_entries
 from stalloc.device.capture import PER_THREAD
-from stalloc.integrations.cupy_captures import forget_captures, heed_captures
 from stalloc.integrations.cupy_default_pool import call_outside, hand_out, take_back
 from stalloc.integrations.installation import installation
 from stalloc.runtime import Runtime
+from stalloc.runtime.captures import OF_CUPY
 from stalloc.sizes import aligned
 
+_own: dict[str, Callable[..., Any]] = {}  # methods of CuPy's streams
 
-def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
+
+def _make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     """A CuPy allocator: bytes -> MemoryPointer on the current device and stream.
 
-    It raises cupy.cuda.memory.OutOfMemoryError when the device has no memory left, CUDARuntimeError when the driver
-    fails.
+    It raises CuPy's OutOfMemoryError when the device has no memory left, CUDARuntimeError when the driver fails.
     """
     from cupy.cuda import get_current_stream
     from cupy.cuda.device import get_device_id
@@ -46,8 +52,8 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         if may_have_hooks and not heard and _has_memory_hooks():
             return _allocate_with_hooks(runtime, allocate, operator.index(nbytes))
         stream = get_current_stream().ptr
-        if stream == PER_THREAD:
-            stream = _name_of_thread()
+        if stream == PER_THREAD:  # one handle of all threads; this name is told from handles by its last bits
+            stream = threading.get_ident() << 4 | PER_THREAD
         memory = pool_memory(nbytes, stream, malloc, free, get_device_id())
         if not memory.ptr:
             if nbytes == 0:
@@ -63,14 +69,6 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         return allocate(nbytes)
 
     return allocate if runtime.watch is None else allocate_and_tell
-
-
-def _name_of_thread() -> int:
-    """A name for the default stream of this thread, whose handle all threads share.
-
-    It is told from handles, which are addresses, by its last bits.
-    """
-    return threading.get_ident() << 4 | PER_THREAD
 
 
 def _memory_class(free: int) -> Any:
@@ -113,28 +111,12 @@ def _out_of_memory(runtime: Runtime, nbytes: int) -> Exception:
     from cupy.cuda.runtime import CUDARuntimeError
 
     controller = runtime.controllers[get_device_id()]
-    status = controller.state.record.driver.driver_error
-    if status:
+    state = controller.state
+    if status := state.record.driver.driver_error:
         return CUDARuntimeError(status)
-    error = OutOfMemoryError(
-        nbytes, controller.state.record.statistics.reserved_bytes, controller.memory.source.limit_bytes
-    )
-    error.args = (controller.state.out_of_memory_text,)
+    error = OutOfMemoryError(nbytes, state.record.statistics.reserved_bytes, controller.memory.source.limit_bytes)
+    error.args = (state.out_of_memory_text,)
     return error
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """The pool below, which gives segments, has the same hooks; they are to hear of each allocation once."""
-    from cupy.cuda.memory_hook import get_memory_hooks
-
-    hooks = get_memory_hooks()
-    kept = dict(hooks)
-    hooks.clear()
-    try:
-        yield
-    finally:
-        hooks.update(kept)
 
 
 def _allocate_with_hooks(runtime: Runtime, allocate: Callable[[int, bool], Any], nbytes: int) -> Any:
@@ -142,15 +124,20 @@ def _allocate_with_hooks(runtime: Runtime, allocate: Callable[[int, bool], Any],
     from cupy.cuda.memory import MemoryPointer
     from cupy.cuda.memory_hook import get_memory_hooks
 
-    device, hooks, size = get_device_id(), list(get_memory_hooks().values()), aligned(nbytes)
+    in_force = get_memory_hooks()
+    device, hooks, size = get_device_id(), list(in_force.values()), aligned(nbytes)
     state = runtime.controllers[device].state
     for hook in hooks:
         hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
     memory = None
     num_segments, reserved = state.record.statistics.num_segment_allocs, state.record.statistics.reserved_bytes
     try:
-        with _without_hooks():
+        kept = dict(in_force)
+        in_force.clear()  # which the pool below has too, that gives segments: they are to hear of each allocation once
+        try:
             memory = allocate(nbytes, True).mem
+        finally:
+            in_force.update(kept)
         if state.record.statistics.num_segment_allocs > num_segments:  # it came from the device just now
             taken = max(size, state.record.statistics.reserved_bytes - reserved)
             for hook in hooks:
@@ -193,9 +180,9 @@ def install(runtime: Runtime) -> None:
     if installation.cupy_allocator is not None:
         return
     installation.cupy_before = call_outside(cupy.cuda.get_allocator)
-    installation.cupy_allocator = make_allocator(runtime)
+    installation.cupy_allocator = _make_allocator(runtime)
     hand_out().serve(runtime, installation.cupy_allocator)
-    heed_captures(runtime)
+    _heed_captures(runtime)
     call_outside(cupy.cuda.set_allocator, installation.cupy_allocator)
 
 
@@ -208,5 +195,36 @@ def uninstall() -> None:
     if call_outside(cupy.cuda.get_allocator) is installation.cupy_allocator:
         call_outside(cupy.cuda.set_allocator, installation.cupy_before)
     take_back()
-    forget_captures()
+    for name, function in _own.items():
+        setattr(cupy.cuda.stream._BaseStream, name, function)
+    _own.clear()
     installation.cupy_before = installation.cupy_allocator = None
+
+
+def _heed_captures(runtime: Runtime) -> None:
+    from cupy.cuda.device import get_device_id
+    from cupy.cuda.stream import _BaseStream
+
+    begin, end = _own["begin_capture"], _own["end_capture"] = _BaseStream.begin_capture, _BaseStream.end_capture
+
+    @functools.wraps(begin)
+    def begin_capture(stream: Any, *args: Any, **kwargs: Any) -> Any:
+        controller = runtime.controllers[get_device_id()]
+        captures = controller.captures
+        if not controller.memory.is_capturing:
+            controller.memory.release_unused()
+        captures.begin(OF_CUPY)
+        try:
+            return begin(stream, *args, **kwargs)
+        except BaseException:
+            captures.end()
+            raise
+
+    @functools.wraps(end)
+    def end_capture(stream: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(stream, *args, **kwargs)
+        finally:
+            runtime.controllers[get_device_id()].captures.end()
+
+    _BaseStream.begin_capture, _BaseStream.end_capture = begin_capture, end_capture

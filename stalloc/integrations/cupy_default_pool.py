@@ -22,9 +22,7 @@ class Pool:
 
     def __init__(self, own: Any, before_first: Callable[[], object] | None) -> None:
         """`own` is CuPy's default pool, which serves until stalloc does; `before_first` is called once before."""
-        self._own = own
-        self._allocate = own.malloc
-        self._before_first = before_first
+        self._own, self._allocate, self._before_first = own, own.malloc, before_first
         self._runtime: Runtime | None = None
 
     def serve(self, runtime: "Runtime", allocate: Any) -> None:
@@ -34,18 +32,11 @@ class Pool:
             controller.memory.source.before_use(partial(self._hand_over, controller))
 
     def _hand_over(self, controller: "Controller") -> None:
-        """The current device is served by stalloc from now on."""
         if self._runtime is not None:
             self._own.free_all_blocks()  # nobody asks there any more
-            controller.memory.source.limit_bytes = self._limit(controller)
-
-    def _limit(self, controller: "Controller") -> int:
-        """The less of what is set on CuPy's pool and on stalloc's source, of the current device."""
-        limits = [limit for limit in (self._own.get_limit(), controller.memory.source.limit_bytes) if limit]
-        return min(limits, default=0)
+            controller.memory.source.limit_bytes = self.get_limit()
 
     def leave(self) -> None:
-        """Answer for CuPy's own pool alone."""
         self._runtime, self._allocate = None, self._own.malloc
 
     def _controller(self) -> "Controller | None":
@@ -54,7 +45,6 @@ class Pool:
         return self._runtime.controllers[get_device_id()] if self._runtime is not None else None
 
     def malloc(self, size: int) -> Any:
-        """A MemoryPointer of `size` bytes on the current device and stream."""
         before_first = self._before_first
         if before_first is not None:
             before_first()  # other threads wait there too
@@ -62,30 +52,26 @@ class Pool:
         return self._allocate(size)
 
     def used_bytes(self) -> int:
-        """Bytes that are allocated now, rounded up to 512 each."""
         controller = self._controller()
         return self._own.used_bytes() + (controller.state.record.total.allocated_bytes if controller is not None else 0)
 
     def total_bytes(self) -> int:
-        """Bytes taken from the device, used or not."""
         controller = self._controller()
-        return self._own.total_bytes() + (
-            controller.state.record.statistics.reserved_bytes if controller is not None else 0
-        )
+        ours = controller.state.record.statistics.reserved_bytes if controller is not None else 0
+        return self._own.total_bytes() + ours
 
     def free_bytes(self) -> int:
-        """Bytes taken from the device that nobody uses now."""
         return self.total_bytes() - self.used_bytes()
 
     def n_free_blocks(self) -> int:
-        """How many free ranges there are."""
-        controller, free = self._controller(), 0
-        if controller is not None:
-            from stalloc.core.constants import BLOCK_FREE
-            from stalloc.core.snapshot import segments
+        own, controller = self._own.n_free_blocks(), self._controller()
+        if controller is None:
+            return own
+        from stalloc.core.constants import BLOCK_FREE
+        from stalloc.core.snapshot import segments
 
-            free = sum(block.state == BLOCK_FREE for segment in segments(controller.state) for block in segment.blocks)
-        return free + self._own.n_free_blocks()
+        ours = (block for segment in segments(controller.state) for block in segment.blocks)
+        return own + sum(block.state == BLOCK_FREE for block in ours)
 
     def free_all_blocks(self, stream: Any = None) -> None:
         """Give unused memory back to the device: of all streams, stalloc parts segments by stream already."""
@@ -95,7 +81,6 @@ class Pool:
         self._own.free_all_blocks(stream)
 
     def free_all_free(self) -> None:
-        """The old name of free_all_blocks."""
         warnings.warn("free_all_free is deprecated: use free_all_blocks.", DeprecationWarning, stacklevel=2)
         self.free_all_blocks()
 
@@ -110,9 +95,10 @@ class Pool:
             controller.memory.source.limit_bytes = self._own.get_limit()
 
     def get_limit(self) -> int:
-        """The limit in bytes; 0: none."""
+        """The less of what is set on CuPy's pool and on stalloc's source."""
         controller = self._controller()
-        return int(self._limit(controller) if controller is not None else self._own.get_limit())
+        ours = controller.memory.source.limit_bytes if controller is not None else 0
+        return min((int(limit) for limit in (self._own.get_limit(), ours) if limit), default=0)
 
 
 def hand_out(before_first: Callable[[], object] | None = None) -> Pool:

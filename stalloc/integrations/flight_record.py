@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,8 +32,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class FlightRecorder:
-    """The recorder of this process."""
-
     def __init__(self, folder: Path, max_events: int, *, stacks: bool) -> None:
         self.folder = folder
         self._process = os.getpid()
@@ -44,7 +42,6 @@ class FlightRecorder:
         self._file: Path | None = None
 
     def begin(self) -> None:
-        """Record from here on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._history.begin()
         if threading.current_thread() is threading.main_thread():
@@ -61,29 +58,24 @@ class FlightRecorder:
             return None
         self._is_writing = True
         try:
-            return self._write(why)
+            if (snapshot := self._history.snapshot()) is None:
+                return None
+            rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
+            file = self.folder / (f"rank{rank}.pickle" if rank.isdecimal() else f"process{os.getpid()}.pickle")
+            write_whole(file, pickle.dumps(snapshot), "name another folder for the flight recorder")
+            self._file = file
+            total, holders = _holders(snapshot)
+            say(f"{why}: wrote the last events of this process's memory, {human_bytes(total)} allocated, of which")
+            for num_bytes, site in holders[:_HOLDERS]:
+                say(f"  {human_bytes(num_bytes):>12}  {printable(site, 100)}")
+            say(f"next: stalloc explain {printable(str(file), 500)}")
+            return file
         except Exception as error:
             named = "" if isinstance(error, StallocError) else f"{type(error).__name__}: "
             say(f"the flight recorder could not write: {named}{str(error).rstrip('.')}.")
             return None
         finally:
             self._is_writing = False
-
-    def _write(self, why: str) -> Path | None:
-        snapshot = self._history.snapshot()
-        if snapshot is None:
-            return None
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
-        name = f"rank{rank}.pickle" if rank.isdecimal() else f"process{os.getpid()}.pickle"
-        file = self.folder / name
-        write_whole(file, pickle.dumps(snapshot), "name another folder for the flight recorder")
-        self._file = file
-        total, holders = _holders(snapshot)
-        say(f"{why}: wrote the last events of this process's memory, {human_bytes(total)} allocated, of which")
-        for num_bytes, site in holders[:_HOLDERS]:
-            say(f"  {human_bytes(num_bytes):>12}  {printable(site, 100)}")
-        say(f"next: stalloc explain {printable(str(file), 500)}")
-        return file
 
     def _ran_out(self) -> None:
         self._num_errors += 1
@@ -100,7 +92,6 @@ class FlightRecorder:
             os.kill(os.getpid(), number)
 
     def _watch_ending(self) -> None:
-        """Hear of an exception that nobody catches, and of `sys.exit` with a code."""
         hook, leave = sys.excepthook, sys.exit
 
         def at_exception(kind: Any, error: Any, trace: Any) -> None:
@@ -128,15 +119,12 @@ class FlightRecorder:
 
 def _holders(snapshot: dict[str, Any]) -> tuple[int, list[tuple[int, str]]]:
     """What is allocated in all, and by call site, most first."""
-    held: dict[str, int] = {}
-    for segment in snapshot["segments"]:
-        for block in segment["blocks"]:
-            if block["state"] != "inactive":
-                frames = [Frame(one["filename"], one["line"], one["name"]) for one in block.get("frames") or []]
-                name = site_name(frames)
-                held[name] = held.get(name, 0) + block["size"]
-    found = sorted(((num_bytes, name) for name, num_bytes in held.items()), reverse=True)
-    return sum(held.values()), found
+    held: Counter[str] = Counter()
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        if block["state"] != "inactive":
+            frames = [Frame(one["filename"], one["line"], one["name"]) for one in block.get("frames") or []]
+            held[site_name(frames)] += block["size"]
+    return held.total(), sorted(((num_bytes, name) for name, num_bytes in held.items()), reverse=True)
 
 
 def flight_recorder(
@@ -150,16 +138,11 @@ def flight_recorder(
     """
     if installation.flight_recorder is None:
         made = FlightRecorder(Path(folder), max_events, stacks=stacks)
-        if not _tried(made.begin):
+        try:
+            made.begin()
+        except Exception as error:
+            named = type(error).__name__
+            say(f"the flight recorder could not begin: {named}: {error}. The program goes on without it.")
             return None
         installation.flight_recorder = made
     return installation.flight_recorder
-
-
-def _tried(begin: Callable[[], None]) -> bool:
-    try:
-        begin()
-    except Exception as error:
-        say(f"the flight recorder could not begin: {type(error).__name__}: {error}. The program goes on without it.")
-        return False
-    return True

@@ -2,19 +2,27 @@
 
 Contract: nothing is inferred. Pools are one only if the program says so, and only those that are new meanwhile; a pool
 that is there already stays as it is. Without stalloc the promises change nothing.
+
+`Replays` stands in the place of torch's methods from before the first capture, so that no replay is missed. As long as
+nobody has borrowed a replay is only passed on. What launches a graph otherwise has to ask for its handle first, or
+makes it a part of another graph: its pool lends nothing from then on.
 """
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from stalloc import device as devices
-from stalloc.integrations.installation import installation
-from stalloc.integrations.installing import current
+from stalloc.integrations.installation import current, installation
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stalloc.device.order_checker import OrderChecker
+    from stalloc.runtime import Runtime
+    from stalloc.runtime.loans import Loans
 
 
 @contextmanager
@@ -61,7 +69,11 @@ def borrow_graph_memory() -> Iterator[None]:
     runtime.begin_borrowing()
     try:
         begins = loans.begin(torch._C._cuda_getCurrentRawStream(device))
-        checker = _order_checker() if begins else None
+        checker = None
+        if begins and devices.active() == "virtual":
+            from stalloc.device.virtual import order_checker
+
+            checker = order_checker()  # who would miss that memory is lent
         try:
             if checker is not None:
                 checker.borrows(True)
@@ -75,10 +87,81 @@ def borrow_graph_memory() -> Iterator[None]:
         runtime.end_borrowing()
 
 
-def _order_checker() -> "OrderChecker | None":
-    """Who checks the order of work here, and would miss that memory is lent."""
-    if devices.active() != "virtual":
-        return None
-    from stalloc.device.virtual import order_checker
+_RAW = "raw_cuda_graph", "raw_cuda_graph_exec"  # in versions of torch that have them
 
-    return order_checker()
+
+class Replays:
+    def __init__(self, torch: Any, runtime: "Runtime") -> None:
+        """Hear of each replay and capture of torch's from here on."""
+        self._runtime = runtime
+        self._current_stream = torch._C._cuda_getCurrentRawStream
+        self._is_capturing = torch.cuda.is_current_stream_capturing
+        self._is_heeded = False
+        self._unheeded: list[None] = []  # replays that are being passed on
+        graphs = torch.cuda.CUDAGraph
+        graphs.replay, graphs.capture_begin = self._replaying(graphs.replay), self._capturing(graphs.capture_begin)
+        for name in _RAW:
+            if hasattr(graphs, name):
+                setattr(graphs, name, self._giving_away(getattr(graphs, name)))
+
+    def heed(self) -> None:
+        """Somebody borrows: let no replay pass without a look at what is lent."""
+        self._is_heeded = True
+        while self._unheeded:  # other threads launch them now; the first borrower waits for the device after that
+            time.sleep(0)
+
+    def _pools_of(self, graph: Any) -> "list[tuple[Loans, int, int]]":
+        """Loans, kind of pool and current stream (handle) on each device that knows the pool of a graph."""
+        try:
+            pool = graph.pool()
+        except RuntimeError:  # nothing was captured
+            return []
+        return [
+            (one.captures.loans, one.captures.pools[pool][0], self._current_stream(one.device.index))
+            for one in self._runtime.controllers
+            if pool in one.captures.pools
+        ]
+
+    def _lend_no_more(self, graph: Any) -> None:
+        for loans, kind, _ in self._pools_of(graph):
+            loans.lend_no_more(kind)
+
+    def _replaying(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(own)
+        def replay(graph: Any) -> Any:
+            if self._is_capturing():
+                done = own(graph)  # newer versions of torch refuse it
+                self._lend_no_more(graph)
+                return done
+            self._unheeded.append(None)
+            try:
+                if not self._is_heeded:
+                    return own(graph)
+            finally:
+                self._unheeded.pop()
+            with contextlib.ExitStack() as begun:
+                for loans, kind, stream in self._pools_of(graph):
+                    if loans.begin_replay(kind, stream):
+                        begun.callback(loans.end_launch)
+                return own(graph)
+
+        return replay
+
+    def _capturing(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as held:  # nothing is lent on any device meanwhile
+                for controller in self._runtime.controllers:
+                    controller.captures.loans.begin_capture()  # GraphMemoryError if a loan lives
+                    held.callback(controller.captures.loans.end_launch)
+                return own(graph, *args, **kwargs)
+
+        return capture_begin
+
+    def _giving_away(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(own)
+        def raw(graph: Any) -> Any:
+            self._lend_no_more(graph)
+            return own(graph)
+
+        return raw

@@ -37,7 +37,6 @@ def remove(folder: Path | None = None) -> Path:
 
 
 def main() -> int:
-    """Place or remove the file, and say where."""
     if sys.argv[1:] not in ([], ["--remove"]):
         say("give no argument, or --remove.")
         return 2

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stalloc.errors import SetupError
-from stalloc.integrations.memory_scalars import memory_scalars
+from stalloc.integrations.memory_figures import memory_scalars
 
 try:
     from transformers import TrainerCallback
@@ -21,7 +21,6 @@ class MemoryScalars(TrainerCallback):
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer calls this, once it has decided whether it logs."""
         scalars = memory_scalars() if control.should_log else {}
         if scalars:
             self._trainer.log(scalars)

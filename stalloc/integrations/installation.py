@@ -1,13 +1,17 @@
 """How stalloc stands in this process: the one object that says what is installed, watched for and handed out.
 
 Contract: a field is written by the module that its group is named after, and read by others. A start of Python under
-STALLOC=1 loads this, so it imports nothing.
+STALLOC=1 loads this, so it loads nothing.
 """
+
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+    from stalloc.runtime import Runtime
 
 
 class Installation:
@@ -43,7 +47,7 @@ class Installation:
     # cli.run, server_watch
     sleep_phases: "Any" = None  #: the SleepPhases of a run on the virtual GPU, where somebody asks for them
 
-    # sleep_and_wake, showing, flight_record
+    # sleep_and_wake, memory_figures, flight_record
     was_to_sleep = False  #: it was called all the same
     sleeps_whole = False  #: all of the job was told to sleep last, and nothing has woken
     showing: "Any" = None  #: the Showing of `stalloc live`
@@ -51,3 +55,9 @@ class Installation:
 
 
 installation = Installation()
+
+
+def current() -> "Runtime | None":
+    """The runtime of this process, None before it was started."""
+    process = sys.modules.get("stalloc.runtime.process")
+    return process.current() if process is not None else None

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from stalloc import first_use
 from stalloc.errors import SetupError
 from stalloc.imports import after_import
-from stalloc.integrations.installation import installation
+from stalloc.integrations.installation import current, installation
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.torch_release import other_release, release_installed
@@ -28,12 +28,6 @@ if TYPE_CHECKING:  # each would hold up every start of Python under STALLOC=1
     DeviceChoice = Literal["auto", "cuda", "virtual"]
 
 MARK_STEP = 0  # as in stalloc.trace
-
-
-def current() -> "Runtime | None":
-    """The runtime of this process, None before it was started; loads nothing."""
-    process = sys.modules.get("stalloc.runtime.process")
-    return process.current() if process is not None else None
 
 
 def install(
@@ -67,7 +61,11 @@ def install(
 
         torch_allocator.check_untouched()
     if runtime is None:
-        runtime = _start(plan, device, gpu, settings, known_plans or [])
+        from stalloc import device as devices
+
+        plans = plan if plan is None or isinstance(plan, list) else read_plan_file(plan)
+        devices.activate(device, gpu)
+        runtime = _start(settings, plans, known_plans or [])
     else:
         runtime.resume()
     installation.is_on = True
@@ -75,24 +73,15 @@ def install(
         from stalloc.integrations import cupy_allocator
 
         cupy_allocator.install(runtime)
-    if torch:
-        _await_torch()
+    if torch and not installation.serves_torch and not installation.awaits_torch:
+        installation.awaits_torch = True
+        after_import("torch", _serve_torch)
     return runtime
 
 
-def _start(
-    plan: "str | Path | list[Plan] | None",
-    device: "DeviceChoice",
-    gpu: "VirtualGPU | None",
-    settings: "Settings | None",
-    known_plans: "list[Plan]",
-) -> "Runtime":
-    from stalloc import device as devices
-
-    plans = plan if plan is None or isinstance(plan, list) else read_plan_file(plan)
-    devices.activate(device, gpu)
+def _start(settings: "Settings | None", plans: "list[Plan] | None", known_plans: "list[Plan]") -> "Runtime":
+    from stalloc.integrations.memory_figures import watch_runtime
     from stalloc.integrations.ranks import plan_together
-    from stalloc.integrations.showing import watch_runtime
     from stalloc.runtime import Settings, start
 
     runtime = start(settings or Settings(), plans, plan_together)
@@ -115,12 +104,6 @@ def read_plan_file(file: "str | Path") -> "list[Plan]":
         if warning:
             say(f"{warning}. Requests that it no longer fits are served from the heap.")
     return plans
-
-
-def _await_torch() -> None:
-    if not installation.serves_torch and not installation.awaits_torch:
-        installation.awaits_torch = True
-        after_import("torch", _serve_torch)
 
 
 def _serve_torch() -> None:

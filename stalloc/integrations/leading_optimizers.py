@@ -9,7 +9,9 @@ program begins with what another one's batch has left to do.
 """
 
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -17,8 +19,6 @@ from stalloc.core.constants import LITTLE
 
 
 class LeadingOptimizers(threading.local):
-    """The leaders of this thread's devices."""
-
     def __init__(self, requested_bytes: Callable[[int], int] = lambda device: 0) -> None:
         """`requested_bytes` says how many bytes a device's program has asked for so far: for `begin_step`."""
         self._leaders: dict[int, weakref.ref[Any]] = {}
@@ -50,3 +50,41 @@ class LeadingOptimizers(threading.local):
         self._stepped.pop(device, None)
         self._led_at[device] = self._requested_bytes(device)
         return not takes_over
+
+
+MOST_STEPS = 1 << 16  #: the last ones are kept
+
+
+class StepTimes:
+    """Steps of the leading optimizer from `begin` on, by wall time: a history of PyTorch's allocator knows of none."""
+
+    def __init__(self) -> None:
+        self._times_us: deque[int] = deque(maxlen=MOST_STEPS)
+        self._hook: Any = None
+
+    def begin(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.end()
+        self._times_us.clear()
+        leaders = LeadingOptimizers()
+
+        def has_stepped(optimizer: Any, *_: Any) -> None:
+            if leaders.devices_led(optimizer, [0]):
+                self._times_us.append(time.time_ns() // 1000)
+
+        self._hook = register_optimizer_step_post_hook(has_stepped)
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def add_to(self, snapshot: dict[str, Any]) -> None:
+        """Write the steps into a snapshot as torch.profiler's are, unless its schedule has marked steps itself."""
+        noted = snapshot.setdefault("external_annotations", [])
+        if not any(str(note.get("name", "")).startswith("ProfilerStep#") for note in noted):
+            noted += [
+                {"name": f"ProfilerStep#{number}", "stage": "START", "time_us": time_us}
+                for number, time_us in enumerate(self._times_us)
+            ]

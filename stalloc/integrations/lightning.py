@@ -3,7 +3,7 @@
 from typing import Any
 
 from stalloc.errors import SetupError
-from stalloc.integrations.memory_scalars import memory_scalars
+from stalloc.integrations.memory_figures import memory_scalars
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -18,7 +18,6 @@ class MemoryScalars(Callback):
     """Logs the scalars after each batch of training for which the Trainer logs (`log_every_n_steps`)."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Lightning calls this."""
         if trainer.global_step % max(trainer.log_every_n_steps, 1):
             return
         scalars = memory_scalars()

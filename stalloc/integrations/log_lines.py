@@ -3,7 +3,7 @@
 import logging
 
 from stalloc.figures import human_bytes
-from stalloc.integrations.memory_scalars import memory_scalars
+from stalloc.integrations.memory_figures import memory_scalars
 
 _LOGGER = logging.getLogger("stalloc.memory")
 

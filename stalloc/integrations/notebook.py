@@ -22,26 +22,21 @@ def load_ipython_extension(shell: Any) -> None:
 
     def show(line: str, cell: str) -> None:
         """Run the cell and show what it did with GPU memory."""
-        show_cell(shell, cell)
+        history = NativeHistory()
+        history.begin()
+        try:
+            shell.run_cell(cell)
+            traces = history.traces("this cell")
+        finally:
+            history.end()
+        if not traces:
+            say("the cell allocated no GPU memory, so there is nothing to show.")
+            return
+        from IPython.display import display
+
+        display({"text/html": framed(traces), "text/plain": "\n".join(map(repr, traces))}, raw=True)
 
     shell.register_magic_function(show, magic_kind="cell", magic_name="stalloc")
-
-
-def show_cell(shell: Any, cell: str) -> None:
-    """Run a cell and display its page; one sentence if it used no GPU memory."""
-    history = NativeHistory()
-    history.begin()
-    try:
-        shell.run_cell(cell)
-        traces = history.traces("this cell")
-    finally:
-        history.end()
-    if not traces:
-        say("the cell allocated no GPU memory, so there is nothing to show.")
-        return
-    from IPython.display import display
-
-    display({"text/html": framed(traces), "text/plain": "\n".join(map(repr, traces))}, raw=True)
 
 
 def framed(traces: "Sequence[Trace]") -> str:

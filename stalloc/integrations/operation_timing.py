@@ -22,12 +22,13 @@ def measured_nanoseconds(calls: Sequence[list[Any]]) -> list[int]:
 
 def _time(call: list[Any]) -> int:
     import torch
+    from torch.utils._pytree import tree_leaves
 
     try:
         operator = _allowed(call)
         given, named = arguments_of(operator, call[2], "cuda")
-        for tensor in _tensors([*given, *named.values()]):
-            if not tensor.is_floating_point():
+        for tensor in tree_leaves([*given, *named.values()]):
+            if hasattr(tensor, "is_floating_point") and not tensor.is_floating_point():
                 tensor.zero_()  # an index is then one that there is
         for _ in range(_WARM):
             operator(*given, **named)
@@ -64,9 +65,3 @@ def _allowed(call: list[Any]) -> Any:
     if not any(has(full, key) for key in ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")):
         raise CallError(f"{name} does not run on GPUs")
     return operator
-
-
-def _tensors(values: Sequence[Any]) -> list[Any]:
-    from torch.utils._pytree import tree_leaves
-
-    return [one for one in tree_leaves(list(values)) if hasattr(one, "is_floating_point")]

@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import stalloc
 from stalloc.errors import BadInputError, SetupError
 from stalloc.files import write_whole
 from stalloc.integrations import program_source
@@ -26,8 +27,7 @@ from stalloc.private import private_folder, read_private, user_cache
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
-    from stalloc.runtime import Runtime, Settings
-    from stalloc.trace import Trace
+    from stalloc.runtime import Runtime
 
 _OFF = ("off", "0", "no")
 _MAX_BYTES = 256 << 20  # of all plans together
@@ -43,27 +43,18 @@ def folder() -> Path | None:
     named = os.environ.get("STALLOC_CACHE", "")
     if named.lower() in _OFF or os.environ.get("STALLOC_POISON", "") not in ("", "0"):
         return None  # guards make requests larger: plans of the two modes do not fit each other
-    if named:
-        return Path(named)
-    return user_cache("plans")
+    return Path(named) if named else user_cache("plans")
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _versions() -> dict[str, str]:
-    from stalloc import __version__
-
-    cupy = next((v for v in map(_version, ("cupy", "cupy-cuda13x", "cupy-cuda12x")) if v), "")
-    return {"python": sys.version, "stalloc": __version__, "torch": _version("torch"), "cupy": cupy}
+def _version(*packages: str) -> str:
+    """Of the first that is installed."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Name and total bytes of every device, without a context on any."""
     from stalloc.device import virtual
     from stalloc.device.nvidia_driver import gpus
 
@@ -74,8 +65,6 @@ def _devices() -> list[tuple[str, int]]:
 
 
 class PlanCache:
-    """The file of one program under one configuration."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
         self.loaded = False  #: whether `load` found plans
@@ -83,7 +72,6 @@ class PlanCache:
 
     @property
     def kept(self) -> bool:
-        """Whether plans are kept for the next run."""
         return not self._refused and os.path.exists(self.file)
 
     def load(self) -> "list[Plan]":
@@ -132,13 +120,11 @@ class PlanCache:
                 return
             self.remove()
         observed = [(c.recording.observed_trace, c.status.settings) for c in used]
-        self._keep([(trace, settings) for trace, settings in observed if trace is not None])
-
-    def _keep(self, found: "list[tuple[Trace, Settings]]") -> None:
-        from stalloc.planner import plan
-
+        found = [(trace, settings) for trace, settings in observed if trace is not None]
         if not found or not all(trace.info.get("complete", False) for trace, _ in found):
             return
+        from stalloc.planner import plan, plans_to_bytes
+
         stop = threading.Event()
         timer = threading.Timer(_PLANNING_SECONDS, stop.set)
         timer.daemon = True
@@ -147,12 +133,8 @@ class PlanCache:
         made = [plan(trace, stop=stop, streams=settings.streams) for trace, settings in found]
         plans = [plan for plan in made if plan.kind == "program"]
         timer.cancel()
-        if plans:
-            self._save(plans)
-
-    def _save(self, plans: "list[Plan]") -> None:
-        from stalloc.planner import plans_to_bytes
-
+        if not plans:
+            return
         try:
             private_folder(self.file.parent, _ADVICE)
             write_whole(self.file, plans_to_bytes(plans), _ADVICE, private=True)
@@ -166,7 +148,6 @@ class PlanCache:
         say(f"the plan could not be kept for the next run: {reason}")
 
     def remove(self) -> None:
-        """Forget the plans."""
         with contextlib.suppress(OSError):
             self.file.unlink()
 
@@ -179,8 +160,7 @@ def _is_stale(report: Any) -> bool:
 
 def _prune(directory: Path) -> None:
     """Remove the least recently used plans beyond the total size; other processes may do the same."""
-    total = 0
-    found = []
+    total, found = 0, []
     for file in directory.glob("*.plan.npz"):
         with contextlib.suppress(OSError):
             status = file.stat()
@@ -192,23 +172,16 @@ def _prune(directory: Path) -> None:
                 file.unlink()
 
 
-def of_program(command: list[str], streams: str = "separate") -> PlanCache | None:
-    """The cache of a program given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…].
+def of_program(command: list[str] | None, streams: str = "separate") -> PlanCache | None:
+    """The cache of a program given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…]; None: of this process.
 
     `streams` are the settings of that name and the price of a handover. The devices have to be decided. None if there
-    is no cache or no file that says what the program is.
+    is no cache or no file that says what the program is, as for what was typed in or given with -c.
     """
     directory = folder()
-    return None if directory is None else _of_source(directory, program_source.of_command(command), streams)
-
-
-def of_this_program(streams: str = "separate") -> PlanCache | None:
-    """The cache of the program that this interpreter runs; None too for what was typed in or given with -c."""
-    directory = folder()
-    return None if directory is None else _of_source(directory, program_source.of_this_process(), streams)
-
-
-def _of_source(directory: Path, source: program_source.ProgramSource | None, streams: str) -> PlanCache | None:
+    if directory is None:
+        return None
+    source = program_source.of_this_process() if command is None else program_source.of_command(command)
     if source is None:
         return None
     key = {
@@ -218,7 +191,12 @@ def _of_source(directory: Path, source: program_source.ProgramSource | None, str
         "streams": [streams],
         "devices": _devices(),
         "ranks": [os.environ.get(name, "") for name in _RANK_VARIABLES],
-        "versions": _versions(),
+        "versions": {
+            "python": sys.version,
+            "stalloc": stalloc.__version__,
+            "torch": _version("torch"),
+            "cupy": _version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
+        },
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return PlanCache(directory / f"{source.path.stem[:40]}-{digest}.plan.npz")

@@ -3,6 +3,8 @@
 Contract: whatever cannot be read whole, such as a pipe or a prompt, is no program that can be known again.
 """
 
+import contextlib
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -29,8 +31,6 @@ def of_command(command: list[str]) -> ProgramSource | None:
     """The program that is given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…]; None if no file says it."""
     if command[0] != "-m":
         return _read(command[0], command[1:])
-    import importlib.util
-
     here = os.getcwd()
     sys.path.insert(0, here)  # as `python -m` has it
     try:
@@ -62,12 +62,8 @@ def of_this_process() -> ProgramSource | None:
 
 
 def _read(script: str | None, arguments: list[str]) -> ProgramSource | None:
-    if script is None:
-        return None
-    try:
-        path = Path(script).resolve()
-        if not path.is_file():
-            return None  # a pipe has been read already
-        return ProgramSource(path, path.read_bytes(), arguments)
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        path = Path(script or "").resolve()
+        if path.is_file():  # a pipe has been read already
+            return ProgramSource(path, path.read_bytes(), arguments)
+    return None

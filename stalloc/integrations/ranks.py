@@ -36,7 +36,7 @@ def plan_together(schedule: "Schedule", *, streams: "Streams" = "separate") -> "
     store, rank, num_ranks = job
     key = f"stalloc/plan/{streams}/{digest(schedule)}"
     try:
-        _wait_for_turn(rank, num_ranks)
+        time.sleep(seconds_to_turn(time.time(), rank, num_ranks))
         mine = store.add(f"{key}/ranks", 1) == 1
         found = None if mine else _take(job, key, schedule, handovers=streams != "separate")
     except Exception:  # of many kinds: a store whose server is gone, a backend that cannot add
@@ -56,9 +56,8 @@ def digest(schedule: "Schedule") -> str:
     """What two ranks have to have in common to share a plan: the schedule and the version of stalloc."""
     from stalloc import __version__
 
-    found = hashlib.sha256(
-        f"{__version__} {schedule.num_prologue} {schedule.cycle_start} {schedule.cycle_end}".encode()
-    )
+    numbers = f"{__version__} {schedule.num_prologue} {schedule.cycle_start} {schedule.cycle_end}"
+    found = hashlib.sha256(numbers.encode())
     for name in _COLUMNS:
         found.update(np.ascontiguousarray(getattr(schedule, name)).tobytes())
     return found.hexdigest()[:32]
@@ -85,10 +84,6 @@ def seconds_to_turn(now: float, rank: int, num_ranks: int) -> float:
     return (rank * _TURN_SECONDS - now) % max(_POLL_SECONDS, num_ranks * _TURN_SECONDS)
 
 
-def _wait_for_turn(rank: int, num_ranks: int) -> None:
-    time.sleep(seconds_to_turn(time.time(), rank, num_ranks))
-
-
 def _job() -> tuple[Any, int, int] | None:
     """The store of this job, this rank, and how many there are; None outside of one or with a single rank."""
     distributed = sys.modules.get("torch.distributed")
@@ -105,16 +100,12 @@ def _take(job: tuple[Any, int, int], key: str, schedule: "Schedule", *, handover
     from stalloc.planner import plans_from_bytes
 
     store, rank, num_ranks = job
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        _wait_for_turn(rank, num_ranks)
-        if store.check([key]):
-            break
+    end, is_there = time.monotonic() + _PATIENCE_SECONDS, False
+    while not is_there:
         if time.monotonic() > end:
             return None
+        time.sleep(seconds_to_turn(time.time(), rank, num_ranks))
+        is_there = store.check([key])
     [plan] = plans_from_bytes(bytes(store.get(key)), "what another rank handed over")
-    return (
-        dataclasses.replace(plan, method=f"{plan.method}, by another rank")
-        if fits(plan, schedule, handovers=handovers)
-        else None
-    )
+    fitting = fits(plan, schedule, handovers=handovers)
+    return dataclasses.replace(plan, method=f"{plan.method}, by another rank") if fitting else None

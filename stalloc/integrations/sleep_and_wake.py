@@ -3,21 +3,30 @@
 Contract: as long as a job sleeps that was not told which tags, whoever asks for memory gets one sentence; what is freed
 is freed. Sleeping affects all devices of the process that were used, or none. What is tagged is found where it lies
 when the job falls asleep.
+
+Where a run has `SleepPhases`, they are told; without them nothing is looked at, and nothing of that asks for memory of
+the device.
 """
 
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from stalloc.core.constants import GRANULE
 from stalloc.errors import BadInputError, SetupError
 from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import served_controllers
 from stalloc.integrations.sleep_notes import begin_phase, end_phase, note_request, note_waking
 from stalloc.runtime import Runtime, current
 from stalloc.sleeping.asleep import InFile, InHost, Keeper, Sleep, Tags, check_can_sleep, fall_asleep, wake_up
+from stalloc.runtime import Controller, Runtime, current
+from stalloc.runtime.call_sites import this_call_site
+from stalloc.sleeping.asleep import Sleep, Tags, check_can_sleep, could_give_back, fall_asleep, wake_up
+from stalloc.sleeping.kept_bytes import InFile, InHost, Keeper, Nowhere
 
 _KEEPERS = ("host", "disk", "drop")
 _asleep: list[Sleep] = []
@@ -26,8 +35,6 @@ _tagged: dict[str, list["weakref.ref[Any]"]] = {}
 
 @dataclass(frozen=True)
 class Slept:
-    """What sleeping did."""
-
     given_back_bytes: int  #: of device memory
     kept_bytes: int  #: that were copied
 
@@ -81,7 +88,7 @@ def sleep(
     for controller in used:
         check_can_sleep(controller)
     done: list[Sleep] = []
-    end_phase(runtime, _asleep)
+    _end_phase(runtime)
     runtime.refuse_requests("this job sleeps, and its memory is with others: call stalloc.wake() first.")
     try:
         for controller in used:
@@ -94,7 +101,7 @@ def sleep(
     _asleep.extend(done)
     installation.sleeps_whole = wanted is None
     _serve(runtime)
-    begin_phase("sleep", wanted, _asleep)
+    _begin_phase("sleep", wanted)
     return Slept(sum(one.held_bytes for one in done), sum(one.kept_bytes for one in done))
 
 
@@ -109,33 +116,39 @@ def wake(*, tags: str | Iterable[str] | None = None) -> None:
     wanted = _wanted(tags)
     waking = [one for one in reversed(_asleep) if wanted is None or one.tags & wanted]
     if waking and runtime is not None:
-        end_phase(runtime, _asleep)
+        _end_phase(runtime)
     for number, one in enumerate(waking):
         try:
             wake_up(one)
         except SetupError:
-            note_waking(waking[number:], _named_addresses())
+            _note_waking(waking[number:])
             raise
         _asleep.remove(one)
         installation.sleeps_whole = False
     if waking:
-        begin_phase("wake", wanted, _asleep)
+        _begin_phase("wake", wanted)
     if runtime is not None:
         _serve(runtime)
 
 
 def tell_phases(runtime: Runtime) -> None:
     """Have requests that are refused noted with the phases, once something is tagged."""
-    runtime.observers.append(
-        lambda device, size, _, free: note_request(runtime, device, size, free, _named_addresses())
-    )
+
+    def note(device: int, size_bytes: int, _: int, free_bytes: int) -> None:
+        if installation.sleep_phases is not None and (tags := _named_addresses()):
+            could = _could_sleep(runtime.controllers[device], tags)
+            installation.sleep_phases.refused(
+                waking=None, at=this_call_site(), wanted_bytes=size_bytes, free_bytes=free_bytes, could_sleep=could
+            )
+
+    runtime.observers.append(note)
 
 
 def phases_told(runtime: Runtime | None, *, failed: bool) -> dict[str, Any] | None:
     """The phases of a program that is over, as `SleepPhases.told` has them."""
     if runtime is None or installation.sleep_phases is None:
         return None
-    end_phase(runtime, _asleep)
+    _end_phase(runtime)
     told: dict[str, Any] | None = installation.sleep_phases.told(failed=failed)
     return told
 
@@ -170,9 +183,9 @@ def _named_addresses() -> dict[int, Tags]:
 
 
 def _keeper(to: str, folder: str | Path | None) -> Keeper:
-    if to == "host":
-        return InHost()
-    return InFile(Path(folder or tempfile.gettempdir())) if to == "disk" else Keeper()
+    if to == "disk":
+        return InFile(Path(folder or tempfile.gettempdir()))
+    return InHost() if to == "host" else Keeper()
 
 
 def _addresses(value: Any) -> list[int]:
@@ -187,3 +200,41 @@ def _addresses(value: Any) -> list[int]:
     if hasattr(value, "data") and hasattr(value.data, "mem"):
         return [int(value.data.mem.ptr)]
     raise BadInputError(f"{type(value).__name__} is no tensor, module, optimizer or array: give one of those.")
+
+
+def _end_phase(runtime: Runtime) -> None:
+    """Something is about to sleep or to wake."""
+    if installation.sleep_phases is not None:
+        peaks = [
+            one.state.take_phase_peak() - sum(part.live_bytes for part in _asleep if part.controller is one)
+            for one in served_controllers(runtime)
+        ]
+        installation.sleep_phases.end(max(peaks, default=0))
+
+
+def _begin_phase(how: str, wanted: Iterable[str] | None) -> None:
+    if installation.sleep_phases is not None:
+        held: Counter[str] = Counter()
+        for one in _asleep:
+            held[" + ".join(sorted(tag or "what has no tag" for tag in one.tags))] += one.held_bytes
+        installation.sleep_phases.begin(f"{how} {', '.join(sorted(wanted or ()))}".strip(), dict(held))
+
+
+def _note_waking(waking: Sequence[Sleep]) -> None:
+    """The first of these found no room."""
+    if installation.sleep_phases is not None:
+        controller = waking[0].controller
+        mapped = [pages for one in waking if one.controller is controller for _, pages in one.to_map()]
+        installation.sleep_phases.refused(
+            waking=", ".join(sorted({tag for one in waking for tag in one.tags if tag})) or "what has no tag",
+            at=this_call_site(),
+            wanted_bytes=GRANULE * sum(map(len, mapped)),
+            free_bytes=controller.memory.source.free_bytes(),
+            could_sleep=_could_sleep(controller, _named_addresses()),
+        )
+
+
+def _could_sleep(controller: Controller, tags: Mapping[int, Tags]) -> dict[str, int]:
+    names = sorted({name for named in tags.values() for name in named if name})
+    found = {name: could_give_back(controller, tags, [name]) for name in names}
+    return {name: size for name, size in found.items() if size}

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from stalloc.errors import BadInputError, StallocError
 from stalloc.imports import after_import, before_import
-from stalloc.integrations.installation import installation
+from stalloc.integrations.installation import current, installation
 from stalloc.notices import say
 
 TYPE_CHECKING = False
@@ -28,11 +28,13 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
     from typing import Any
 
     from stalloc.device import VirtualGPU
-    from stalloc.planner.sharing import Streams
-    from stalloc.runtime.runtime_settings import Arena
-
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_RECORDERS = (  # each with the function that begins it, of a folder
+    ("STALLOC_GUARD", "stalloc.integrations.native_history", "follow_child"),
+    ("STALLOC_RECORD", "stalloc.integrations.flight_record", "flight_recorder"),
+)
+_STREAMS, _ARENAS = ("separate", "share"), ("pages", "pool")
 _lock = RLock()
 
 
@@ -60,37 +62,29 @@ def _arm() -> None:
     is_on = wanted.lower() not in _OFF
     if is_on and wanted.lower() not in _ON:
         raise BadInputError(f"STALLOC is {wanted[:40]!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
-    guard, flight = (os.environ.get(name, "") for name in ("STALLOC_GUARD", "STALLOC_RECORD"))
-    recorders = [(_follow_child, guard)] * (guard not in _OFF) + [(_begin_flight, flight)] * (flight not in _OFF)
+    recorders = [one for one in _RECORDERS if os.environ.get(one[0], "") not in _OFF]
     kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
     if is_on:
-        chosen_streams()
-        chosen_arena()
-    is_virtual = kind == "virtual" and (is_on or guard not in _OFF)
+        _chosen("STALLOC_STREAMS", _STREAMS)
+        _chosen("STALLOC_ARENA", _ARENAS)
+    is_virtual = kind == "virtual" and (is_on or os.environ.get("STALLOC_GUARD", "") not in _OFF)
 
     def at_import() -> None:
         if is_virtual:
             _contained(_activate_virtual, gpu, is_on)
-        for begin, folder in recorders:
-            _contained(begin, folder)
+        for one in recorders:
+            _contained(_record, *one)
 
     if is_virtual or recorders:
         before_import(("torch", "cupy", "cupy_backends"), at_import)
     if is_on and not is_virtual:
-        _watch(kind)
+        at_first_use(lambda: _contained(_install_with_cache, kind))
 
 
-def _begin_flight(folder: str) -> None:
-    from stalloc.integrations.flight_record import flight_recorder
+def _record(variable: str, module: str, begin: str) -> None:
+    import importlib
 
-    flight_recorder(folder)
-
-
-def _follow_child(folder: str) -> None:
-    """Record what this process allocates, for the tests that started it."""
-    from stalloc.integrations import child_record
-
-    child_record.follow(folder)
+    getattr(importlib.import_module(module), begin)(os.environ[variable])
 
 
 def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, VirtualGPU | None]":
@@ -110,39 +104,25 @@ def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, Virt
 
     several = re.fullmatch(r"([0-9]{1,9})x(.+)", which)
     count, which = (int(several[1]), several[2]) if several else (1, which)
-    if which[0].isdigit():
-        gpu = VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
-    else:
-        gpu = find_gpu(which)
+    is_size = which[0].isdigit()
+    gpu = VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which)) if is_size else find_gpu(which)
     return kind, dataclasses.replace(gpu, num_devices=count)
 
 
-def chosen_streams() -> "Streams":
-    """What STALLOC_STREAMS says. Raises BadInputError for anything but a setting of that name."""
-    name = os.environ.get("STALLOC_STREAMS", "separate")
-    if name not in ("separate", "share"):
-        raise BadInputError(f"STALLOC_STREAMS is {name[:40]!r}: set it to separate or share.")
-    return "share" if name == "share" else "separate"
-
-
-def chosen_arena() -> "Arena":
-    """What STALLOC_ARENA says. Raises BadInputError for anything but a setting of that name."""
-    name = os.environ.get("STALLOC_ARENA", "pages")
-    if name not in ("pages", "pool"):
-        raise BadInputError(f"STALLOC_ARENA is {name[:40]!r}: set it to pages or pool.")
-    return "pool" if name == "pool" else "pages"
+def _chosen(variable: str, choices: tuple[str, str]) -> "Any":
+    """What a variable says, by default the first. Raises BadInputError for anything but one of the choices."""
+    name = os.environ.get(variable, choices[0])
+    if name not in choices:
+        raise BadInputError(f"{variable} is {name[:40]!r}: set it to {' or '.join(choices)}.")
+    return name
 
 
 def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
     from stalloc import device
 
     device.activate("virtual", gpu)
-    if is_on:
-        _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
-
-
-def _watch(kind: str) -> None:
-    at_first_use(lambda: _contained(_install_with_cache, kind))
+    if is_on:  # only now: the virtual GPU looks for imports too, and these come before
+        at_first_use(lambda: _contained(_install_with_cache, "virtual"))
 
 
 def at_first_use(start: "Callable[[], object]", *, cupy: bool = True) -> None:
@@ -173,9 +153,9 @@ def _watch_torch() -> None:
 
         setattr(torch._C, name, install_and_call)
 
-    from stalloc.integrations import torch_own_pools
+    from stalloc.integrations import torch_pools
 
-    torch_own_pools.answer(torch)  # a program may take them by name before CUDA is initialised
+    torch_pools.answer(torch)  # a program may take them by name before CUDA is initialised
     watch("_cuda_init")
     watch("_cuda_record_memory_history")  # it initialises CUDA by another way
     _watch_pinning(torch.Tensor)
@@ -200,7 +180,6 @@ def _watch_pinning(tensor: "Any") -> None:
 def _watch_cupy() -> None:
     """Install at CuPy's first allocation; who asks for its pool before that gets the one that answers from then on."""
     from stalloc.integrations.cupy_default_pool import hand_out
-    from stalloc.integrations.installing import current
 
     if current() is not None:
         return
@@ -231,8 +210,6 @@ def _serve_cupy() -> bool:
 def start_now() -> None:
     """Call what was given to `at_first_use`, unless that was done, or stalloc was installed meanwhile."""
     with _lock:
-        from stalloc.integrations.installing import current
-
         if installation.was_started or current() is not None or installation.start is None:
             return
         installation.was_started = installation.is_starting = True
@@ -254,8 +231,8 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
 
     def start_or_end() -> None:
         try:
-            if sees_gpus():
-                start(*served_libraries())
+            if served := _served_libraries():
+                start(*served)
         except StallocError as error:
             errors.append(error)
             raise SystemExit(2) from None
@@ -265,17 +242,13 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
     return errors
 
 
-def sees_gpus() -> bool:
-    """Whether there is a GPU in this process's environment; where there is none torch or CuPy will say so."""
+def _served_libraries() -> tuple[bool, bool] | None:
+    """Whether the program leaves the allocators of torch and CuPy to us; None without a GPU, as both will say."""
     from stalloc.device.nvidia_driver import gpus
-
-    return bool(gpus())
-
-
-def served_libraries() -> tuple[bool, bool]:
-    """Whether torch and CuPy are to be served: the program has chosen no allocator of its own for them."""
     from stalloc.integrations import torch_conf
 
+    if not gpus():
+        return None
     torch = sys.modules.get("torch")
     return torch is None or torch_conf.leaves_allocator_to_us(torch), _serve_cupy()
 
@@ -285,22 +258,21 @@ def _install_with_cache(kind: str) -> None:
     from stalloc.integrations.installing import install
     from stalloc.runtime import Settings
 
-    if not sees_gpus():
+    served = _served_libraries()
+    if served is None:
         return
-    serve_torch, serve_cupy = served_libraries()
-    streams = chosen_streams()
-    cache = plan_cache.of_this_program(streams)
+    serve_torch, serve_cupy = served
+    streams = _chosen("STALLOC_STREAMS", _STREAMS)
+    cache = plan_cache.of_program(None, streams)
     runtime = install(
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
         cupy=serve_cupy,
-        settings=Settings(streams=streams, arena=chosen_arena()),
+        settings=Settings(streams=streams, arena=_chosen("STALLOC_ARENA", _ARENAS)),
         known_plans=cache.load() if cache is not None else None,
     )
-    if serve_torch:
-        sentence = torch_conf.report(runtime)
-        if sentence:
-            say(sentence)
+    if serve_torch and (sentence := torch_conf.report(runtime)):
+        say(sentence)
     if cache is not None:
         atexit.register(cache.update, runtime)
     file = os.environ.get("STALLOC_REPORT")

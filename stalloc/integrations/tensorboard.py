@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stalloc.integrations.memory_scalars import memory_scalars
+from stalloc.integrations.memory_figures import memory_scalars
 
 
 def write_scalars(writer: Any, step: int) -> None:

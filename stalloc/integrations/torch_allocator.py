@@ -2,10 +2,18 @@
 
 torch takes a pluggable allocator only before CUDA is first used, and never gives it back. What torch then refuses to
 answer (statistics, peaks, histories) is answered in torch_answers.
+
+Contract: once torch is served, a program whose backward passes are over ends with its own code. A backward pass returns
+to the program before the thread that ran it has dropped what it still refers to. If the interpreter has ended by then,
+the thread is ended inside a C++ destructor, and with it the process: "terminate called without an active exception",
+exit code 134, under any allocator.
 """
 
+import atexit
+import contextlib
 import ctypes
 import sys
+import time
 import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,16 +22,20 @@ from typing import Any
 from stalloc.core.entry import torch_entries, torch_record_stream
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
-from stalloc.integrations import autograd_threads, torch_answers, torch_cache_info
-from stalloc.integrations.graph_replays import Replays
+from stalloc.integrations import torch_answers
+from stalloc.integrations.graph_pools import Replays
 from stalloc.integrations.installation import installation
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
+from stalloc.runtime.captures import Captures
 from stalloc.runtime.entries import persistent_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
 _LOOK_EVERY = 64  # steps, after which the devices of an optimizer's parameters are looked up again
 _INT = 0x7FFF_FFFF  # the bits of a C int in a word
+_BACKWARD_THREADS = "pt_autograd"  # and the number of the device
+_LOOK_SECONDS = 0.001  # between two looks; Python's lock is free meanwhile
+_PATIENCE_SECONDS = 1.0  # a pass that another thread of the program has begun may go on for ever
 
 
 def check_untouched() -> None:
@@ -39,16 +51,14 @@ def check_untouched() -> None:
     )
 
 
-def _holders(torch: Any, limit: int = 3) -> list[str]:
+def _holders(torch: Any) -> list[str]:
     """Names in the program's main module that hold CUDA memory, as a trace of who used it."""
     found = []
     for name, value in list(vars(sys.modules.get("__main__", sys)).items()):
-        tensors = [value] if isinstance(value, torch.Tensor) else []
-        if isinstance(value, torch.nn.Module):
-            tensors = list(value.parameters())
-        if any(tensor.is_cuda for tensor in tensors):
+        tensors = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
             found.append(name)
-    return found[:limit]
+    return found[:3]
 
 
 def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> bool:
@@ -72,7 +82,7 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
         ) from None
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
-    torch_cache_info.answer(torch, allocator)
+    torch_answers.answer_cache_info(torch, allocator)
     try:
         torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
     except RuntimeError:  # which torch.cuda.is_initialized() does not say
@@ -84,7 +94,8 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     installation.replays = Replays(torch, runtime)
     _watch_optimizers(runtime, stepped)
     _keep.append(allocator)
-    autograd_threads.wait_at_exit()
+    atexit.unregister(_wait_for_backward)  # once, however often this is called
+    atexit.register(_wait_for_backward)
     return True
 
 
@@ -151,23 +162,16 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
             controller.memory.release_unused()
         return 1
 
-    def begin_capture(device: int, first: int, second: int) -> int:
-        controllers[device & _INT].captures.begin((first, second))
-        return 1
+    def of_captures(act: Callable[[Captures, tuple[int, int]], object]) -> int:
+        # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
+        def handle(device: int, first: int, second: int) -> int:
+            act(controllers[device & _INT].captures, (first, second))
+            return 1
 
-    def end_capture(device: int, *_: int) -> int:
-        controllers[device & _INT].captures.end()
-        return 1
+        return persistent_entry(handle)
 
-    def release_capture(device: int, first: int, second: int) -> int:
-        controllers[device & _INT].captures.release((first, second))
-        return 1
-
-    def limit(fraction: float, device: int) -> None:
-        controllers[device].memory.limit(fraction)
-
-    # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
-    begin, end = persistent_entry(begin_capture), persistent_entry(end_capture)
+    begin = of_captures(lambda captures, pool: captures.begin(pool))
+    end = of_captures(lambda captures, _: captures.end())
     if hasattr(allocator, "set_begin_allocate_to_pool"):
         allocator.set_begin_allocate_to_pool(begin)
         allocator.set_end_allocate_to_pool_fn(end)
@@ -177,7 +181,30 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         allocator.set_end_allocate_stream_to_pool_fn(end)
     allocator.set_record_stream_fn(torch_record_stream(runtime.states))
     allocator.set_reset_fn(persistent_entry(empty_cache))
-    allocator.set_release_pool(persistent_entry(release_capture))
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
+    allocator.set_release_pool(of_captures(lambda captures, pool: captures.release(pool)))
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(
+        lambda fraction, device: controllers[device].memory.limit(fraction)
+    )
     _keep.append(callback)
     allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)
+
+
+def _wait_for_backward() -> None:
+    """Wait until its threads are idle, a second at most."""
+    end, seen = time.monotonic() + _PATIENCE_SECONDS, _states()
+    while seen and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        before, seen = seen, _states()
+        if seen == before and all(state.startswith("State:\tS") for state in seen.values()):
+            return
+
+
+def _states() -> dict[str, str]:
+    """By autograd thread, whether it sleeps and how often it has stopped; empty where the system does not say."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # that thread has just ended
+            lines = status.read_text().splitlines()
+            if lines[0].startswith(f"Name:\t{_BACKWARD_THREADS}"):
+                found[status.parent.name] = " ".join(line for line in lines if line.startswith(("State", "voluntary")))
+    return found

@@ -13,7 +13,6 @@ act on.
 import os
 import sys
 import warnings
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stalloc.allocator_conf import conf_in_force, conf_text, parse_settings, variables_read
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _EXPANDABLE = "expandable_segments"
 _FRACTION = "per_process_memory_fraction"
-_STARTS_WITH_PROCESS = ("backend",)
+_STARTS_WITH_PROCESS = "backend"
 
 
 class AllocConf:
@@ -33,20 +32,20 @@ class AllocConf:
 
     def __init__(self, changed: dict[str, str]) -> None:
         variables = variables_read(release_installed())
-        self.variable = variables[0]
-        """What this torch reads first."""
+        self.variable = variables[0]  #: what this torch reads first
         self._text_before = os.environ.get(self.variable)
         self._settings_before = conf_in_force(os.environ, variables)[1]
-        self.settings = {**self._settings_before, **changed}
-        """All that is in force, by name."""
-        for name in [name for name, value in self.settings.items() if value == ""]:
-            del self.settings[name]
-        _check({name: value for name, value in self.settings.items() if name not in _STARTS_WITH_PROCESS}, changed)
+        wanted = {**self._settings_before, **changed}
+        self.settings = {name: value for name, value in wanted.items() if value != ""}  #: all that is in force, by name
+        checked = {name: value for name, value in self.settings.items() if name != _STARTS_WITH_PROCESS}
+        try:
+            parse_settings(conf_text(checked))
+        except BadInputError as error:
+            raise BadInputError(f"alloc_conf of {', '.join(changed) or 'nothing'}: {error}") from error
         self._tell(self.settings, self._settings_before)
         os.environ[self.variable] = conf_text(self.settings)
 
     def restore(self) -> None:
-        """Put back what was in force before."""
         self._tell(self._settings_before, self.settings)
         if self._text_before is None:
             os.environ.pop(self.variable, None)
@@ -58,20 +57,24 @@ class AllocConf:
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.backends.cuda.is_built():
             return
-        for name in _STARTS_WITH_PROCESS:
-            if wanted.get(name) != had.get(name):
-                raise SetupError(f"{name} is chosen when torch is imported: set it before, or by {self.variable}.")
-        told = dict(wanted)
-        if _EXPANDABLE in had:
-            told.setdefault(_EXPANDABLE, "False")
-        _apply(torch, conf_text(told))
+        name = _STARTS_WITH_PROCESS
+        if wanted.get(name) != had.get(name):
+            raise SetupError(f"{name} is chosen when torch is imported: set it before, or by {self.variable}.")
+        told = wanted | ({_EXPANDABLE: wanted.get(_EXPANDABLE, "False")} if _EXPANDABLE in had else {})
+        names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+        apply = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+        if apply is None:
+            raise SetupError(
+                f"torch {torch.__version__} changes no settings once it is imported: call alloc_conf before."
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            apply(conf_text(told))
 
     def __enter__(self) -> "AllocConf":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def __str__(self) -> str:
@@ -90,24 +93,6 @@ def alloc_conf(**settings: object) -> AllocConf:
     return AllocConf({name: "" if value is None else str(value) for name, value in settings.items()})
 
 
-def _check(settings: dict[str, str], changed: dict[str, str]) -> None:
-    named = ", ".join(changed) or "nothing"
-    try:
-        parse_settings(conf_text(settings))
-    except BadInputError as error:
-        raise BadInputError(f"alloc_conf of {named}: {error}") from error
-
-
-def _apply(torch: Any, text: str) -> None:
-    names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
-    apply = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
-    if apply is None:
-        raise SetupError(f"torch {torch.__version__} changes no settings once it is imported: call alloc_conf before.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        apply(text)
-
-
 def leaves_allocator_to_us(torch: Any) -> bool:
     """Whether the program has chosen no allocator of its own for torch, by a setting or a call."""
     return getattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")() == "native"
@@ -122,18 +107,13 @@ def put_limit_in_force(runtime: "Runtime") -> None:
 
 
 def report(runtime: "Runtime | None") -> str:
-    """One sentence on what becomes of the settings, empty if there are none; a limit is put in force.
-
-    `runtime` None: the sentence alone.
-    """
+    """One sentence on what becomes of the settings, empty without any; of a runtime, a limit is put in force."""
     variable, found = conf_in_force()
     kept = sorted(name for name in found if name.startswith("pinned_"))
     if runtime is not None:
         put_limit_in_force(runtime)
     kept += [_FRACTION] if _FRACTION in found else []
-    idle = sorted(set(found) - set(kept) - {"backend"})
-    if not idle and not kept:
-        return ""
+    idle = sorted(set(found) - set(kept) - {_STARTS_WITH_PROCESS})
     parts = [f"{', '.join(kept)} in force"] if kept else []
     parts += [f"{', '.join(idle)} without effect on the memory that stalloc serves"] if idle else []
-    return f"{variable} stays as it is: {'; '.join(parts)}."
+    return f"{variable} stays as it is: {'; '.join(parts)}." if parts else ""

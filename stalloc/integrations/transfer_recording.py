@@ -24,8 +24,6 @@ def record_transfers(runtime: Runtime) -> None:
 
 
 class _Noted:
-    """The copies of one device."""
-
     def __init__(self, device: int) -> None:
         self._device = device
         self._copies: list[tuple[Any, int]] = []  # each with what the host held
@@ -42,7 +40,6 @@ class _Noted:
         self._copies.append((copy, held_bytes()))
 
     def columns(self) -> dict[str, Column]:
-        """The table; empty without copies."""
         if self._base is None:
             return {}
         base, base_ns = self._base

@@ -25,7 +25,7 @@ _MAX_STACKS = 1 << 17  # distinct ones; the table that finds them by their hashe
 _TABLE_PAIRS = 1 << 18
 _MAX_CALLS = 1 << 22  # as many as there are events in a record
 _WORD = (1 << 64) - 1
-_WATCHING, _OPERATOR = os.path.join("device", "watched_operations.py"), os.path.join("torch", "_ops.py")
+_WATCHING, _OPERATOR = os.path.join("device", "watched_work.py"), os.path.join("torch", "_ops.py")
 Stack = list[dict[str, Any]]
 
 

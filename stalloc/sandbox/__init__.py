@@ -3,9 +3,7 @@
 `Sandbox` is that of one process; `SandboxedRun` runs a verb's program in one; `ProgramFiles` is for many runs.
 """
 
-from stalloc.sandbox.forked import Ended, SandboxedRun, end_as_python, leave
-from stalloc.sandbox.program_files import ProgramFiles
-from stalloc.sandbox.sandbox import Sandbox
+from stalloc.sandbox.sandbox import Ended, ProgramFiles, Sandbox, SandboxedRun, end_as_python, leave
 from stalloc.sandbox.ways import Way, way
 from stalloc.sandbox.written import Files, files_from_json, merged
 

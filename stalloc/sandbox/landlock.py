@@ -14,9 +14,10 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from stalloc.sandbox.system_calls import LIBC, NO_NEW_PRIVILEGES, SET_SECCOMP, checked
+from stalloc.sandbox.overlay import LIBC, checked
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
+_NO_NEW_PRIVILEGES, _SET_SECCOMP = 38, 22  # options of prctl(2)
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # remove and make entries of every kind
 _SHARED_MEMORY = "/dev/shm"
@@ -46,7 +47,7 @@ def deny_writes(writable: Sequence[Path]) -> None:
                     checked(LIBC.syscall(_ADD, rules, 1, rule, ctypes.c_uint32(0)), "landlock")
                 finally:
                     os.close(folder)
-        checked(LIBC.prctl(NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0))), "no_new_privs")
+        checked(LIBC.prctl(_NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0))), "no_new_privs")
         _leave_attributes(may_truncate=found >= 3)
         checked(LIBC.syscall(_RESTRICT, rules, ctypes.c_uint32(0)), "landlock")
     finally:
@@ -107,4 +108,4 @@ def _leave_attributes(*, may_truncate: bool) -> None:
     program.append((_RETURN, 0, 0, _ALLOW))
     lines = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     whole = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(lines)))
-    checked(LIBC.prctl(SET_SECCOMP, ctypes.c_ulong(2), whole, ctypes.c_ulong(0), ctypes.c_ulong(0)), "seccomp")
+    checked(LIBC.prctl(_SET_SECCOMP, ctypes.c_ulong(2), whole, ctypes.c_ulong(0), ctypes.c_ulong(0)), "seccomp")

@@ -11,6 +11,7 @@ Documentation/filesystems/overlayfs.rst.
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import stat
@@ -18,11 +19,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stalloc.sandbox.system_calls import LIBC, PIVOT_ROOT, checked
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.syscall.restype = ctypes.c_long
+LIBC.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+
+_PIVOT_ROOT = 41 if os.uname().machine == "aarch64" else 155
+
+
+def checked(result: int, what: str) -> int:
+    """The result of a call. Raises OSError with `what` for a file name if it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+    return result
+
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 1 << 12, 1 << 14, 1 << 18
 _DETACH = 2
+#: of a mount, which an ordinary user may not take away; _RELATIME is the one that mount(2) has under another number
+_KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
+_RELATIME = 1 << 21
 _KERNEL_KINDS = frozenset(
     (
         *("proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "cpuset", "mqueue", "securityfs", "debugfs"),
@@ -38,13 +55,10 @@ _MAX_COPIED_BYTES = 1 << 20
 
 @dataclass
 class View:
-    """What the process sees from now on."""
-
-    layer: int = -1
-    """A descriptor of the folder of the layer, which the view does not show."""
+    layer: int = -1  #: a descriptor of the folder of the layer, which the view does not show
     is_user_namespace: bool = False
+    #: folders of the layer with what was written, and the folders that they cover
     covered: list[tuple[str, str]] = field(default_factory=list)
-    """Folders of the layer with what was written, and the folders that they cover."""
     read_only: dict[str, str] = field(default_factory=dict)  #: what could not be covered, and why
 
 
@@ -54,13 +68,13 @@ def enter(layer: Path, real: Sequence[Path] = (), own: Sequence[Path] = ()) -> V
     `own`: places that the program is likely to write to, which are looked for folders of this user's that lie in
     somebody else's.
     """
-    return _Entry(layer, [os.path.realpath(path) for path in real]).enter([os.path.realpath(path) for path in own])
+    return _Entry(layer, real).enter([os.path.realpath(path) for path in own])
 
 
 class _Entry:
-    def __init__(self, layer: Path, real: list[str]) -> None:
+    def __init__(self, layer: Path, real: Sequence[Path]) -> None:
         self._layer = os.path.realpath(layer)
-        self._real = real
+        self._real = [os.path.realpath(path) for path in real]
         self._view = View()
         self._user, self._group = os.geteuid(), os.getegid()
         self._root = os.path.join(self._layer, "root")
@@ -71,12 +85,13 @@ class _Entry:
     def enter(self, own: list[str]) -> View:
         here = os.getcwd()
         self._unshare()
-        self._mounts = _mounts()
+        self._mounts = mounts()
         _mount("none", "/", flags=_REC | _PRIVATE)
         self._prepare_layer()
         self._cover("/")
         for path in sorted(self._mounts, key=lambda one: one.count("/")):
-            if path not in self._done and self._is_reached(path):
+            is_below = any(path.startswith(f"{one}/") for one in self._real)  # a mount that stays as it is
+            if path not in self._done and not is_below and os.path.lexists(path):  # else another one hides it
                 self._cover(path)
         if self._view.is_user_namespace:
             for path in own:
@@ -86,19 +101,23 @@ class _Entry:
         for path in self._real:
             if os.path.exists(path):
                 self._bind(path)
-        self._pivot()
+        os.chdir(self._root)
+        if LIBC.syscall(_PIVOT_ROOT, b".", b".") == 0:
+            checked(LIBC.umount2(b".", _DETACH), "umount")
+        else:  # the root is the initial ramfs, which nothing can take the place of
+            _mount(".", "/", flags=1 << 13)
+            os.chroot(".")
         os.chdir(here)
         return self._view
 
     def _unshare(self) -> None:
         if LIBC.unshare(_NEWNS) == 0:
             return
-        user, group = os.geteuid(), os.getegid()
         checked(LIBC.unshare(_NEWUSER | _NEWNS), "unshare")
         self._view.is_user_namespace = True
         _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{user} {user} 1")
-        _write("/proc/self/gid_map", f"{group} {group} 1")
+        _write("/proc/self/uid_map", f"{self._user} {self._user} 1")
+        _write("/proc/self/gid_map", f"{self._group} {self._group} 1")
 
     def _prepare_layer(self) -> None:
         """Where the file system of the layer can hold none (it is an overlay itself), the layer is in memory."""
@@ -106,7 +125,9 @@ class _Entry:
         try:
             probe = self._new_overlay(self._folder("probe"), self._folder("probed"))
         except OSError:
-            _mount("tmpfs", self._layer, "tmpfs", data=f"mode=700,size={_memory_limit_bytes()}")
+            with open("/proc/meminfo", encoding="ascii") as file:
+                free = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable:")), 1 << 20)
+            _mount("tmpfs", self._layer, "tmpfs", data=f"mode=700,size={free * 1024 // 2}")
             os.makedirs(self._root)
         else:
             checked(LIBC.umount2(os.fsencode(probe), _DETACH), "umount")
@@ -138,10 +159,6 @@ class _Entry:
         self._view.covered.append((name, lower))
         return target
 
-    def _is_reached(self, path: str) -> bool:
-        """Whether a mount can be reached by its path: it is not below another that stays as it is, or hidden by one."""
-        return os.path.lexists(path) and not any(path.startswith(f"{one}/") for one in self._real)
-
     def _cover(self, path: str) -> None:
         """Give the new root what is at a path of the machine, at the same path, covered."""
         self._done.add(path)
@@ -168,7 +185,6 @@ class _Entry:
                     self._bind(path, read_only=error.strerror or str(error))
 
     def _take_apart(self, path: str) -> None:
-        """Cover what is in a folder one by one."""
         target = self._root + path.rstrip("/")
         if os.path.ismount(path) and path != "/" and os.stat(target).st_dev != os.stat(self._root).st_dev:
             _mount("tmpfs", target, "tmpfs")
@@ -205,9 +221,8 @@ class _Entry:
         parts, has_own = Path(path).parts, False
         for depth in range(2, len(parts) + 1):
             here = os.path.join(*parts[:depth])
-            if any(here == one or here.startswith(f"{one}/") for one in (*self._real, *_REAL)):
-                return
-            if not os.path.isdir(here):
+            is_real = any(here == one or here.startswith(f"{one}/") for one in (*self._real, *_REAL))
+            if is_real or not os.path.isdir(here):
                 return
             status = os.stat(here)
             is_own = status.st_uid == self._user
@@ -227,15 +242,9 @@ class _Entry:
         _mount(path, target, flags=_BIND | _REC)
         if read_only:
             self._view.read_only[path] = read_only
-            _mount("none", target, flags=_BIND | _REMOUNT | _RDONLY | _kept_flags(path))
-
-    def _pivot(self) -> None:
-        os.chdir(self._root)
-        if LIBC.syscall(PIVOT_ROOT, b".", b".") == 0:
-            checked(LIBC.umount2(b".", _DETACH), "umount")
-        else:  # the root is the initial ramfs, which nothing can take the place of
-            _mount(".", "/", flags=1 << 13)
-            os.chroot(".")
+            shown = os.statvfs(path).f_flag
+            kept = shown & _KEPT_FLAGS | (_RELATIME if shown & os.ST_RELATIME else 0)
+            _mount("none", target, flags=_BIND | _REMOUNT | _RDONLY | kept)
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
@@ -254,16 +263,7 @@ def _escaped(path: str) -> str:
     return path
 
 
-def _kept_flags(path: str) -> int:
-    """Flags of a mount that an ordinary user may not take away."""
-    shown = os.statvfs(path).f_flag
-    same = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
-    return shown & same | (
-        1 << 21 if shown & os.ST_RELATIME else 0
-    )  # the one flag that mount(2) has under another number
-
-
-def _mounts() -> dict[str, tuple[str, bool]]:
+def mounts() -> dict[str, tuple[str, bool]]:
     """Mount points: the kind of each, and whether it is read-only; of several at one place the last, which is seen."""
     found = {}
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -274,15 +274,3 @@ def _mounts() -> dict[str, tuple[str, bool]]:
             is_read_only = "ro" in fields[5].split(",") or "ro" in kinds[-1].split(",")
             found[path] = (kinds[0], is_read_only)
     return found
-
-
-def mount_kinds() -> dict[str, str]:
-    """What kind of file system each mount point has, as "ext4" or "tmpfs"."""
-    return {path: kind for path, (kind, _) in _mounts().items()}
-
-
-def _memory_limit_bytes() -> int:
-    """How much memory a layer may take: half of what is available."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        free = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable:")), 1 << 20)
-    return free * 1024 // 2

@@ -10,7 +10,7 @@ from typing import Literal
 
 from stalloc.errors import SetupError
 from stalloc.sandbox import landlock, overlay
-from stalloc.sandbox.layer import remove
+from stalloc.sandbox.written import remove
 
 LAYER_PREFIX = "stalloc-layer-"
 _DONE = b"\0"
@@ -21,8 +21,7 @@ class Way:
     """What is done with the writes of a program, and why not more."""
 
     kind: Literal["overlay", "landlock", "none"]
-    reason: str = ""
-    """What the machine said to a layer; empty where it allows one."""
+    reason: str = ""  #: what the machine said to a layer; empty where it allows one
 
     def check(self) -> None:
         """Raise SetupError where nothing keeps writes from files."""
@@ -33,17 +32,16 @@ class Way:
             )
 
     def sentence(self) -> str:
-        """For people."""
-        if self.kind == "overlay":
-            return "writes go to a temporary layer (mount namespace and overlays)"
-        if self.kind == "landlock":
-            return f"writes are refused (Landlock), since this machine allows no layer: {self.reason}"
-        return f"writes cannot be kept from files: this machine allows no layer ({self.reason}) and has no Landlock"
+        return {
+            "overlay": "writes go to a temporary layer (mount namespace and overlays)",
+            "landlock": f"writes are refused (Landlock), since this machine allows no layer: {self.reason}",
+            "none": f"writes cannot be kept from files: this machine allows no layer ({self.reason}) "
+            "and has no Landlock",
+        }[self.kind]
 
 
 @functools.cache
 def way() -> Way:
-    """The best that this machine and this user allow."""
     reason = _tried()
     if not reason:
         return Way("overlay")
@@ -54,18 +52,14 @@ def layer_place() -> Path:
     """Where layers lie: in TMPDIR, without it in /tmp, or in /var/tmp where that one is in memory and this is not."""
     if "TMPDIR" in os.environ:
         return Path(tempfile.gettempdir())
-    kinds = overlay.mount_kinds()
+    mounts = overlay.mounts()
     for path in (tempfile.gettempdir(), "/var/tmp"):
-        if os.access(path, os.W_OK) and _kind_of(path, kinds) != "tmpfs":
+        real = os.path.realpath(path)
+        while real not in mounts and real != "/":
+            real = os.path.dirname(real)
+        if os.access(path, os.W_OK) and mounts.get(real, ("", False))[0] != "tmpfs":
             return Path(path)
     return Path(tempfile.gettempdir())
-
-
-def _kind_of(path: str, kinds: dict[str, str]) -> str:
-    real = os.path.realpath(path)
-    while real not in kinds and real != "/":
-        real = os.path.dirname(real)
-    return kinds.get(real, "")
 
 
 def _tried() -> str:

@@ -148,7 +148,7 @@ def import_libraries() -> None:
     finders, variables = list(sys.meta_path), dict(os.environ)
     device = importlib.import_module("stalloc.device")
     device.activate("virtual")
-    importlib.import_module("stalloc.device.virtual_cupy").redirect(ctypes.CDLL("libstalloc_virtual_gpu.so"))
+    importlib.import_module("stalloc.device.virtual").redirect(ctypes.CDLL("libstalloc_virtual_gpu.so"))
     sys.meta_path[:] = finders  # what it does at an import, it shall do at the program's
     libraries = []
     for library in LIBRARIES:

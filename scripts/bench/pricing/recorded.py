@@ -22,7 +22,7 @@ from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.step_seconds import first_number
 from stalloc.cost.thread_blocks import blocks_of
-from stalloc.integrations.profiled_program import facts_of
+from stalloc.integrations.operation_recording import facts_of
 from stalloc.trace.operations import RangeKind
 
 _NUMBERS = {

@@ -1,17 +1,25 @@
-"""torch.cuda.MemPool under stalloc, which torch refuses under any allocator that is not its own.
+"""torch.cuda.MemPool: under stalloc, which torch refuses under any allocator that is not its own, and above it.
 
 Contract: under stalloc a pool is a name. What is allocated while it is used is served as everything else is, from the
 plan or from the heap, and goes back there. The memory of a CUDA graph that is captured into a pool stays private, as
 ever. Only a pool with an allocator of its own is refused: its memory would not come from where the program wants it.
 Where stalloc does not serve torch, pools are torch's.
+
+`mem_pool` is the compatible way: a pool of torch's whose segments stalloc takes from the device. torch's caching
+allocator stays in charge: its statistics, snapshots, histories and CUDA graphs are its own, and it may have used CUDA
+before. For the same reason there is no plan: stalloc sees segments, not tensors. torch holds a lock of its allocator
+while it calls, so nothing there enters Python, which could wait for that lock: both functions are compiled and call the
+driver.
 """
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from stalloc.errors import SetupError
 from stalloc.imports import after_import
 from stalloc.integrations.installation import installation
 from stalloc.notices import say
@@ -37,18 +45,17 @@ def _heeding_ours(own: Callable[..., Any]) -> Callable[..., Any]:
     def register(backend: Any, pool: Any, *options: Any, **more: Any) -> Any:
         if not isinstance(pool, MemPool):
             return own(backend, pool, *options, **more)
-        _say_once(
-            "a pool is not registered with NCCL, whose collectives copy as without it: the memory of a pool is not "
-            "apart under stalloc."
-        )
-        return None
+        return _say_that_none_is_registered()
 
     return register
 
 
 @cache
-def _say_once(sentence: str) -> None:
-    say(sentence)
+def _say_that_none_is_registered() -> None:
+    say(
+        "a pool is not registered with NCCL, whose collectives copy as without it: the memory of a pool is not "
+        "apart under stalloc."
+    )
 
 
 def answer(torch: Any) -> None:
@@ -87,29 +94,57 @@ class MemPool:
         self.num_users = 1  #: itself, and every block of the program that uses it now
 
     def use_count(self) -> int:
-        """How many hold the pool."""
         return self.num_users
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """The segments that it has for itself."""
         import torch
 
         found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id)
         return found
 
 
-def use_mem_pool(pool: Any, device: Any = None) -> "AbstractContextManager[None]":
-    """Use a pool on this thread, as torch.cuda.use_mem_pool does."""
-    if isinstance(pool, MemPool):
-        return _using(pool)
-    own: AbstractContextManager[None] = _torch["use_mem_pool"](pool, device)
-    return own
-
-
 @contextmanager
-def _using(pool: MemPool) -> Iterator[None]:
+def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
+    """Use a pool on this thread, as torch.cuda.use_mem_pool does."""
+    if not isinstance(pool, MemPool):
+        with _torch["use_mem_pool"](pool, device):
+            yield
+        return
     pool.num_users += 1
     try:
         yield
     finally:
         pool.num_users -= 1
+
+
+@cache
+def _allocator() -> Any:
+    import torch
+
+    from stalloc.core.entry.linking import link
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        allocate, free = link(__package__, "torch_pool.ll", "allocate", "free", set_to={}, libraries=(driver,))
+    except OSError:
+        raise SetupError("no NVIDIA driver was found: a memory pool of torch needs a GPU, real or virtual.") from None
+    return torch._C._cuda_customAllocator(allocate, free)
+
+
+def mem_pool(**options: bool) -> Any:
+    """A torch.cuda.MemPool with stalloc below it; `options` are those of torch.cuda.MemPool.
+
+    Use it as any: `with torch.cuda.use_mem_pool(pool): …` serves the calling thread from it. torch frees its memory
+    when the pool and all that was allocated from it are gone. Raises SetupError where stalloc is torch's allocator
+    already, or torch has no CUDA.
+    """
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        raise SetupError("this torch is built without CUDA: install a CUDA build.")
+    if torch.cuda.memory.get_allocator_backend() != "native":
+        raise SetupError(
+            "memory pools need torch's own allocator, which does not manage CUDA memory in this process: use "
+            "stalloc.mem_pool() without installing stalloc, or stalloc without it."
+        )
+    return torch.cuda.MemPool(_allocator(), **options)
