@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stalloc.device import KNOWN_GPUS, VirtualGPU
-from stalloc.device.context import Context, context_of
-from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, Span, links_of, nccl_memory
 from stalloc.device.known_gpus import Context, context_of
-from stalloc.sizing.nccl_channels import Links, Span, links_of
-from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, nccl_memory
+from stalloc.sizing.nccl_channels import Links, Span
+from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, Span, links_of, nccl_memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,16 +25,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from stalloc import device
 from stalloc.analysis.error_search import find_errors
 from stalloc.device import VirtualGPU, virtual
-from stalloc.device.completion import Completion
 from stalloc.device.cudnn import Workspaces
 from stalloc.device.host_use import HostUse
-from stalloc.device.known_gpus import takes_what_is_free
+from stalloc.device.known_gpus import Completion, takes_what_is_free
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.forked_child import ForkedChild, first_ended
 from stalloc.imports import after_import
 from stalloc.integrations.installation import installation
-from stalloc.integrations.sleep_phases import SleepPhases
+from stalloc.integrations.server_watch import SleepPhases
 from stalloc.patient_threads import patient_threads
 from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import ProgramFiles, end_as_python

@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from stalloc.device import VirtualGPU
-from stalloc.device.completion import Completion
-from stalloc.device.known_gpus import PLENTY
+from stalloc.device.known_gpus import PLENTY, Completion
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
