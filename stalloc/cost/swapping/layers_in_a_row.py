@@ -27,9 +27,8 @@ def together(layers: Sequence[LayerCost]) -> LayerCost:
 
 def forward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
     """What the forward pass of layers [begin, end) needs, one computing at a time and nothing kept for backward."""
-    rows = [(one, _handed(layers, row)) for row, one in enumerate(layers)][begin:end]
-    widest = max(handed + one.saved_bytes + one.forward_work_bytes for one, handed in rows)
-    return sum(one.parameter_bytes for one, _ in rows) + widest
+    works = (_handed(layers, at) + layers[at].saved_bytes + layers[at].forward_work_bytes for at in range(begin, end))
+    return sum(one.parameter_bytes for one in layers[begin:end]) + max(works)
 
 
 def backward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
@@ -42,9 +41,8 @@ def backward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
 
 def least_budget(layers: Sequence[LayerCost]) -> tuple[int, int, str]:
     """(bytes, layer, pass) of the layer that needs most: from there on stretches of one layer each fit."""
-    needs = [(forward_bytes(layers, row, row + 1), row, "forward") for row in range(len(layers))]
-    needs += [(backward_bytes(layers, row, row + 1), row, "backward") for row in range(len(layers))]
-    return max(needs)
+    ways = (("forward", forward_bytes), ("backward", backward_bytes))
+    return max((needed(layers, row, row + 1), row, name) for name, needed in ways for row in range(len(layers)))
 
 
 def _handed(layers: Sequence[LayerCost], row: int) -> int:

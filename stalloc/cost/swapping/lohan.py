@@ -28,7 +28,7 @@ class SwapAmount:
 
 def best_amount(layers: Sequence[LayerCost], link: LinkCost) -> SwapAmount:
     """Which amount makes a step shortest, to the byte; of those that do the least."""
-    low, high = 0, sum(_optional_bytes(one) for one in layers)
+    low, high = 0, sum(map(_optional_bytes, layers))
     while low < high:
         middle = (low + high) // 2
         if step_seconds(layers, link, middle + 1) < step_seconds(layers, link, middle):

@@ -13,11 +13,8 @@ from stalloc.cost.swapping.harmony import PackPlan, pack_layers
 from stalloc.cost.swapping.layers_in_a_row import least_budget
 from stalloc.cost.swapping.lohan import SwapAmount, best_amount
 from stalloc.cost.swapping.mobius import MobiusPlan, Pipeline, mobius_plan
-from stalloc.cost.swapping.model_data import ModelData, model_data
 from stalloc.cost.swapping.patrickstar import ChunkReplay, best_chunks
-from stalloc.cost.swapping.recorded_layers import layer_costs
-from stalloc.cost.swapping.recorded_passes import recorded_passes
-from stalloc.cost.swapping.saved_tensors import saved_tensors
+from stalloc.cost.swapping.recorded_model import ModelData, layer_costs, model_data, recorded_passes, saved_tensors
 from stalloc.cost.swapping.smart_infinity import NearStorage, update_near_storage
 from stalloc.cost.swapping.stronghold import Window, stream_layers
 from stalloc.cost.swapping.tmo import LinkSharing, share_link

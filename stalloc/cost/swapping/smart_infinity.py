@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stalloc.cost.host_rates import DISK_READ_BYTES_PER_SECOND, DISK_WRITE_BYTES_PER_SECOND
 from stalloc.cost.layer_costs import LinkCost
-from stalloc.cost.swapping.model_data import ModelData
+from stalloc.cost.swapping.recorded_model import ModelData
 
 
 @dataclass(frozen=True)
