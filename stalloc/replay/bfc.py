@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 from stalloc.compiled import inner
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import at, new_segment, split
+from stalloc.replay.blocks import at, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, as_flag, as_percent, setting
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 

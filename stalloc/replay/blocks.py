@@ -9,13 +9,15 @@ bytes hold no block.
 
 import numpy as np
 
-from stalloc.compiled import inner
+from stalloc.compiled import inner, njit
 from stalloc.core.record_types import Record, record_at, row_of, table
 from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
-from stalloc.replay.record_owner import Owner
-from stalloc.replay.rounding import GRANULE
+from stalloc.sizes import PAGE_BYTES
 
+GRANULE = PAGE_BYTES  # segments begin at multiples of it, and what the device maps is a multiple
+SMALL_BYTES = 1 << 20  # torch serves requests up to this from segments of one granule
+LARGE_SEGMENT = 20 << 20  # bytes that torch takes for requests from there to 10 MiB
 FIRST_ADDRESS = 1 << 44
 ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segments
 
@@ -92,12 +94,78 @@ place_at = row_of("places", Word)
 address_at = row_of("addresses", Word)
 
 
+class Owner:
+    """A record and the tables that it owns, on Python's side: one argument of compiled code however many tables it has.
+
+    A table `x` has its address in the field `x`, and its number of rows in `num_x` if there is such a field.
+    """
+
+    def __init__(self, record: type[Record], **tables: np.ndarray) -> None:
+        self.record = table(record, 1)
+        self.tables: dict[str, np.ndarray] = {}
+        for name, rows in tables.items():
+            self._own(name, rows)
+
+    def _own(self, name: str, rows: np.ndarray) -> None:
+        self.tables[name] = rows
+        self.record[name] = rows.ctypes.data
+        if f"num_{name}" in (self.record.dtype.names or ()):
+            self.record[f"num_{name}"] = len(rows)
+
+    @property
+    def pointer(self) -> int:
+        """The address of the record."""
+        return int(self.record.ctypes.data)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.record[name][0])
+
+    def write(self, **values: int) -> None:
+        """Set fields of the record."""
+        for name, value in values.items():
+            self.record[name] = value
+
+    def lengthen(self, **lengths: int) -> None:
+        """Give tables at least so many rows; new ones are zeros."""
+        for name, length in lengths.items():
+            rows = self.tables[name]
+            if length > len(rows):
+                longer = np.zeros((length, *rows.shape[1:]), rows.dtype)
+                longer[: len(rows)] = rows
+                self._own(name, longer)
+
+
 def make_store(capacity_bytes: int) -> Owner:
     """An empty store."""
     numbers = {name: np.zeros(1, np.int64) for name in ("headers", "places", "addresses")}
     store = Owner(Store, blocks=table(Block, 256), segments=table(Segment, 64), **numbers)
     store.write(capacity=capacity_bytes, next_address=FIRST_ADDRESS, blocks_used=1, segments_used=1, num_headers=0)
     return store
+
+
+@njit()
+def round_up(size, unit):
+    """The least multiple of `unit` that is not less."""
+    return (size + unit - 1) // unit * unit
+
+
+@inner()
+def torch_segment_size(size, large):
+    """What torch takes from the device for a block of `size` bytes; `large`: for those from 1 MiB to below 10 MiB."""
+    if size <= SMALL_BYTES:
+        return GRANULE
+    return large if size < 10 * SMALL_BYTES else round_up(size, GRANULE)
+
+
+@inner()
+def log2(value):
+    """The position of the highest bit of a positive number."""
+    position = 0
+    for step in (32, 16, 8, 4, 2, 1):
+        if value >> step:
+            value >>= step
+            position += step
+    return position
 
 
 @inner()

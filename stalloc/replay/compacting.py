@@ -20,9 +20,9 @@ from stalloc.columns import Column
 from stalloc.compaction.capped_arena import Arena
 from stalloc.compaction.layouts import largest_hole
 from stalloc.errors import BadInputError
+from stalloc.replay.blocks import GRANULE
 from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.rounding import GRANULE
 from stalloc.replay.settings import as_flag, setting
 from stalloc.sizes import aligned
 

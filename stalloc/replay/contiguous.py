@@ -25,11 +25,10 @@ from stalloc.columns import Column, read_only
 from stalloc.compiled import inner, njit
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
-from stalloc.replay.blocks import at, fits, new_segment, split
+from stalloc.replay.blocks import LARGE_SEGMENT, SMALL_BYTES, at, fits, new_segment, round_up, split, torch_segment_size
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
-from stalloc.replay.rounding import LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
 from stalloc.replay.settings import as_percent, setting
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 from stalloc.sizes import ALIGNMENT_BYTES

@@ -20,11 +20,10 @@ from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, split
+from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
-from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
 from stalloc.sizes import ALIGNMENT_BYTES

@@ -13,16 +13,17 @@ import numpy as np
 from stalloc.columns import Column, read_only
 from stalloc.core.record_types import Record
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
+from stalloc.replay.blocks import FREE, LIVE, WAITING, Owner, make_store
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.record_owner import Owner, record_type
 from stalloc.replay.settings import NoSettings
 from stalloc.replay.treap import new_tree
 
 
 def own_type(settings: type[Any], *more: str) -> type[Record]:
     """The type of the record that a model keeps for itself: its settings and more fields."""
-    return record_type(*(setting.name for setting in fields(settings)), *more)
+    names = (*(setting.name for setting in fields(settings)), *more)
+    made: Any = type("Fields", (Record,), {"__annotations__": dict.fromkeys(names, int)})
+    return made
 
 
 class TableModel:

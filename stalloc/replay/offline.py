@@ -14,8 +14,7 @@ from stalloc.columns import Column
 from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import slow_entry
 from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
-from stalloc.replay.blocks import FIRST_ADDRESS
-from stalloc.replay.rounding import GRANULE
+from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.runtime_settings import Settings
 from stalloc.sizes import whole_pages

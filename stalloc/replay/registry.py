@@ -23,7 +23,7 @@ _MODELS = {
     "bfc": ("bfc", "BFC"),
     "rmm_pool": ("rmm_pool", "RmmPool"),
     "rmm_arena": ("rmm_arena", "RmmArena"),
-    "rmm_binning": ("rmm_binning", "RmmBinning"),
+    "rmm_binning": ("rmm_pool", "RmmBinning"),
     "stream_ordered": ("stream_ordered", "StreamOrdered"),
     "tlsf": ("tlsf", "TLSF"),
     "contiguous": ("contiguous", "Contiguous"),

@@ -30,6 +30,7 @@ from stalloc.replay.blocks import (
     count_reserved,
     fits,
     new_segment,
+    round_up,
     segment_at,
     split,
     whole_block,
@@ -37,7 +38,6 @@ from stalloc.replay.blocks import (
 from stalloc.replay.blocks import has_room as has_room_for_one
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import first_fit, insert_fit, remove_fit
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stalloc.figures import fragmentation
+from stalloc.lifespans import lower_bound
 from stalloc.replay.model_events import events_of, of_torchs_allocator, recorded_conf
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
-from stalloc.sizes import aligned
+from stalloc.sizes import PAGE_BYTES, aligned, whole_pages
 from stalloc.trace import Action, Trace
 
 #: settings of torch's caching allocator that people try, and what they are for
@@ -39,6 +40,9 @@ SWEEP = (
 )
 #: these do something only when memory is short
 SWEEP_UNDER_PRESSURE = ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.8")
+
+
+_CLOSE = 1000  # the least memory is known within one part in so many
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,26 @@ def _run_and_compare(trace: Trace, candidate: Candidate, capacity_bytes: int, ev
     recorded = recorded_conf(trace)
     if candidate.allocator != "torch" or candidate.settings != recorded or not of_torchs_allocator(trace):
         return result
-    from stalloc.replay.torch_record import check_record
+    from stalloc.replay.torch_caching import check_record
 
     check = check_record(trace)
     return replace(result, exact=check.exact, first_difference=check.first_difference, reason=check.reason)
+
+
+def least_memory(trace: Trace, candidate: Candidate) -> int:
+    """About the least bytes, in multiples of 2 MiB, with which the allocator serves a trace.
+
+    With these the replay was seen to complete; with much less it was seen to run out, or nothing less can be since so
+    much is live at a time. An allocator that takes much when there is plenty may need little.
+    """
+    high = whole_pages(run_one(trace, candidate).peak_reserved_bytes)
+    low = whole_pages(lower_bound(trace))  # no less can do
+    if low >= high or run_one(trace, candidate, low).fits:
+        return min(low, high)
+    while high - low > max(PAGE_BYTES, high // _CLOSE):
+        middle = whole_pages((low + high) // 2)
+        if run_one(trace, candidate, middle).fits:
+            high = middle
+        else:
+            low = middle
+    return high

@@ -18,10 +18,9 @@ is more; best fit, split to the unit; neighbours of one stream merge.
 from dataclasses import dataclass
 
 from stalloc.compiled import inner
-from stalloc.replay.blocks import at, drop_segment, fits, is_whole, new_segment, split
+from stalloc.replay.blocks import GRANULE, at, drop_segment, fits, is_whole, new_segment, round_up, split
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import GRANULE, round_up
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
 from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root
 from stalloc.sizes import ALIGNMENT_BYTES

@@ -23,10 +23,22 @@ from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, absorb, at, drop_segment, fits, is_whole, new_segment, segment_at, split
+from stalloc.replay.blocks import (
+    FREE,
+    GRANULE,
+    absorb,
+    at,
+    drop_segment,
+    fits,
+    is_whole,
+    log2,
+    new_segment,
+    round_up,
+    segment_at,
+    split,
+)
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import GRANULE, log2, round_up
 from stalloc.replay.settings import as_bytes, as_count, setting
 
 _UNIT_BITS = 8

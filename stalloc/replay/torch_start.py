@@ -15,13 +15,21 @@ from stalloc.columns import Column
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.record_types import record_at
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import at, count_reserved, hold, store_at
+from stalloc.replay.blocks import GRANULE, at, count_reserved, hold, store_at
 from stalloc.replay.model_events import recorded_conf, recorded_kinds
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.recorded_state import recorded_blocks
-from stalloc.replay.rounding import GRANULE
-from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
-from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
+from stalloc.replay.torch_cache import (
+    OWN,
+    RELEASE,
+    add_free,
+    add_segment,
+    add_unmapped,
+    interval_of,
+    pool_of,
+    raise_next_address,
+    round_size,
+)
 from stalloc.sizes import MIB
 from stalloc.trace.record import Action, Trace
 

@@ -23,6 +23,7 @@ from stalloc.replay.blocks import (
     header_at,
     is_whole,
     new_block,
+    split,
     store_at,
 )
 
@@ -131,6 +132,22 @@ def best_fit(t, tree, size):
         else:
             current = at(t, current).right
     return best
+
+
+@inner()
+def take_best(t, tree, size):
+    """The block that fits best, out of its tree; 0 for none."""
+    block = best_fit(t, tree, size)
+    if block != 0:
+        remove(t, block)
+    return block
+
+
+@inner()
+def cut_off(t, tree, block, size):
+    """Put what a block in no tree has beyond `size` bytes into a tree by size."""
+    if at(t, block).size > size:
+        insert(t, tree, split(t, block, size))
 
 
 @inner()
