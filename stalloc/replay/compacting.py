@@ -146,23 +146,9 @@ class Compacting:
 
     def blocks(self) -> BlockMap:
         """All blocks, in one segment."""
-        arena, rows, at = self._arena, [], 0
-        for row in sorted(arena.offset, key=arena.offset.__getitem__):
-            low, size = arena.offset[row], arena.size[row]
-            if low > at:
-                rows.append((_BASE + at, low - at, -1, 0, 0))
-            rows.append((_BASE + low, size, row, int(row in self._waiting), self._stream[row]))
-            at = low + size
-        if at < self._mapped:
-            rows.append((_BASE + at, self._mapped - at, -1, 0, 0))
-        address, size_bytes, request, waiting, stream = np.array(rows, np.int64).reshape(-1, 5).T.copy()
-        return BlockMap(
-            address=address,
-            size_bytes=size_bytes,
-            request=request,
-            waiting=waiting,
-            stream=stream,
-            segment=np.zeros(len(address), np.int64),
-            segment_address=np.full(int(self._mapped > 0), _BASE, np.int64),
-            segment_size=np.full(int(self._mapped > 0), self._mapped, np.int64),
-        )
+        arena = self._arena
+        taken = [
+            (_BASE + low, arena.size[row], row, int(row in self._waiting), self._stream[row])
+            for row, low in sorted(arena.offset.items(), key=lambda item: item[1])
+        ]
+        return BlockMap.covering([(_BASE, self._mapped, 0)] if self._mapped else [], taken)

@@ -206,39 +206,10 @@ class Planned:
     def blocks(self) -> BlockMap:
         """All blocks with their places. Unused space of the arena counts as free, whatever the plan has there."""
         held = sorted(segments(self._controller.state), key=lambda segment: segment.address)
-        bases = np.array([segment.address for segment in held], np.int64)
-        lengths = np.array([segment.size_bytes for segment in held], np.int64)
-        taken = self._taken()
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        k = 0
-        for segment, (base, length) in enumerate(zip(bases.tolist(), lengths.tolist(), strict=True)):
-            at, stream = base, 0
-            while k < len(taken) and taken[k][0] < base + length:
-                address, size, row, stream = taken[k]
-                if address > at:
-                    rows.append((at, address - at, -1, 0, stream, segment))
-                rows.append((address, size, row, int(self._held[row] == _GIVEN_UP), stream, segment))
-                at, k = address + size, k + 1
-            if at < base + length:
-                rows.append((at, base + length - at, -1, 0, stream, segment))
-        columns = np.array(rows, np.int64).reshape(-1, 6).T.copy()
-        return BlockMap(
-            address=columns[0],
-            size_bytes=columns[1],
-            request=columns[2],
-            waiting=columns[3],
-            stream=columns[4],
-            segment=columns[5],
-            segment_address=bases,
-            segment_size=lengths,
-        )
-
-    def _taken(self) -> list[tuple[int, int, int, int]]:
-        """Live blocks by address: address, bytes, request, stream."""
-        found = [block for segment in segments(self._controller.state) for block in segment.blocks]
-        blocks = {block.address: block for block in found if block.state != BLOCK_FREE}
-        rows = np.flatnonzero(self._held)
-        return sorted(
-            (block.address, block.size_bytes, row, block.stream)
-            for row, block in zip(rows.tolist(), (blocks[at] for at in self._address[rows].tolist()), strict=True)
-        )
+        blocks = {block.address: block for segment in held for block in segment.blocks if block.state != BLOCK_FREE}
+        rows = np.flatnonzero(self._held).tolist()
+        taken = []
+        for row, address in sorted(zip(rows, self._address[rows].tolist(), strict=True), key=lambda pair: pair[1]):
+            block = blocks[address]
+            taken.append((address, block.size_bytes, row, int(self._held[row] == _GIVEN_UP), block.stream))
+        return BlockMap.covering([(segment.address, segment.size_bytes, -1) for segment in held], taken)

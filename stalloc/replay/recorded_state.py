@@ -6,6 +6,7 @@ to that much behind a live block of that pool belongs to the block. What lies be
 """
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,40 +31,20 @@ def recorded_blocks(trace: Trace, event: int) -> BlockMap:
     address = request_addresses(trace)[live]
     order = np.argsort(address, kind="stable")
     live, address = live[order], address[order]
-    rows: list[tuple[int, int, int, int, int, int]] = []
-    at = 0
-    for number, (begin, size, stream) in enumerate(segments):
-        cursor, end = begin, begin + size
-        while at < len(live) and int(address[at]) < begin:
-            at += 1  # in no segment: a plug-in's, or cut away
-        while at < len(live) and int(address[at]) < end:
-            row, start = int(live[at]), int(address[at])
-            if start > cursor:
-                rows.append((cursor, start - cursor, -1, 0, stream, number))
-            following = int(address[at + 1]) if at + 1 < len(live) else end
-            limit = min(following, end)
-            taken = min(aligned(int(trace.size[row])), limit - start)
-            if 0 < limit - start - taken <= _UNSPLIT and size != _SMALL_SEGMENT:
-                taken = limit - start
-            waiting = int(trace.free_requested[row] <= event)
-            rows.append((start, taken, row, waiting, stream, number))
-            cursor = start + taken
-            at += 1
-        if cursor < end:
-            rows.append((cursor, end - cursor, -1, 0, stream, number))
-    columns = np.array(rows, np.int64).reshape(-1, 6)
-    table = np.array(segments, np.int64).reshape(-1, 3)
-    return BlockMap(
-        address=columns[:, 0],
-        size_bytes=columns[:, 1],
-        request=columns[:, 2],
-        waiting=columns[:, 3],
-        stream=columns[:, 4],
-        segment=columns[:, 5],
-        segment_address=table[:, 0],
-        segment_size=table[:, 1],
-        segment_pool=_pools(trace, table[:, 0], table[:, 1]),
-    )
+    begins = [segment[0] for segment in segments]
+    following = [*address[1:].tolist(), begins[-1] + segments[-1][1] if segments else 0]
+    taken = []
+    for row, start, beyond in zip(live.tolist(), address.tolist(), following, strict=False):
+        begin, size, stream = segments[max(bisect_right(begins, start) - 1, 0)] if segments else (0, 0, 0)
+        if not begin <= start < begin + size:
+            continue  # in no segment: a plug-in's, or cut away
+        room = min(beyond, begin + size) - start
+        block = min(aligned(int(trace.size[row])), room)
+        if room - block <= _UNSPLIT and size != _SMALL_SEGMENT:
+            block = room
+        taken.append((start, block, row, int(trace.free_requested[row] <= event), stream))
+    made = BlockMap.covering(segments, taken)
+    return replace(made, segment_pool=_pools(trace, made.segment_address, made.segment_size))
 
 
 def request_addresses(trace: Trace) -> np.ndarray:

@@ -96,30 +96,10 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
             end = np.where(end - blocks.address[held] >= settings.max_split_bytes, limit, end)
         end = _real_ends(trace, request, blocks.address[held], end, limit, small)
     owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
-    pieces: list[tuple[int, int, int, int]] = []  # address, bytes, request, segment
-    next_held = 0
-    for number, (begin, size) in enumerate(zip(blocks.segment_address, blocks.segment_size, strict=True)):
-        cursor, beyond = int(begin), int(begin + size)
-        while next_held < len(held) and blocks.segment[held[next_held]] == number:
-            address = int(blocks.address[held[next_held]])
-            if address > cursor:
-                pieces.append((cursor, address - cursor, -1, number))
-            cursor = int(end[next_held])
-            pieces.append((address, cursor - address, int(request[next_held]), number))
-            next_held += 1
-        if beyond > cursor:
-            pieces.append((cursor, beyond - cursor, -1, number))
-    columns = np.ascontiguousarray(np.array(pieces, np.int64).reshape(-1, 4).T)
-    return BlockMap(
-        address=columns[0],
-        size_bytes=columns[1],
-        request=columns[2],
-        waiting=np.zeros(len(pieces), np.int64),
-        stream=owner[columns[3]],
-        segment=columns[3],
-        segment_address=blocks.segment_address,
-        segment_size=blocks.segment_size,
-    )
+    segments = np.stack([blocks.segment_address, blocks.segment_size, owner], axis=1).tolist()
+    starts, of_block = blocks.address[held], owner[blocks.segment[held]]
+    taken = np.stack([starts, end - starts, request, np.zeros_like(request), of_block], axis=1).tolist()
+    return BlockMap.covering(segments, taken)
 
 
 def _real_ends(trace: Trace, request: Column, address: Column, end: Column, limit: Column, small: Column) -> Column:
