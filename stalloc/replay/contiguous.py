@@ -30,7 +30,7 @@ from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
 from stalloc.replay.settings import as_percent, setting
-from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
+from stalloc.replay.treap import cut_off, free_into, insert, release_whole, take_best
 from stalloc.sizes import ALIGNMENT_BYTES
 
 _REST, _PERSISTENT, _SCOPED = range(3)  # classes; the trees of the buffers are 0 and 1
@@ -45,7 +45,7 @@ class ContiguousSettings:
     """Percent of the program's events from which on a lifespan is long."""
 
 
-_OWN = own_type(ContiguousSettings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
+_BUFFER_FIELDS = ("persistent_buffer_bytes", "scoped_buffer_bytes")
 _class_at = row_of("classes", Word)  # (n,) class of each request
 
 
@@ -90,10 +90,8 @@ def _begin(t, m):
 def _from_rest(t, size, stream):
     small = size <= SMALL_BYTES
     tree = _BUFFERS + 2 * stream + (0 if small else 1)
-    block = best_fit(t, tree, size)
-    if block != 0:
-        remove(t, block)
-    else:
+    block = take_best(t, tree, size)
+    if block == 0:
         segment = torch_segment_size(size, LARGE_SEGMENT)
         if not fits(t, segment):
             t.retries += 1
@@ -116,11 +114,9 @@ def _allocate(t, m, request, requested, stream):
     size = round_up(requested, ALIGNMENT_BYTES)
     if which != _REST:
         tree = which - _PERSISTENT
-        block = best_fit(t, tree, size)
+        block = take_best(t, tree, size)
         if block != 0:
-            remove(t, block)
-            if at(t, block).size > size:
-                insert(t, tree, split(t, block, size))
+            cut_off(t, tree, block, size)
             at(t, block).stream = stream
             return block
         m.spilled += 1
@@ -142,9 +138,9 @@ class Contiguous(TableModel):
 
     name = "contiguous"
     settings_type = ContiguousSettings
-    own = _OWN
+    own = own_type(ContiguousSettings, *_BUFFER_FIELDS, "taken", "spilled", "classes")
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
-    shows = ("persistent_buffer_bytes", "scoped_buffer_bytes", "spilled")
+    shows = (*_BUFFER_FIELDS, "spilled")
     trees_per_stream = 2
     common_trees = _BUFFERS
     _planned = False

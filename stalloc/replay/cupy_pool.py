@@ -20,12 +20,12 @@ from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, round_up, split
+from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, round_up
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_bytes, setting
-from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
+from stalloc.replay.treap import best_fit, cut_off, find, free_into, release_whole, remove
 from stalloc.sizes import ALIGNMENT_BYTES
 
 
@@ -37,7 +37,6 @@ class CupyPoolSettings:
     """Bytes that cupy.cuda.MemoryPool.set_limit was given; 0 for none."""
 
 
-_OWN = own_type(CupyPoolSettings, "chosen")
 _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real pool took for each request, 0 for any
 
 
@@ -63,8 +62,7 @@ def _allocate(t, m, request, requested, stream):
         block = other if other != 0 else block
     if block != 0:
         remove(t, block)
-        if at(t, block).size > size:
-            insert(t, stream, split(t, block, size))
+        cut_off(t, stream, block, size)
         return block
     if not (_within_limit(t, m, size) and fits(t, size)):
         t.retries += 1
@@ -82,7 +80,7 @@ class CupyPool(TableModel):
 
     name = "cupy"
     settings_type = CupyPoolSettings
-    own = _OWN
+    own = own_type(CupyPoolSettings, "chosen")
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
 
     def _own_tables(self) -> dict[str, Column]:

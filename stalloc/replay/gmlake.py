@@ -97,7 +97,6 @@ _STITCH_FIELDS = (
     "stitched_bytes",
     "stitched_address",  # where the next one goes
 )
-_OWN = own_type(GMLakeSettings, *_CHUNK_FIELDS, *_STITCH_FIELDS, *_COUNTS, "need")
 
 
 class Chunk(Record):
@@ -530,7 +529,7 @@ class GMLake(TableModel):
 
     name = "gmlake"
     settings_type = GMLakeSettings
-    own = _OWN
+    own = own_type(GMLakeSettings, *_CHUNK_FIELDS, *_STITCH_FIELDS, *_COUNTS, "need")
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room, empty=_empty, give_up=_give_up)
     shows = (*_COUNTS, "stitched_bytes")
     trees_per_stream = _TREES

@@ -29,13 +29,13 @@ from stalloc.replay.blocks import (
     at,
     count_reserved,
     fits,
+    has_room,
     new_segment,
     round_up,
     segment_at,
     split,
     whole_block,
 )
-from stalloc.replay.blocks import has_room as has_room_for_one
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, setting
@@ -54,7 +54,7 @@ class RmmArenaSettings:
     """Bytes of the global arena; None: half of the capacity; 0: as many as the program needs."""
 
 
-_OWN = own_type(RmmArenaSettings, "touched_bytes", "supers_used", "supers_spare", "supers", "num_supers")
+_SUPERS = ("supers_used", "supers_spare", "supers", "num_supers")
 
 
 class Superblock(Record):
@@ -271,7 +271,7 @@ def _free(t, m, block):
 
 @inner()
 def _has_room(t, m, size):
-    return has_room_for_one(t) and m.num_supers - m.supers_used >= ROWS_AHEAD
+    return has_room(t) and m.num_supers - m.supers_used >= ROWS_AHEAD
 
 
 class RmmArena(TableModel):
@@ -279,7 +279,7 @@ class RmmArena(TableModel):
 
     name = "rmm_arena"
     settings_type = RmmArenaSettings
-    own = _OWN
+    own = own_type(RmmArenaSettings, "touched_bytes", *_SUPERS)
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room)
     shows = ("touched_bytes",)
     common_trees = 1

@@ -16,6 +16,7 @@ from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE
 from stalloc.replay.model import TableModel
 from stalloc.replay.protocol import BlockMap, Events, Fed, Kind
+from stalloc.replay.recorded_state import SEGMENT_ACTIONS
 from stalloc.replay.torch_cache import OWN, RELEASE, TREES, run
 from stalloc.replay.torch_start import (
     is_whole,
@@ -25,7 +26,7 @@ from stalloc.replay.torch_start import (
     segment_pools,
     starting_blocks,
 )
-from stalloc.trace.record import Action, Trace
+from stalloc.trace.record import Trace
 
 __all__ = ["TorchBlockMap", "TorchCaching", "TorchFed", "parse_settings"]
 
@@ -68,13 +69,9 @@ class TorchCaching(TableModel):
     num_columns = 3
 
     def __init__(
-        self,
-        settings: TorchSettings | None = None,
-        capacity_bytes: int = 0,
-        device_addresses: Column | None = None,
+        self, settings: TorchSettings | None = None, capacity_bytes: int = 0, device_addresses: Column | None = None
     ) -> None:
-        given = np.empty(0, np.int64) if device_addresses is None else device_addresses
-        self._given = np.ascontiguousarray(given, np.int64)
+        self._given = np.ascontiguousarray([] if device_addresses is None else device_addresses, np.int64)
         super().__init__(settings, capacity_bytes)
 
     def _own_tables(self) -> dict[str, Column]:
@@ -100,8 +97,8 @@ class TorchCaching(TableModel):
         """The allocator that a snapshot recorded, as it was before the first event; `recorded_calls` follow.
 
         `settings` are the recorded ones if not given, `blocks` those that `starting_blocks` finds. New segments get the
-        recorded addresses. Raises BadInputError
-        for a trace without segments or with private pools, or whose segments and blocks do not fit each other.
+        recorded addresses. Raises BadInputError for a trace without segments or with private pools, or whose segments
+        and blocks do not fit each other.
         """
         settings = settings or recorded_settings(trace)
         blocks = blocks if blocks is not None else starting_blocks(trace, settings)
@@ -154,22 +151,15 @@ class TorchCaching(TableModel):
         )
 
 
-_SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecordCheck:
     """Whether the model does what the recorded allocator did."""
 
     exact: bool
-    first_difference: int | None
-    """Event index; None if exact, or if the model has no such state to start from."""
-    reason: str
-    """What differs there, empty if exact."""
-    num_segment_events: int
-    """Segments and pages taken and given back."""
-    num_compared: int
-    """Events of the program that were compared."""
+    first_difference: int | None  #: event index; None if exact, or if the model has no such state to start from
+    reason: str  #: what differs there, empty if exact
+    num_segment_events: int  #: segments and pages taken and given back
+    num_compared: int  #: events of the program that were compared
 
 
 def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordCheck:
@@ -179,41 +169,24 @@ def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordC
     """
     settings = settings or recorded_settings(trace)
     events, _ = recorded_calls(trace, settings)
-    cannot, blocks = "", None
+    num_segment_events = int(np.isin(trace.action, SEGMENT_ACTIONS).sum())
+
+    def checked(num_compared: int, first: int | None = None, reason: str = "") -> RecordCheck:
+        return RecordCheck(not reason, first, reason, num_segment_events, num_compared)
+
     if np.any(trace.extra.get("segment_pool", 0)):
-        cannot = "the trace has private pools, which the model has not"
-    elif not is_whole(blocks := starting_blocks(trace, settings)):
-        cannot = "its segments and blocks do not fit each other"
-    if cannot:
-        return RecordCheck(
-            exact=False,
-            first_difference=None,
-            reason=cannot,
-            num_segment_events=int(np.isin(trace.action, _SEGMENT_ACTIONS).sum()),
-            num_compared=0,
-        )
+        return checked(0, reason="the trace has private pools, which the model has not")
+    blocks = starting_blocks(trace, settings)
+    if not is_whole(blocks):
+        return checked(0, reason="its segments and blocks do not fit each other")
     fed = TorchCaching.from_record(trace, settings, blocks).feed(events)
-    wrong_place = (events.kind == Kind.ALLOC) & (fed.address != trace.address[events.event].astype(np.int64))
     recorded = trace.reserved_bytes()[events.event]
-    wrong_reserved = fed.reserved_bytes != recorded
-    num_segment_events = int(np.isin(trace.action, _SEGMENT_ACTIONS).sum())
-    differs = wrong_place | wrong_reserved
+    differs = (events.kind == Kind.ALLOC) & (fed.address != trace.address[events.event].astype(np.int64))
+    differs |= fed.reserved_bytes != recorded
     if not differs.any():
-        return RecordCheck(
-            exact=True,
-            first_difference=None,
-            reason="",
-            num_segment_events=num_segment_events,
-            num_compared=len(events.kind),
-        )
+        return checked(len(events.kind))
     at = int(np.argmax(differs))
-    return RecordCheck(
-        exact=False,
-        first_difference=int(events.event[at]),
-        reason=_reason(trace, events, fed, at, int(recorded[at])),
-        num_segment_events=num_segment_events,
-        num_compared=len(events.kind),
-    )
+    return checked(len(events.kind), int(events.event[at]), _reason(trace, events, fed, at, int(recorded[at])))
 
 
 def _reason(trace: Trace, events: Events, fed: TorchFed, at: int, recorded: int) -> str:

@@ -82,23 +82,20 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
     blocks = recorded_blocks(trace, -1)
     held = np.flatnonzero(blocks.request >= 0)
     request = blocks.request[held]
-    is_last = np.ones(len(held), bool)
-    is_last[:-1] = blocks.segment[held[1:]] != blocks.segment[held[:-1]]
-    segment_end = (blocks.segment_address + blocks.segment_size)[blocks.segment[held]]
-    limit = np.where(is_last, segment_end, np.append(blocks.address[held[1:]], 0))
+    start, segment = blocks.address[held], blocks.segment[held]
+    is_last = np.append(segment[1:] != segment[:-1], True)[: len(held)]
+    segment_end = (blocks.segment_address + blocks.segment_size)[segment]
+    limit = np.where(is_last, segment_end, np.append(start[1:], 0)[: len(held)])
     divisions = np.array(settings.roundup_divisions, np.int64)
     rounded = [round_size(divisions[interval_of(size)], size) for size in trace.size[request].tolist()]
-    end = blocks.address[held] + np.array(rounded, np.int64)
-    small = blocks.segment_size[blocks.segment[held]] == GRANULE
-    end = np.minimum(end, limit)
+    end = np.minimum(start + np.array(rounded, np.int64), limit)
     if not settings.expandable_segments:
         if settings.max_split_bytes:
-            end = np.where(end - blocks.address[held] >= settings.max_split_bytes, limit, end)
-        end = _real_ends(trace, request, blocks.address[held], end, limit, small)
+            end = np.where(end - start >= settings.max_split_bytes, limit, end)
+        end = _real_ends(trace, request, start, end, limit, blocks.segment_size[segment] == GRANULE)
     owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
     segments = np.stack([blocks.segment_address, blocks.segment_size, owner], axis=1).tolist()
-    starts, of_block = blocks.address[held], owner[blocks.segment[held]]
-    taken = np.stack([starts, end - starts, request, np.zeros_like(request), of_block], axis=1).tolist()
+    taken = np.stack([start, end - start, request, np.zeros_like(request), owner[segment]], axis=1).tolist()
     return BlockMap.covering(segments, taken)
 
 
