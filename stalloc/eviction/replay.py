@@ -528,7 +528,7 @@ def _evict(t, c, storage, is_extra):
 
 @inner()
 def _evict_one(t, c, is_extra):
-    """Evict the storage of the lowest score: the last of equals, or the first that costs nothing. False: there is none."""
+    """Evict the storage of the lowest score: the last of equals, or the first that costs nothing; False for none."""
     best, lowest = -1, 0.0
     one = c.first
     while one >= 0:

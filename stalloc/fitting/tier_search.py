@@ -7,7 +7,7 @@ for by name.
 
 import dataclasses
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.swapping.layers import LayerCost, LinkCost
 from stalloc.cost.swapping.stronghold import smallest_window
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import Candidate

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stalloc.cost.host_rates import ADAM_PARAMETERS_PER_SECOND
-from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.swapping.layers import LayerCost, LinkCost
 
 _FLOAT_BYTES = 4
 

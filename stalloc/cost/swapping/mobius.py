@@ -11,8 +11,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost
-from stalloc.cost.swapping.layers_in_a_row import Cost, Stretch, backward_bytes, cut_best, forward_bytes, together
+from stalloc.cost.swapping.layers import (
+    Cost,
+    LayerCost,
+    LinkCost,
+    Stretch,
+    backward_bytes,
+    cut_best,
+    forward_bytes,
+    together,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ import numpy as np
 from stalloc.columns import Column, Rows
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.layer_costs import LayerCost
 from stalloc.cost.step_seconds import operation_seconds
+from stalloc.cost.swapping.layers import LayerCost
 from stalloc.errors import BadInputError
 from stalloc.lifespans import recorded_step
 from stalloc.lifespans.operation_modules import module_of_ranges

@@ -6,11 +6,10 @@ Contract: nothing is run; what a system cannot do with the step is left out, and
 from dataclasses import dataclass, replace
 
 from stalloc.cost.gpu_rates import rates_of
-from stalloc.cost.layer_costs import LinkCost
 from stalloc.cost.swapping.angel_ptm import PageReplay, replay_pages
 from stalloc.cost.swapping.elixir import ChunkSearch, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import PackPlan, pack_layers
-from stalloc.cost.swapping.layers_in_a_row import least_budget
+from stalloc.cost.swapping.layers import LinkCost, least_budget
 from stalloc.cost.swapping.lohan import SwapAmount, best_amount
 from stalloc.cost.swapping.mobius import MobiusPlan, Pipeline, mobius_plan
 from stalloc.cost.swapping.patrickstar import ChunkReplay, best_chunks

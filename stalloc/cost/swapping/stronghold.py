@@ -9,8 +9,8 @@ begin of a pass the window of the pass before is there, whose last layers are th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost
 from stalloc.cost.queues import Queue, Task, schedule
+from stalloc.cost.swapping.layers import LayerCost, LinkCost
 
 _Turn = tuple[int, float]  # the bytes of a layer, and the seconds that it computes
 _ROUNDING = 1e-9  #: of all seconds, which is no stall

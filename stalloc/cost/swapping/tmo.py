@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from stalloc.cost.disjoint_sets import DisjointSets
-from stalloc.cost.layer_costs import LinkCost
+from stalloc.cost.swapping.layers import LinkCost
 from stalloc.cost.swapping.recorded_model import SavedTensor, SavedTensors, Use
 
 _SHARES = 256  # ratios that are tried
