@@ -30,7 +30,6 @@ _OTHERS = ("double_backward", "reorder", "quantized::")  #: made of other calls,
 
 @cache
 def _is_convolution(operator: Any) -> bool:
-    """Whether an operator of PyTorch is a convolution or the gradient of one."""
     schema = getattr(operator, "_schema", None)
     if schema is None or "conv" not in schema.name or any(part in schema.name for part in _OTHERS):
         return False

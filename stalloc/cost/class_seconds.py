@@ -77,7 +77,6 @@ def _padding(name: str, factors: Sequence[Shape], multiprocessors: int) -> float
 
 
 def _tile_of(size: int) -> int:
-    """The least tile that is as large; they come in powers of two."""
     return max(_LEAST_TILE, 1 << (size - 1).bit_length())
 
 

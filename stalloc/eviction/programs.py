@@ -121,7 +121,6 @@ class _Reader:
 
 
 def _most_at_once(trace: Trace, requests: list[int]) -> int:
-    """The most bytes of some requests that live at once."""
     events = [(int(trace.start[one]), int(trace.size[one])) for one in requests]
     events += [(int(trace.end[one]), -int(trace.size[one])) for one in requests]
     return max(itertools.accumulate((num_bytes for _, num_bytes in sorted(events)), initial=0))

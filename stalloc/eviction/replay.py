@@ -83,8 +83,6 @@ _MOST_CLASSES = 1 << 20  #: evictions whose classes are told apart: a run has tw
 
 
 class _Tables(NamedTuple):
-    """What changes, and what the program is."""
-
     storages: Column
     tensors: Column
     operations: Column  #: and one row behind them
@@ -102,7 +100,6 @@ class _Tables(NamedTuple):
 
 
 def _make_tables(program: Instructions, *, classes: bool, seed: int) -> tuple[_Tables, Any]:
-    """The state before the first step, and the counts, a table of one record."""
     num, num_ops = len(program.size), len(program.op_ticks)
     counts = np.zeros(1, [(name, np.int64) for name in _COUNTS])
     counts["first"] = counts["last"] = counts["current"] = -1
@@ -140,7 +137,6 @@ def _make_tables(program: Instructions, *, classes: bool, seed: int) -> tuple[_T
 
 
 def _filled(fields: tuple[tuple[str, Any], ...], num: int, **columns: Any) -> Column:
-    """A table of so many rows, zero but for the columns that are given."""
     table = np.zeros(num, list(fields))
     for name, column in columns.items():
         table[name] = column
@@ -187,7 +183,6 @@ def _hole_before(t, c, row):
 
 @inner()
 def _has_hole(t, c, size):
-    """Whether a storage fits somewhere."""
     for row in range(c.num_placed + 1):
         begin, end = _hole_before(t, c, row)
         if end - begin >= size:
@@ -197,7 +192,6 @@ def _has_hole(t, c, size):
 
 @inner()
 def _put_in_place(t, c, storage, from_top):
-    """Give a storage an address; there is a hole for it."""
     size, best, smallest = t.storages[storage].size, -1, c.budget + 1
     for row in range(c.num_placed + 1):
         begin, end = _hole_before(t, c, row)
@@ -225,7 +219,6 @@ def _row_of(t, c, storage):
 
 @inner()
 def _forget_place(t, c, storage):
-    """A storage is freed."""
     if t.storages[storage].size == 0:
         return
     c.num_placed -= 1
@@ -235,7 +228,6 @@ def _forget_place(t, c, storage):
 
 @inner()
 def _free_beside(t, c, storage):
-    """Free bytes right before and after a storage."""
     row = _row_of(t, c, storage)
     begin, end = _hole_before(t, c, row)
     begin_behind, end_behind = _hole_before(t, c, row + 1)
@@ -706,7 +698,6 @@ def _begin_call(t, c, op):
 
 @njit(nogil=True)
 def _run(t, c, step_kind, step_of):
-    """Follow all steps; what came of it is in the counts."""
     for row in range(len(step_kind)):
         kind, of = step_kind[row], step_of[row]
         if kind == _CALL:

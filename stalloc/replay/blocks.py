@@ -183,12 +183,9 @@ def new_block(t):
         t.num_spare -= 1
     else:
         row = t.blocks_used
-        t.blocks_used = row + 1
+        t.blocks_used += 1
     block = at(t, row)
-    block.state = FREE
-    block.request = -1
-    block.extra = 0
-    block.other = 0
+    block.state, block.request, block.extra, block.other = FREE, -1, 0, 0
     return row
 
 
@@ -196,9 +193,7 @@ def new_block(t):
 def drop_block(t, row):
     """Give a row back."""
     block = at(t, row)
-    block.size = 0
-    block.state = UNUSED
-    block.next = t.blocks_spare
+    block.size, block.state, block.next = 0, UNUSED, t.blocks_spare
     t.blocks_spare = row
     t.num_spare += 1
 
@@ -227,22 +222,11 @@ def fits(t, size):
 
 
 @inner()
-def take_addresses(t, size):
-    """The address at which the device puts `size` bytes."""
-    address = t.next_address
-    t.next_address = address + (size + 3 * GRANULE - 1) // GRANULE * GRANULE
-    return address
-
-
-@inner()
 def whole_block(t, address, size):
     """A free block, in no tree, that has no neighbours."""
     row = new_block(t)
     block = at(t, row)
-    block.address = address
-    block.size = size
-    block.previous = 0
-    block.next = 0
+    block.address, block.size, block.previous, block.next = address, size, 0, 0
     return row
 
 
@@ -256,16 +240,12 @@ def new_segment(t, size, stream, tag):
         t.segments_spare = segment_at(t, number).first
     else:
         number = t.segments_used
-        t.segments_used = number + 1
-    address = take_addresses(t, size)
-    block = whole_block(t, address, size)
-    at(t, block).segment = number
-    at(t, block).stream = stream
-    segment = segment_at(t, number)
-    segment.address = address
-    segment.size = size
-    segment.first = block
-    segment.tag = tag
+        t.segments_used += 1
+    address = t.next_address
+    t.next_address = address + round_up(size + 2 * GRANULE, GRANULE)
+    block, segment = whole_block(t, address, size), segment_at(t, number)
+    at(t, block).segment, at(t, block).stream = number, stream
+    segment.address, segment.size, segment.first, segment.tag = address, size, block, tag
     count_call(t, size)
     return block
 
@@ -276,8 +256,7 @@ def drop_segment(t, block):
     number = at(t, block).segment
     segment = segment_at(t, number)
     count_call(t, -segment.size)
-    segment.size = 0
-    segment.first = t.segments_spare
+    segment.size, segment.first = 0, t.segments_spare
     t.segments_spare = number
     drop_block(t, block)
 
@@ -293,18 +272,12 @@ def split(t, block, size):
     """Cut a block after `size` bytes; the new block behind it, free and in no tree."""
     row = new_block(t)
     whole, rest = at(t, block), at(t, row)
-    after = whole.next
-    rest.address = whole.address + size
-    rest.size = whole.size - size
-    rest.previous = block
-    rest.next = after
-    rest.segment = whole.segment
-    rest.stream = whole.stream
-    rest.tree = whole.tree
-    if after != 0:
-        at(t, after).previous = row
-    whole.next = row
-    whole.size = size
+    rest.address, rest.size = whole.address + size, whole.size - size
+    rest.previous, rest.next = block, whole.next
+    rest.segment, rest.stream, rest.tree = whole.segment, whole.stream, whole.tree
+    if whole.next != 0:
+        at(t, whole.next).previous = row
+    whole.size, whole.next = size, row
     return row
 
 
@@ -323,16 +296,12 @@ def absorb(t, block, following):
 def hold(t, row, block, requested):
     """Note that a request holds a block, 0 for a request of no bytes; False if it is below 0, for a refused request."""
     if block <= 0:
-        place_at(t, row).value = 0
-        address_at(t, row).value = 0
+        place_at(t, row).value = address_at(t, row).value = 0
         t.refused = int(block < 0)
         return block == 0
     taken = at(t, block)
-    place_at(t, row).value = block
-    address_at(t, row).value = taken.address
-    taken.state = LIVE
-    taken.request = row
-    taken.requested = requested
+    place_at(t, row).value, address_at(t, row).value = block, taken.address
+    taken.state, taken.request, taken.requested = LIVE, row, requested
     t.allocated += requested
     t.peak_allocated = max(t.peak_allocated, t.allocated)
     return True
@@ -351,6 +320,5 @@ def give_up(t, row, kind):
     if kind != Kind.FREE_COMPLETED:
         return 0
     place_at(t, row).value = 0
-    held.state = FREE
-    held.request = -1
+    held.state, held.request = FREE, -1
     return block

@@ -57,7 +57,6 @@ class Compacting:
         self._taken = self._given = self._compactions = self._moved = 0
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; see Allocator.feed."""
         check_rows(events)
         reserved, allocated = np.zeros((2, len(events.kind)), np.int64)
         size, stream, failed = events.size.tolist(), events.stream.tolist(), -1
@@ -125,7 +124,6 @@ class Compacting:
         self._peak_mapped = max(self._peak_mapped, mapped)
 
     def counters(self) -> Counters:
-        """What was done so far."""
         return Counters(
             reserved_bytes=self._mapped,
             peak_reserved_bytes=self._peak_mapped,

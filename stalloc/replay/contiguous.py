@@ -175,6 +175,5 @@ class Contiguous(TableModel):
         self._own.tables["classes"][:num_requests] = classes
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; see Allocator.feed."""
         self.plan_for(events)
         return super().feed(events)

@@ -42,7 +42,6 @@ _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real poo
 
 @inner()
 def _empty(t, m, kind, request):
-    """Give back every cached chunk that is a whole allocation of the device."""
     for tree in range(t.num_headers):
         release_whole(t, tree)
 
@@ -100,7 +99,6 @@ class CupyPool(TableModel):
         return self.feed(events)
 
     def counters(self) -> Counters:
-        """What was done so far."""
         rows = self.used_rows()
         used = rows["size"][np.isin(rows["state"], (LIVE, WAITING))].sum()
         free = np.count_nonzero(rows["state"] == FREE)

@@ -149,8 +149,7 @@ def _new_chunks(t, m, size, stream):
         segment_at(t, at(t, block).segment).tag = m.chunks_used
         count = _num_chunks(t, block)
         for chunk in range(m.chunks_used, m.chunks_used + count):
-            _chunk_at(m, chunk).busy = 0
-            _chunk_at(m, chunk).first_node = 0
+            _chunk_at(m, chunk).busy = _chunk_at(m, chunk).first_node = 0
         m.chunks_used += count
         _own_chunks(t, m, block)
         t.device_allocs += count - 1
@@ -184,15 +183,12 @@ def _set_busy(t, m, block, busy):
 
 @inner()
 def _take_block(t, m, block, row):
-    """A free primitive block, in no tree, is taken by a request."""
-    at(t, block).state = LIVE
-    at(t, block).request = row
+    at(t, block).state, at(t, block).request = LIVE, row
     _set_busy(t, m, block, 1)
 
 
 @inner()
 def _cut(t, m, block, size):
-    """Cut a block in no tree after `size` bytes and put the rest into the tree."""
     rest = split(t, block, size)
     _own_chunks(t, m, rest)
     insert(t, _tree(t, rest, _LARGE), rest)
@@ -218,9 +214,7 @@ def _take_range(t, m, low, high, row):
 
 @inner()
 def _free_block(t, m, block):
-    """Free a primitive block; it merges with free neighbours."""
-    at(t, block).state = FREE
-    at(t, block).request = -1
+    at(t, block).state, at(t, block).request = FREE, -1
     _set_busy(t, m, block, 0)
     tree = _tree(t, block, _LARGE)
     block = merge(t, tree, FREE, block)
@@ -233,14 +227,9 @@ def _new_stitched(t, m, count, stream):
     """A stitched block for `count` chunks, none of them known yet, that is taken."""
     row = new_block(t)
     block = at(t, row)
-    block.address = m.stitched_address
-    block.size = count * _CHUNK_BYTES
-    block.stream = stream
-    block.state = LIVE
-    block.segment = 0
-    block.other = count
-    block.previous = 0
-    block.next = m.stitched_first
+    block.address, block.size = m.stitched_address, count * _CHUNK_BYTES
+    block.state, block.stream, block.segment, block.other = LIVE, stream, 0, count
+    block.previous, block.next = 0, m.stitched_first
     if m.stitched_first != 0:
         at(t, m.stitched_first).previous = row
     m.stitched_first = row
@@ -259,13 +248,9 @@ def _add_chunks(t, m, stitched, tail, block):
             m.nodes_spare = _node_at(m, row).following
         else:
             row = m.nodes_used
-            m.nodes_used = row + 1
+            m.nodes_used += 1
         node, head = _node_at(m, row), _chunk_at(m, chunk).first_node
-        node.block = stitched
-        node.chunk = chunk
-        node.following = 0
-        node.before = 0
-        node.after = head
+        node.block, node.chunk, node.following, node.before, node.after = stitched, chunk, 0, 0, head
         if head != 0:
             _node_at(m, head).before = row
         _chunk_at(m, chunk).first_node = row
@@ -281,8 +266,7 @@ def _add_chunks(t, m, stitched, tail, block):
 def _take_stitched(t, m, stitched, count, row):
     """A stitched block whose chunks are all free is taken by a request, which needs its first `count` chunks."""
     remove(t, stitched)
-    at(t, stitched).state = LIVE
-    at(t, stitched).other = count
+    at(t, stitched).state, at(t, stitched).other = LIVE, count
     node = at(t, stitched).extra
     while count > 0:
         low = _node_at(m, node).chunk
@@ -380,7 +364,6 @@ def _allocate_small(t, m, requested, stream):
 
 @inner()
 def _collect_garbage(t, m):
-    """Forget every stitched block that nobody holds."""
     block = m.stitched_first
     while block != 0:
         following = at(t, block).next
@@ -471,7 +454,6 @@ def _find_or_new(t, m, size, stream, row):
 
 @inner()
 def _has_room(t, m, size):
-    """Whether the tables have room for an event with a request of `size` bytes."""
     chunks = size // _CHUNK_BYTES + LARGE_SEGMENT // _CHUNK_BYTES + ROWS_AHEAD
     m.need = chunks
     return (

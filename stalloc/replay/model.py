@@ -55,11 +55,9 @@ class TableModel:
         """Check the settings and set fields of the model's own."""
 
     def _grow(self) -> None:
-        """Make room for more blocks and segments."""
         self._store.lengthen(blocks=2 * self._store["num_blocks"], segments=2 * self._store["num_segments"])
 
     def _make_room(self, events: Events) -> None:
-        """Make rows for all requests, and trees for all streams."""
         store, known = self._store, self._store["num_headers"]
         store.lengthen(places=len(events.size), addresses=len(events.size))
         trees = self.common_trees + self.trees_per_stream * (int(events.stream.max(initial=0)) + 1)
@@ -102,7 +100,6 @@ class TableModel:
         return columns, at
 
     def counters(self) -> Counters:
-        """What was done so far."""
         store = self._store
         return Counters(
             reserved_bytes=store["reserved"],

@@ -5,6 +5,7 @@ Contract: what serves requests is the code that serves torch and CuPy; only the 
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from stalloc.columns import Column
 from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import slow_entry
 from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
-from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE
+from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE, round_up
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.runtime_settings import Settings
 from stalloc.sizes import whole_pages
@@ -70,7 +71,7 @@ class NumbersDevice:
         return self.total_bytes - self.taken
 
     def _addresses(self, size_bytes: int) -> int:
-        address, self._next = self._next, self._next + (size_bytes + 3 * GRANULE - 1) // GRANULE * GRANULE
+        address, self._next = self._next, self._next + round_up(size_bytes + 2 * GRANULE, GRANULE)
         return address
 
     def take(self, size_bytes: int) -> Any:
@@ -117,13 +118,10 @@ class NumbersDevice:
     def free_addresses(self, address: int, size_bytes: int) -> None:
         """Nothing to do: there are always more addresses."""
 
+    is_used = True  #: there is no device to be touched first
+
     def wait(self) -> None:
         """Return at once: nothing is queued."""
-
-    @property
-    def is_used(self) -> bool:
-        """Always true: there is no device to be touched first."""
-        return True
 
     def before_use(self, function: Callable[[], None]) -> None:
         """Nothing to do: nobody served it before."""
@@ -154,9 +152,7 @@ def _entry() -> int:
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
     """A controller over a made-up device of `capacity_bytes`; 0, or more than any GPU has, stands for a tebibyte."""
     with _lock:
-        index = len(_controllers)
-        while index in _controllers:
-            index += 1
+        index = next(one for one in itertools.count() if one not in _controllers)
         device = NumbersDevice(index, capacity_bytes, paged=settings.arena == "pages")
         controller = Controller(device, device, _entry(), settings)
         _controllers[index] = controller

@@ -128,7 +128,6 @@ class Planned:
             self._words[_PEAK_RESERVED] = self._controller.state.record.statistics.reserved_bytes
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; see Allocator.feed."""
         check_rows(events)
         self.plan_for(events)
         num_events, num_requests = len(events.kind), len(events.size)
@@ -170,7 +169,6 @@ class Planned:
         return [*sorted(stops, key=lambda stop: (stop[0], not stop[1])), (len(events.kind), False)]
 
     def counters(self) -> Counters:
-        """What was done so far."""
         state, device = self._controller.state, cast(NumbersDevice, self._controller.device)
         return Counters(
             reserved_bytes=state.record.statistics.reserved_bytes,

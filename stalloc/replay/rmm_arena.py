@@ -75,16 +75,14 @@ def _new_super(t, m, block, size):
         m.supers_spare = _super_at(m, row).first
     else:
         row = m.supers_used
-        m.supers_used = row + 1
-    _super_at(m, row).size = size
-    _super_at(m, row).tree = _GLOBAL
-    _super_at(m, row).first = block
+        m.supers_used += 1
+    new = _super_at(m, row)
+    new.size, new.tree, new.first = size, _GLOBAL, block
     at(t, block).extra = row
 
 
 @inner()
 def _is_empty(t, m, block):
-    """Whether a free block is all of its superblock."""
     return at(t, block).size == _super_at(m, at(t, block).extra).size
 
 
@@ -178,8 +176,7 @@ def _swallow(t, m, block, following):
     remove_fit(t, block)
     remove_fit(t, following)
     _super_at(m, at(t, block).extra).size += _super_at(m, gone).size
-    _super_at(m, gone).size = 0
-    _super_at(m, gone).first = m.supers_spare
+    _super_at(m, gone).size, _super_at(m, gone).first = 0, m.supers_spare
     m.supers_spare = gone
     absorb(t, block, following)
     insert_fit(t, _GLOBAL, block)
@@ -187,7 +184,6 @@ def _swallow(t, m, block, following):
 
 @inner()
 def _defragment(t, m):
-    """Return every superblock to the global arena."""
     block = segment_at(t, 1).first
     while block != 0:
         row = at(t, block).extra
@@ -225,9 +221,7 @@ def _extend(t, m, size):
         at(t, end).size += more
     else:
         block = whole_block(t, at(t, end).address + at(t, end).size, more)
-        at(t, block).previous = end
-        at(t, block).segment = 1
-        at(t, block).stream = 0
+        at(t, block).previous, at(t, block).segment, at(t, block).stream = end, 1, 0
         at(t, end).next = block
         _new_super(t, m, block, more)
     insert_fit(t, _GLOBAL, block)

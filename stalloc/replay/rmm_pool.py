@@ -79,7 +79,6 @@ def _begin(t, m):
 
 @inner()
 def _take_over(t, m, stream, other):
-    """Move all free blocks of another stream to the list of this one."""
     m.lists_taken_over += 1
     block = root(t, other)
     while block != 0:
@@ -177,8 +176,7 @@ def _fill(t, m, number, stream):
     m.bin_chunks += 1
     for left in range(_BLOCKS - 1, -1, -1):
         rest = split(t, block, size) if left > 0 else 0
-        at(t, block).extra = number + 1
-        at(t, block).tree = _NO_TREE
+        at(t, block).extra, at(t, block).tree = number + 1, _NO_TREE
         at(t, block).left = _head_at(m, number).value
         _head_at(m, number).value = block
         block = rest

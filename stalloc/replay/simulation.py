@@ -108,7 +108,9 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
     seconds = time.perf_counter() - began
     counters = model.counters()
     done = len(events.kind) if fed.failed < 0 else fed.failed
-    allocated = _allocated_peak(events, done)
+    sign = (events.kind == int(Kind.ALLOC)).astype(np.int64) - (events.kind == int(Kind.FREE_COMPLETED))
+    sizes = aligned(events.size)  # as torch rounds them, from alloc to free_completed
+    allocated = int(np.cumsum((sign * sizes[events.request])[:done]).max(initial=0)) if len(sizes) else 0
     failed = fed.failed >= 0
     return Simulated(
         allocator=candidate.allocator,
@@ -125,14 +127,6 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
         seconds=round(seconds, 6),
         counts=dict(counters.more),
     )
-
-
-def _allocated_peak(events: Events, done: int) -> int:
-    """The most bytes live in the first `done` events, from alloc to free_completed, as torch rounds them."""
-    kind = events.kind[:done]
-    sign = (kind == int(Kind.ALLOC)).astype(np.int64) - (kind == int(Kind.FREE_COMPLETED))
-    size = aligned(events.size)
-    return int(np.cumsum(sign * size[events.request[:done]]).max(initial=0)) if len(size) else 0
 
 
 def simulate_all(

@@ -129,7 +129,6 @@ def _empty(t, m, kind, request):
 
 @inner()
 def _wait_and_note(t, m, at, columns):
-    """Wait for the device at times."""
     m.events += 1
     if m.synchronize_every != 0 and m.events % m.synchronize_every == 0:
         _trim(t, m.release_threshold)

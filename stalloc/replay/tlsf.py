@@ -63,7 +63,6 @@ _head_at = row_of("heads", Word)  # (_LEVELS * _DIVISIONS,) first block of each 
 
 @inner()
 def _lowest(bits):
-    """The position of the lowest bit of a word that has one."""
     return log2(bits & -bits)
 
 
@@ -130,7 +129,6 @@ def _find(t, m, units):
 
 @inner()
 def _empty(t, m, kind, request):
-    """Give back every region without live blocks."""
     for segment in range(1, t.segments_used):
         if segment_at(t, segment).size == 0:
             continue

@@ -74,8 +74,7 @@ def pool_of(t, block):
 def _cut(t, block, size, state):
     """Split a block that is in no tree after `size` bytes; the rest is a new block with that state, in no tree."""
     rest = split(t, block, size)
-    at(t, rest).extra = at(t, block).extra
-    at(t, rest).state = state
+    at(t, rest).extra, at(t, rest).state = at(t, block).extra, state
     return rest
 
 
@@ -83,23 +82,19 @@ def _cut(t, block, size, state):
 def add_free(t, m, block):
     """A mapped block joins the free ones of its pool."""
     pool, free = pool_of(t, block), at(t, block)
-    free.state = FREE
-    free.request = -1
-    free.other = _searches_at(m, pool & 1).value
+    free.state, free.request, free.other = FREE, -1, _searches_at(m, pool & 1).value
     insert(t, 2 * pool, block)
 
 
 @inner()
 def add_unmapped(t, block):
     """A range of addresses without memory joins the unmapped ones of its pool."""
-    at(t, block).state = UNMAPPED
-    at(t, block).request = -1
+    at(t, block).state, at(t, block).request = UNMAPPED, -1
     insert_by_address(t, 2 * pool_of(t, block) + 1, block)
 
 
 @inner()
 def _free_and_merge(t, m, block):
-    """A mapped block in no tree becomes free, with the free neighbours that it has; the merged block."""
     block = merge(t, 2 * pool_of(t, block), FREE, block)
     add_free(t, m, block)
     return block
@@ -109,9 +104,7 @@ def _free_and_merge(t, m, block):
 def add_segment(t, pool, address, size, base):
     """A new block that spans a segment, in no tree."""
     block = whole_block(t, address, size)
-    at(t, block).tree = 2 * pool
-    at(t, block).stream = pool >> 1
-    at(t, block).extra = base
+    at(t, block).tree, at(t, block).stream, at(t, block).extra = 2 * pool, pool >> 1, base
     return block
 
 
@@ -266,7 +259,6 @@ def round_size(parts, size):
 
 @inner()
 def _growing_size(t, block):
-    """The size that a block can reach by mapping more memory."""
     after = at(t, block).next
     return at(t, block).size + (at(t, after).size if after != 0 and at(t, after).state == UNMAPPED else 0)
 
@@ -311,7 +303,6 @@ def _take_from_device(t, m, pool, size):
 
 @inner()
 def _release(t, block):
-    """Give a segment that is one free block back to the device."""
     remove(t, block)
     count_call(t, -at(t, block).size)
     drop_block(t, block)
@@ -319,7 +310,6 @@ def _release(t, block):
 
 @inner()
 def _is_free_segment(t, block):
-    """Whether a row is a free block that spans a segment of its own."""
     return at(t, block).state == FREE and is_whole(t, block)
 
 

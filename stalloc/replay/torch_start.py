@@ -227,7 +227,6 @@ def load_blocks(store, own, columns, requested, small, base):
 
 @inner()
 def _append(t, before, pool, address, size, base):
-    """Add a block behind another one, or as the first of its segment."""
     block = add_segment(t, pool, address, size, base)
     at(t, block).previous = before
     if before != 0:

@@ -69,7 +69,6 @@ def _optional_bytes(layer: LayerCost) -> int:
 
 
 def _recomputed_seconds(layers: Sequence[LayerCost], amount_bytes: int) -> float:
-    """Seconds to compute again what is not swapped."""
     seconds = 0.0
     for one in sorted(layers, key=lambda one: -one.forward_seconds / max(1, _optional_bytes(one))):
         taken = min(amount_bytes, _optional_bytes(one))

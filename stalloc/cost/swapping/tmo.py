@@ -154,7 +154,6 @@ class _Step:
         assert all(rank.place == len(events) for rank in self.ranks), "a rank waits for what never comes"
 
     def _go_on(self, number: int, now: float) -> None:
-        """Let a rank do what it can."""
         rank = self.ranks[number]
         while rank.place < len(self.saved.events):
             moment, kind, tensor = self.saved.events[rank.place]
@@ -196,7 +195,6 @@ class _Step:
         self._serve(way, now)
 
     def _serve(self, way: int, now: float) -> None:
-        """Somebody who waits has his turn."""
         waiting = self._waiting[way]
         if self._copying[way] is not None or not waiting:
             return
