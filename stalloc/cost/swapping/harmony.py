@@ -10,16 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.swapping.layers import (
-    Cost,
-    LayerCost,
-    LinkCost,
-    Stretch,
-    backward_bytes,
-    cut_best,
-    forward_bytes,
-    together,
-)
+from stalloc.cost.swapping.layers import LayerCost, LinkCost, Stretch, backward_bytes, cut_best, forward_bytes, together
 
 
 @dataclass(frozen=True)
@@ -47,14 +38,14 @@ def pack_layers(layers: Sequence[LayerCost], budget_bytes: int, link: LinkCost) 
 
 def pass_cost(
     layers: Sequence[LayerCost], packs: Sequence[Stretch], budget_bytes: int, link: LinkCost, *, is_backward: bool
-) -> Cost | None:
+) -> tuple[float, int] | None:
     """(seconds, bytes moved) of a pass in these packs, in its own order of layers; None if there is none that fits."""
     return _pass_cost(layers, budget_bytes, link, is_backward)(packs) if packs else None
 
 
 def _pass_cost(
     layers: Sequence[LayerCost], budget_bytes: int, link: LinkCost, is_backward: bool
-) -> Callable[[Sequence[Stretch]], Cost | None]:
+) -> Callable[[Sequence[Stretch]], tuple[float, int] | None]:
     @functools.cache
     def turn(begin: int, end: int) -> tuple[float, int, int, int]:
         """What a pack does: seconds of computing, bytes that come, bytes that leave, bytes that it needs meanwhile."""
@@ -67,7 +58,7 @@ def _pass_cost(
         leaving = one.boundary_bytes if end < len(layers) else 0  # to the host too, from where backward begins with it
         return one.forward_seconds, one.parameter_bytes, leaving, forward_bytes(layers, low, high)
 
-    def cost(packs: Sequence[Stretch]) -> Cost | None:
+    def cost(packs: Sequence[Stretch]) -> tuple[float, int] | None:
         """While a pack computes, what has room of the next comes and what it makes leaves; then the rest comes."""
         computing, coming, leaving, needed = zip(*(turn(*pack) for pack in packs), strict=True)
         if max(needed) > budget_bytes:

@@ -11,16 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.swapping.layers import (
-    Cost,
-    LayerCost,
-    LinkCost,
-    Stretch,
-    backward_bytes,
-    cut_best,
-    forward_bytes,
-    together,
-)
+from stalloc.cost.swapping.layers import LayerCost, LinkCost, Stretch, backward_bytes, cut_best, forward_bytes, together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +51,7 @@ def mobius_plan(layers: Sequence[LayerCost], pipeline: Pipeline, num_roots: int)
 def partition_stages(layers: Sequence[LayerCost], pipeline: Pipeline) -> StagePlan | None:
     """The best stages; None if there are none that fit."""
 
-    def cost(stages: Sequence[Stretch]) -> Cost | None:
+    def cost(stages: Sequence[Stretch]) -> tuple[float, int] | None:
         seconds = step_seconds(layers, stages, pipeline)
         return None if seconds is None else (seconds, 0)
 
