@@ -125,14 +125,18 @@ class Estimate:
 @functools.cache
 def known_shares() -> dict[str, ClassShares]:
     """All classes, by name."""
-    numbers = ("share_of_flops", "share_of_bandwidth", "start_us", "error")
+    numbers = {
+        "of_flops": "share_of_flops",
+        "of_bandwidth": "share_of_bandwidth",
+        "start_us": "start_us",
+        "error": "error",
+    }
     with (Path(__file__).parent / "class_shares.csv").open(encoding="utf-8", newline="") as file:
-        return {
-            row["class"]: ClassShares(
-                row["class"], *(float(row[name]) for name in numbers), calls=int(row["calls"]), source=row["source"]
-            )
-            for row in csv.DictReader(file)
-        }
+        found = []
+        for row in csv.DictReader(file):
+            told = {name: float(row[column]) for name, column in numbers.items()}
+            found.append(ClassShares(kind=row["class"], **told, calls=int(row["calls"]), source=row["source"]))
+    return {row.kind: row for row in found}
 
 
 def estimate(

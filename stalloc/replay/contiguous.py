@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column, read_only
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.replay.blocks import LARGE_SEGMENT, SMALL_BYTES, at, fits, new_segment, round_up, split, torch_segment_size
@@ -31,7 +30,7 @@ from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
 from stalloc.replay.settings import as_percent, setting
 from stalloc.replay.treap import cut_off, free_into, insert, release_whole, take_best
-from stalloc.sizes import ALIGNMENT_BYTES
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
 _REST, _PERSISTENT, _SCOPED = range(3)  # classes; the trees of the buffers are 0 and 1
 _BUFFERS = 2
@@ -47,22 +46,6 @@ class ContiguousSettings:
 
 _BUFFER_FIELDS = ("persistent_buffer_bytes", "scoped_buffer_bytes")
 _class_at = row_of("classes", Word)  # (n,) class of each request
-
-
-@njit()
-def _peaks(kind, request, size, classes, peaks):
-    """The most bytes that each class holds at a time, in units."""
-    held = np.zeros(3, np.int64)
-    live = np.zeros(len(size), np.int64)
-    for i in range(len(kind)):
-        row = request[i]
-        if kind[i] == Kind.ALLOC:
-            live[row] = round_up(size[row], ALIGNMENT_BYTES)
-            held[classes[row]] += live[row]
-            peaks[classes[row]] = max(peaks[classes[row]], held[classes[row]])
-        elif kind[i] == Kind.FREE_COMPLETED:
-            held[classes[row]] -= live[row]
-            live[row] = 0
 
 
 @inner()
@@ -143,14 +126,8 @@ class Contiguous(TableModel):
     shows = (*_BUFFER_FIELDS, "spilled")
     trees_per_stream = 2
     common_trees = _BUFFERS
+    of_requests = ("classes",)
     _planned = False
-
-    def _own_tables(self) -> dict[str, Column]:
-        return {"classes": np.zeros(1, np.int64)}
-
-    def _make_room(self, events: Events) -> None:
-        super()._make_room(events)
-        self._own.lengthen(classes=len(events.size))
 
     def plan_for(self, events: Events) -> None:
         """Learn the lifespans, and so the sizes of the buffers, from a whole program."""
@@ -167,10 +144,12 @@ class Contiguous(TableModel):
         classes[100 * (end - start) >= self.options.scoped_percent * num_events] = _SCOPED
         classes[end == num_events] = _PERSISTENT
         classes[start < 0] = _REST
-        peaks = np.zeros(3, np.int64)
-        kind, request = read_only(events.kind, np.int8), read_only(events.request, np.int64)
-        _peaks(kind, request, read_only(events.size, np.int64), classes, peaks)
-        self._own.write(persistent_buffer_bytes=int(peaks[_PERSISTENT]), scoped_buffer_bytes=int(peaks[_SCOPED]))
+        size = aligned(events.size)
+        for name, which in zip(_BUFFER_FIELDS, (_PERSISTENT, _SCOPED), strict=True):
+            rows, change = np.flatnonzero(classes == which), np.zeros(num_events + 1, np.int64)
+            np.add.at(change, start[rows], size[rows])
+            np.add.at(change, end[rows], -size[rows])
+            self._own.write(**{name: int(np.cumsum(change).max())})
         self._own.lengthen(classes=num_requests)
         self._own.tables["classes"][:num_requests] = classes
 

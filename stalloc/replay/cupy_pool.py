@@ -81,13 +81,7 @@ class CupyPool(TableModel):
     settings_type = CupyPoolSettings
     own = own_type(CupyPoolSettings, "chosen")
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
-
-    def _own_tables(self) -> dict[str, Column]:
-        return {"chosen": np.zeros(1, np.int64)}
-
-    def _make_room(self, events: Events) -> None:
-        super()._make_room(events)
-        self._own.lengthen(chosen=len(events.size))
+    of_requests = ("chosen",)
 
     def feed_as_chosen(self, events: Events, address: Column) -> Fed:
         """As `feed`, but among cached chunks of one size take the one that a real pool took: `address` (m,), 0: any."""

@@ -36,12 +36,7 @@ def _factory(name: str) -> Callable[[str, int], Allocator]:
     module_name, class_name = _MODELS[name]
 
     def build(settings: str = "", capacity_bytes: int = 0) -> Allocator:
-        try:
-            module: Any = importlib.import_module(f"stalloc.replay.{module_name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"stalloc.replay.{module_name}":
-                raise
-            raise BadInputError(f"this stalloc has no model of {name}: leave it out.") from None
+        module: Any = importlib.import_module(f"stalloc.replay.{module_name}")
         text = ",".join(filter(None, (settings, _ALWAYS.get(name, ""))))
         kind = getattr(module, class_name)
         parse = getattr(module, "parse_settings", partial(read_settings, kind.name, kind.settings_type))
