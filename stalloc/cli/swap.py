@@ -66,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if wants_text(args):
         console = table_console()
         for file, device, made in found:
-            told, chunks = made.data, [*_chunks(made)]
+            told = made.data
+            chunks = [
+                [name, human_bytes(size), *("" if one is None else f"{one:,}" for one in numbers), moved]
+                for name, size, *numbers, moved in _chunks(made)
+            ]
             print_prose(
                 console,
                 f"{file_label(file)}, device {device}: {plural(len(told.sizes), 'parameter')} of "
@@ -86,23 +90,19 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _chunks(made: Swapping) -> Iterator[list[str]]:
-    """A system, its chunks, how many there are, have room and stay, and what is moved."""
+def _chunks(made: Swapping) -> Iterator[tuple[str, int, int, int | None, int | None, str]]:
+    """A system, bytes of its chunks, how many there are, have room and stay, and what is moved."""
     if one := made.patrickstar:
-        for name, moved in (("Belady", one.belady), ("LRU", one.lru)):
-            moved_text = human_bytes(moved.chunks * one.chunk_bytes)
-            numbers = f"{one.count:,}", f"{one.capacity:,}", ""
-            yield [f"PatrickStar, {name}", human_bytes(one.chunk_bytes), *numbers, moved_text]
+        for name, moved in (("PatrickStar, Belady", one.belady), ("PatrickStar, LRU", one.lru)):
+            yield name, one.chunk_bytes, one.count, one.capacity, None, human_bytes(moved.chunks * one.chunk_bytes)
     if pages := made.angel:
-        numbers = f"{pages.count:,}", f"{pages.capacity:,}", ""
-        yield ["Angel-PTM, pages", human_bytes(pages.page_bytes), *numbers, human_bytes(pages.moved_bytes)]
+        yield "Angel-PTM, pages", pages.page_bytes, pages.count, pages.capacity, None, human_bytes(pages.moved_bytes)
     best = made.elixir.best
     for choice in (*([best] if best else []), *made.elixir.rejected[:_SHOWN]):
         moved_text = choice.refused or ("" if choice.is_replayed else "at least ") + human_bytes(choice.moved_bytes)
         name = "Elixir, chosen" if choice is best else "Elixir, rejected"
-        room = choice.residents + choice.cached
-        numbers = f"{choice.count:,}", f"{room:,}" if room else "", f"{choice.residents:,}"
-        yield [name, human_bytes(choice.chunk_bytes), *numbers, moved_text]
+        room = choice.residents + choice.cached or None
+        yield name, choice.chunk_bytes, choice.count, room, choice.residents, moved_text
 
 
 def _systems(made: Swapping, machine: Machine) -> Iterator[tuple[str, str, int | None, float]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column, Rows
+from stalloc.columns import Rows
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.step_seconds import operation_seconds
@@ -98,76 +98,61 @@ def in_turn(uses: Iterable[Iterable[int]]) -> tuple[Moment, ...]:
 
 def layer_costs(passes: RecordedPasses) -> list[LayerCost]:
     """The layers of a step. Raises BadInputError for a trace that does not tell them."""
-    trace, operations, rows, in_backward = passes.trace, passes.operations, passes.rows, passes.in_backward
-    block, count = _blocks_of(operations, rows, in_backward)
-    if count < 2:
-        raise BadInputError(
-            f"trace of device {trace.device} shows no repeated blocks, so no layers: record a model that has some."
-        )
-    owner = np.full(len(operations), -1, np.int64)  # the layer of each operation
-    owner[rows] = _with_ends(block, in_backward[rows], count + 1)
-    seconds = np.zeros((count + 2, 2))
-    np.add.at(seconds, (owner[rows], in_backward[rows].astype(np.int64)), passes.seconds)
-    sizes = np.zeros((count + 2, 3), np.int64)
-    for column, (chosen, users) in enumerate(_memory(operations, owner, in_backward)):
-        np.add.at(sizes[:, column], users, trace.size[chosen])
-    work = _highest_made(passes, owner, count + 2)
-    work = np.maximum(0, work - sizes[:, [1, 0]])  # beyond what is saved, and gradients
-    columns = (sizes.tolist(), seconds.tolist(), work.tolist())
-    return [LayerCost(*memory, *times, *more) for memory, times, more in zip(*columns, strict=True)]
-
-
-def _blocks_of(operations: Operations, rows: Rows, in_backward: Rows) -> tuple[Rows, int]:
-    """The block of each operation by number, -1 in none, and how many there are."""
-    block = np.full(len(operations.modules), -1, np.int64)  # of each module: the outermost block that it is in
-    for module, parent in enumerate(operations.module_parent.tolist()):
-        inside = block[parent] if parent >= 0 else -1
-        block[module] = inside if inside >= 0 else module if operations.module_is_block[module] else -1
-    of_row = np.append(block, -1)[module_of_ranges(operations)[rows]]
-    forward = of_row[~in_backward[rows]]
-    number = {module: place for place, module in enumerate(dict.fromkeys(forward[forward >= 0].tolist()))}
-    return np.array([number.get(module, -1) for module in of_row.tolist()], np.int64), len(number)
-
-
-def _with_ends(block: Rows, is_backward: Rows, head: int) -> list[int]:
-    """Layers from blocks, which count from 1 here: of each pass by itself, what its blocks lie between."""
-    layers: list[int] = []
-    borders = np.flatnonzero(np.diff(is_backward.astype(np.int64))) + 1
-    for part, back in zip(np.split(block + 1, borders), np.split(is_backward, borders), strict=True):
-        before, after = (head, 0) if len(back) and back[0] else (0, head)
-        filled = list(itertools.accumulate(part.tolist(), lambda last, one: one or last, initial=before))[1:]
-        end = int(np.flatnonzero(part).max(initial=-1)) + 1
-        layers += filled if end == 0 else filled[:end] + [after] * (len(part) - end)
-    return layers
-
-
-def _memory(operations: Operations, owner: Rows, in_backward: Rows) -> list[tuple[Rows, Rows]]:
-    """Requests of parameters, of saved activations and of what goes on to the next layer; and whose they are."""
-    used_by = owner[operations.access_op]
-    counted = (used_by >= 0) & ~in_backward[operations.access_op]
-    request, user = operations.access_request[counted].astype(np.int64), used_by[counted]
-    is_parameter = operations.role[request] == Role.PARAMETER
-    parameters, users = np.unique(np.stack([request[is_parameter], user[is_parameter]]), axis=1)
-    maker = np.append(owner, -1)[operations.made_by]
-    made_in_forward = (maker >= 0) & ~np.append(in_backward, False)[operations.made_by]
-    saved = np.flatnonzero(made_in_forward & (operations.role == Role.SAVED_ACTIVATION))
-    handed_on = np.unique(request[(maker[request] >= 0) & (user == maker[request] + 1)])
-    return [(parameters, users), (saved, maker[saved]), (handed_on, maker[handed_on])]
-
-
-def _highest_made(passes: RecordedPasses, owner: Rows, count: int) -> Column:
-    """(layers, 2) the most bytes that the forward and the backward pass of each had at once of what they made."""
     trace, operations, in_backward = passes.trace, passes.operations, passes.in_backward
-    found = np.zeros((count, 2), np.int64)
-    layer, of_backward = np.append(owner, -1)[operations.made_by], np.append(in_backward, False)[operations.made_by]
-    for number, of_pass in np.ndindex(count, 2):
-        ran = operations.end[(owner == number) & (in_backward == of_pass)]
-        made = np.flatnonzero((layer == number) & (of_backward == of_pass))
-        ended = made[trace.end[made] <= ran.max(initial=-1)]
-        moments = np.concatenate([trace.start[made], trace.end[ended]])
-        change = np.concatenate([trace.size[made], -trace.size[ended]])
-        found[number, of_pass] = np.cumsum(change[np.argsort(moments, kind="stable")]).max(initial=0)
+    owner, count = _layer_of_operations(passes)
+    seconds = np.zeros((count, 2))
+    np.add.at(seconds, (owner[passes.rows], in_backward[passes.rows].astype(np.int64)), passes.seconds)
+    maker, in_forward = np.append(owner, -1)[operations.made_by], ~np.append(in_backward, False)[operations.made_by]
+    user = np.where(in_backward, -1, owner)[operations.access_op]
+    used = [np.unique(operations.access_request[user == layer]).astype(np.int64) for layer in range(count + 1)]
+    found = []
+    for layer in range(count):
+        parameters = used[layer][operations.role[used[layer]] == Role.PARAMETER]
+        saved = (maker == layer) & in_forward & (operations.role == Role.SAVED_ACTIVATION)
+        handed_on = used[layer + 1][maker[used[layer + 1]] == layer]
+        sizes = [int(trace.size[chosen].sum()) for chosen in (parameters, saved, handed_on)]
+        work = []  # beyond what is saved, and beyond gradients
+        for is_of_pass, made_in_pass, known in ((~in_backward, in_forward, 1), (in_backward, ~in_forward, 0)):
+            last = operations.end[(owner == layer) & is_of_pass].max(initial=-1)
+            made = np.flatnonzero((maker == layer) & made_in_pass)
+            work.append(max(0, _most_at_once(trace, made, last) - sizes[known]))
+        found.append(LayerCost(*sizes, *seconds[layer].tolist(), *work))
     return found
+
+
+def _most_at_once(trace: Trace, made: Rows, last: int) -> int:
+    """The most bytes that some requests hold at once, of which those that end after an event stay."""
+    ended = made[trace.end[made] <= last]
+    change = np.concatenate([trace.size[made], -trace.size[ended]])
+    moments = np.concatenate([trace.start[made], trace.end[ended]])
+    return int(np.cumsum(change[np.argsort(moments, kind="stable")]).max(initial=0))
+
+
+def _layer_of_operations(passes: RecordedPasses) -> tuple[Rows, int]:
+    """The layer of each operation, -1 for none, and how many layers there are."""
+    operations, in_backward = passes.operations, passes.in_backward[passes.rows].tolist()
+    block = np.full(len(operations.modules) + 1, -1, np.int64)  # of each module: the outermost block that it is in
+    for module, parent in enumerate(operations.module_parent.tolist()):
+        own = module if operations.module_is_block[module] else -1
+        block[module] = block[parent] if block[parent] >= 0 else own
+    of_row = block[module_of_ranges(operations)[passes.rows]].tolist()
+    forward = dict.fromkeys(one for one, is_back in zip(of_row, in_backward, strict=True) if one >= 0 and not is_back)
+    if len(forward) < 2:
+        raise BadInputError(
+            f"trace of device {passes.trace.device} shows no repeated blocks, so no layers: record a model that has "
+            "some."
+        )
+    number, head = {one: place for place, one in enumerate(forward, 1)}, len(forward) + 1
+    layers: list[int] = []
+    for is_back, run in itertools.groupby(zip(in_backward, of_row, strict=True), key=lambda pair: pair[0]):
+        part = [number.get(one, 0) for _, one in run]
+        before, after = (head, 0) if is_back else (0, head)  # what the blocks of the pass lie between
+        filled = list(itertools.accumulate(part, lambda last, one: one or last, initial=before))[1:]
+        end = max((place for place, one in enumerate(part, 1) if one), default=len(part))
+        layers += [*filled[:end], *[after] * (len(part) - end)]
+    owner = np.full(len(operations), -1, np.int64)
+    owner[passes.rows] = layers
+    return owner, head + 1
 
 
 class Use(enum.IntEnum):
