@@ -130,7 +130,8 @@ class _Step:
         self.saved, self._budget_bytes, self._link, self._last_first = saved, budget_bytes, link, last_first
         self.sets, self.sizes = sets, [one.size_bytes for one in saved.tensors]
         self._need_place = {number: at for at, (_, kind, number) in enumerate(saved.events) if kind is Use.NEEDED}
-        self._save_places = [at for at, (_, kind, _) in enumerate(saved.events) if kind is Use.SAVED]
+        saves = (at for at, (_, kind, _) in enumerate(saved.events) if kind is Use.SAVED)
+        self._save_places = [*saves, len(saved.events)]
         needed = [*reversed(self._need_place)]
         self.ranks = [_Rank(one, [number for number in needed if number in one]) for one in map(frozenset, sets)]
         self.slots: list[Slot] = []
@@ -181,9 +182,9 @@ class _Step:
     def _bring(self, number: int, now: float) -> None:
         """Ask for what backward needs next, as far as there is room, and before anything else is saved."""
         rank = self.ranks[number]
-        following = self._save_places[bisect_left(self._save_places, rank.place) :][:1] or [len(self.saved.events)]
+        until = self._save_places[bisect_left(self._save_places, rank.place)]
         while rank.to_bring and (tensor := rank.to_bring[-1]) in rank.in_host:
-            if rank.held_bytes + self.sizes[tensor] > self._budget_bytes or self._need_place[tensor] > following[0]:
+            if rank.held_bytes + self.sizes[tensor] > self._budget_bytes or self._need_place[tensor] > until:
                 return
             rank.to_bring.pop()
             rank.in_host.discard(tensor)
