@@ -57,15 +57,14 @@ def _release(t):
 @inner()
 def _begin(t, m):
     """Take the buffers; False if the device has no room for them."""
-    for which in range(_BUFFERS):
-        if not m.taken >> which & 1:
-            size = m.persistent_buffer_bytes if which == 0 else m.scoped_buffer_bytes
-            if size > 0:
-                block = new_segment(t, size, 0, 0)
-                if block < 0:
-                    return False
-                insert(t, which, block)
-            m.taken |= 1 << which
+    while m.taken < _BUFFERS:
+        size = m.persistent_buffer_bytes if m.taken == 0 else m.scoped_buffer_bytes
+        if size > 0:
+            block = new_segment(t, size, 0, 0)
+            if block < 0:
+                return False
+            insert(t, m.taken, block)
+        m.taken += 1
     return True
 
 

@@ -25,7 +25,7 @@ from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_bytes, setting
-from stalloc.replay.treap import best_fit, cut_off, find, free_into, release_whole, remove
+from stalloc.replay.treap import best_fit, cut_off, find, release_whole, remove
 from stalloc.sizes import ALIGNMENT_BYTES
 
 
@@ -69,18 +69,13 @@ def _allocate(t, m, request, requested, stream):
     return new_segment(t, size, stream, 0) if _within_limit(t, m, size) else -1
 
 
-@inner()
-def _free(t, m, block):
-    free_into(t, at(t, block).stream, block)
-
-
 class CupyPool(TableModel):
     """CuPy's default pool."""
 
     name = "cupy"
     settings_type = CupyPoolSettings
     own = own_type(CupyPoolSettings, "chosen")
-    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
+    driver = driver_of(name, own, allocate=_allocate, empty=_empty)
     of_requests = ("chosen",)
 
     def feed_as_chosen(self, events: Events, address: Column) -> Fed:

@@ -11,14 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stalloc.columns import Column
-from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import slow_entry
 from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
 from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE, round_up
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.runtime_settings import Settings
-from stalloc.sizes import whole_pages
 
 _MAX_BYTES = 1 << 40  # of any device: more than any GPU has; each of its pages is counted
 
@@ -162,10 +159,3 @@ def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
 def let_go(controller: Controller) -> None:
     """Let go of a controller; it serves nothing any more."""
     _controllers.pop(controller.device.index, None)
-
-
-def serve_recording(controller: Controller, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
-    """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-    return controller.serve_recording(
-        ArenaSchedule(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset)
-    )

@@ -20,16 +20,18 @@ import numpy as np
 
 from stalloc.columns import Column, read_only
 from stalloc.compiled import BORROWING, njit
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, TINY
 from stalloc.core.entry import core_entries
 from stalloc.core.intrinsics import call3
 from stalloc.core.records import state_at
 from stalloc.core.snapshot import segments
 from stalloc.replay.model import check_capacity, check_rows
-from stalloc.replay.offline import NumbersDevice, let_go, make_controller, serve_recording
+from stalloc.replay.offline import NumbersDevice, let_go, make_controller
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
 from stalloc.runtime.runtime_settings import Settings
+from stalloc.sizes import whole_pages
 from stalloc.trace import MARK_STEP
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
@@ -123,7 +125,9 @@ class Planned:
         if not len(size):
             return
         made = plan((start, ends, size), alignment=ALIGNMENT)
-        if serve_recording(self._controller, size, stream, made.offset, made.peak_bytes):
+        arena_bytes = whole_pages(made.peak_bytes)
+        schedule = ArenaSchedule(arena_bytes=arena_bytes, size=size, stream=stream, offset=made.offset)
+        if self._controller.serve_recording(schedule):
             self._plan_bytes = made.peak_bytes
             self._words[_PEAK_RESERVED] = self._controller.state.record.statistics.reserved_bytes
 

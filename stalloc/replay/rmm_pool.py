@@ -31,7 +31,7 @@ from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import LIVE, ROWS_AHEAD, at, has_room, new_segment, round_up, split
-from stalloc.replay.driver import driver_of
+from stalloc.replay.driver import driver_of, free
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, as_count, setting
 from stalloc.replay.treap import free_into, insert, remove, root, take_best
@@ -140,18 +140,13 @@ def _allocate(t, m, request, requested, stream):
     return _take(t, m, requested, stream) if _begin(t, m) else -1
 
 
-@inner()
-def _free(t, m, block):
-    free_into(t, at(t, block).stream, block)
-
-
 class RmmPool(TableModel):
     """RMM's pool."""
 
     name = "rmm_pool"
     settings_type: ClassVar[type[Any]] = RmmPoolSettings
     own = own_type(RmmPoolSettings, *_FIELDS)
-    driver = driver_of(name, own, allocate=_allocate, free=_free)
+    driver = driver_of(name, own, allocate=_allocate)
     shows: ClassVar[tuple[str, ...]] = ("lists_taken_over",)
 
     def _start(self, capacity_bytes: int) -> None:
@@ -214,7 +209,7 @@ def _allocate_in_bin(t, m, request, requested, stream):
 def _free_in_bin(t, m, block):
     number = at(t, block).extra - 1
     if number < 0:
-        _free(t, m, block)
+        free(t, m, block)
     else:
         at(t, block).left = _head_at(m, number).value
         _head_at(m, number).value = block

@@ -165,13 +165,12 @@ def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> E
     """The program up to an event, followed by the request that ran out of memory."""
     events = events_of(trace)
     kept = np.flatnonzero(events.event < at_event)
-    return Events(
+    return events._replace(
         kind=np.append(events.kind[kept], np.int8(Kind.ALLOC)),
         request=np.append(events.request[kept], trace.num_requests),
         event=np.append(events.event[kept], at_event),
         size=np.append(events.size, size_bytes),
         stream=np.append(events.stream, stream),
-        step_marks=events.step_marks,
     )
 
 

@@ -118,11 +118,6 @@ def _allocate(t, m, request, requested, stream):
 
 
 @inner()
-def _free(t, m, block):
-    free_into(t, at(t, block).stream, block)
-
-
-@inner()
 def _empty(t, m, kind, request):
     _trim(t, 0)
 
@@ -141,5 +136,5 @@ class StreamOrdered(TableModel):
     name = "stream_ordered"
     settings_type = StreamOrderedSettings
     own = own_type(StreamOrderedSettings, "events", *_COUNTS)
-    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty, note=_wait_and_note)
+    driver = driver_of(name, own, allocate=_allocate, empty=_empty, note=_wait_and_note)
     shows = _COUNTS

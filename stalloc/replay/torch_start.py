@@ -6,6 +6,7 @@ block. What tells is, in this order, the list of blocks at the end of the record
 behind the block while it lived, and a gap too small to be a block.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -140,33 +141,32 @@ def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tu
     expandable segments begin that the recording adds, in the order of their first use."""
     small = (blocks.segment_size == GRANULE).astype(np.int64)
     kinds = trace.extra.get("segment_is_small", np.empty(0))
-    for address, size, kind in zip(trace.segment_address, trace.segment_size, kinds, strict=False):
-        begin, end = int(address), int(address) + int(size)
-        small[(blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)] = int(kind != 0)
+    for address, size, kind in zip(trace.segment_address.tolist(), trace.segment_size.tolist(), kinds, strict=False):
+        small[_touched(blocks, address, address + size)] = int(kind != 0)
     base = np.zeros(len(small), np.int64)
     if not settings.expandable_segments:
         return small, base, np.empty(0, np.int64)
     owners = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(small)))]
     begins: dict[tuple[int, int], int] = {}  # of each pool's segment that was there at the start
-    mapped: dict[tuple[int, int], int] = {}  # bytes of each pool
+    mapped: dict[tuple[int, int], int] = defaultdict(int)  # bytes of each pool
     pools = list(zip(owners.tolist(), small.tolist(), strict=True))
     for pool, address, size in zip(pools, blocks.segment_address.tolist(), blocks.segment_size.tolist(), strict=True):
         begins[pool] = min(begins.get(pool, address), address)
-        mapped[pool] = mapped.get(pool, 0) + size
+        mapped[pool] += size
     old, added = set(begins), []
     maps = (trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)
     for row in np.flatnonzero(maps).tolist():
         size, address = int(trace.event_size[row]), int(trace.address[row])
         pool = int(trace.event_stream[row]), int(size % settings.large_segment_bytes > 0)
         if trace.action[row] == Action.SEGMENT_UNMAP:
-            mapped[pool] = mapped.get(pool, 0) - size
+            mapped[pool] -= size
             continue
-        if mapped.get(pool, 0) == 0:  # a segment goes with its last page
+        if mapped[pool] == 0:  # a segment goes with its last page
             added.append(address)
             old.discard(pool)
         elif pool in old:
             begins[pool] = min(begins[pool], address)
-        mapped[pool] = mapped.get(pool, 0) + size
+        mapped[pool] += size
     met, previous = set(), 0
     for number in np.flatnonzero(_expandable(trace, blocks)).tolist():
         begin = begins[pools[number]]
@@ -185,8 +185,13 @@ def _expandable(trace: Trace, blocks: BlockMap) -> Column:
     begin = np.concatenate([trace.segment_address[kinds > 0], trace.address[unmapped]]).astype(np.int64)
     size = np.concatenate([trace.segment_size[kinds > 0], trace.event_size[unmapped]])
     for first, beyond in zip(begin, begin + size, strict=True):
-        found |= (blocks.segment_address < beyond) & (first < blocks.segment_address + blocks.segment_size)
+        found |= _touched(blocks, first, beyond)
     return found
+
+
+def _touched(blocks: BlockMap, begin: int, end: int) -> Column:
+    """(s,) whether a segment has a part of these addresses."""
+    return (blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)
 
 
 @njit(**BORROWING)
