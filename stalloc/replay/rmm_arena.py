@@ -114,14 +114,6 @@ def _take_global(t, m, size):
 
 
 @inner()
-def _shorten(t, block, size, tree):
-    if at(t, block).size > size:
-        rest = split(t, block, size)
-        at(t, rest).extra = at(t, block).extra
-        insert_fit(t, tree, rest)
-
-
-@inner()
 def _move_super(t, m, row, tree, without):
     """Move the free blocks of a superblock, all but one, to the tree of another arena."""
     _super_at(m, row).tree = tree
@@ -135,43 +127,31 @@ def _move_super(t, m, row, tree, without):
 
 @inner()
 def _try(t, m, size, stream):
-    if size > _SUPERBLOCK:
-        block = _take_global(t, m, size)
-        if block != 0:
-            _shorten(t, block, size, _GLOBAL)
-        return block
-    tree = stream + 1
-    block = first_fit(t, tree, size)
+    tree = _GLOBAL if size > _SUPERBLOCK else stream + 1
+    block = first_fit(t, tree, size) if tree != _GLOBAL else 0
     if block != 0:
         remove_fit(t, block)
     else:
         block = _take_global(t, m, size)
-        if block == 0:
-            return 0
-        _move_super(t, m, at(t, block).extra, tree, block)
-    _shorten(t, block, size, tree)
+        if block != 0 and tree != _GLOBAL:
+            _move_super(t, m, at(t, block).extra, tree, block)
+    if block != 0 and at(t, block).size > size:
+        rest = split(t, block, size)
+        at(t, rest).extra = at(t, block).extra
+        insert_fit(t, tree, rest)
     return block
 
 
 @inner()
-def _join_supers(t, m, block):
-    """Merge an empty superblock of the global arena, in its tree, with empty neighbours there."""
-    following, previous = at(t, block).next, at(t, block).previous
-    if following != 0 and _is_free_super(t, m, following):
-        _swallow(t, m, block, following)
-    if previous != 0 and _is_free_super(t, m, previous):
-        _swallow(t, m, previous, block)
-
-
-@inner()
 def _is_free_super(t, m, block):
-    if at(t, block).state != FREE or not _is_empty(t, m, block):
-        return False
-    return _super_at(m, at(t, block).extra).tree == _GLOBAL
+    """Whether a block is an empty superblock of the global arena."""
+    one = _super_at(m, at(t, block).extra)
+    return at(t, block).state == FREE and at(t, block).size == one.size and one.tree == _GLOBAL
 
 
 @inner()
 def _swallow(t, m, block, following):
+    """Merge two empty superblocks, which are in the tree of the global arena."""
     gone = at(t, following).extra
     remove_fit(t, block)
     remove_fit(t, following)
@@ -214,17 +194,13 @@ def _extend(t, m, size):
         return False
     segment_at(t, 1).size += more
     count_reserved(t, more)
-    block = end
-    if lengthens:
-        remove_fit(t, end)
-        _super_at(m, at(t, end).extra).size += more
-        at(t, end).size += more
-    else:
-        block = whole_block(t, at(t, end).address + at(t, end).size, more)
-        at(t, block).previous, at(t, block).segment, at(t, block).stream = end, 1, 0
-        at(t, end).next = block
-        _new_super(t, m, block, more)
+    block = whole_block(t, at(t, end).address + at(t, end).size, more)
+    at(t, block).previous, at(t, block).segment, at(t, block).stream = end, 1, 0
+    at(t, end).next = block
+    _new_super(t, m, block, more)
     insert_fit(t, _GLOBAL, block)
+    if lengthens:
+        _swallow(t, m, end, block)
     return True
 
 
@@ -259,8 +235,12 @@ def _free(t, m, block):
         absorb(t, previous, block)
         block = previous
     insert_fit(t, _super_at(m, row).tree, block)
-    if _super_at(m, row).tree == _GLOBAL and _is_empty(t, m, block):
-        _join_supers(t, m, block)
+    if _super_at(m, row).tree == _GLOBAL and _is_empty(t, m, block):  # it joins empty ones beside it
+        following, previous = at(t, block).next, at(t, block).previous
+        if following != 0 and _is_free_super(t, m, following):
+            _swallow(t, m, block, following)
+        if previous != 0 and _is_free_super(t, m, previous):
+            _swallow(t, m, previous, block)
 
 
 @inner()

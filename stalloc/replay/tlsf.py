@@ -115,11 +115,10 @@ def _searched(m, units):
 def _find(t, m, units):
     """A block of a list in which every block holds so many units, out of its list; 0 for none."""
     level, division = _list_of(m, _searched(m, units))
-    lists = _level_at(m, level).value & (-1 << division)
+    lists, levels = _level_at(m, level).value & (-1 << division), m.first_bits & (-1 << (level + 1))
+    if lists == 0 and levels == 0:
+        return 0
     if lists == 0:
-        levels = m.first_bits & (-1 << (level + 1))
-        if levels == 0:
-            return 0
         level = _lowest(levels)
         lists = _level_at(m, level).value
     block = _head_at(m, level * _DIVISIONS + _lowest(lists)).value
@@ -130,10 +129,8 @@ def _find(t, m, units):
 @inner()
 def _empty(t, m, kind, request):
     for segment in range(1, t.segments_used):
-        if segment_at(t, segment).size == 0:
-            continue
         block = segment_at(t, segment).first
-        if at(t, block).state == FREE and is_whole(t, block):
+        if segment_at(t, segment).size > 0 and at(t, block).state == FREE and is_whole(t, block):
             _remove(t, m, block)
             drop_segment(t, block)
 
