@@ -213,8 +213,7 @@ def operator_seconds(operator: Any, args: Any, kwargs: Any, results: Any, rates:
     work = work_of(operator, args, kwargs, results)
     if not any(work):
         return 0.0
-    outputs = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
-    inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    outputs, inputs = _tensors(results), _tensors((args, kwargs))
     shapes = [Shape(one.shape, one.stride() if one.layout == torch.strided else ()) for one in inputs]
     half = (outputs or inputs)[0].dtype in (torch.float16, torch.bfloat16)
     name = str(getattr(operator, "overloadpacket", operator))

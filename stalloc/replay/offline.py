@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from stalloc.core.entry import slow_entry
@@ -20,17 +21,12 @@ from stalloc.runtime.runtime_settings import Settings
 _MAX_BYTES = 1 << 40  # of any device: more than any GPU has; each of its pages is counted
 
 
-@dataclass(frozen=True)
-class _Size:
-    size: int
-
-
 @dataclass(eq=False)
 class _Memory:
     """Bytes of the made-up device, with the names that CuPy's memory has; they go back with the last reference."""
 
     ptr: int
-    mem: _Size
+    mem: SimpleNamespace
     device: "NumbersDevice"
 
     def __del__(self) -> None:
@@ -45,6 +41,7 @@ class NumbersDevice:
     name = "a device of numbers"
     compute_capability = (0, 0)
     limit_bytes = 0
+    is_used = True  #: there is no device to be touched first
 
     def __init__(self, index: int, capacity_bytes: int, *, paged: bool) -> None:
         self.index = index
@@ -80,7 +77,7 @@ class NumbersDevice:
             return memory
         self.taken += size_bytes
         self.num_allocs += 1
-        return _Memory(self._addresses(size_bytes), _Size(size_bytes), self)
+        return _Memory(self._addresses(size_bytes), SimpleNamespace(size=size_bytes), self)
 
     refusal = ""
 
@@ -115,8 +112,6 @@ class NumbersDevice:
     def free_addresses(self, address: int, size_bytes: int) -> None:
         """Nothing to do: there are always more addresses."""
 
-    is_used = True  #: there is no device to be touched first
-
     def wait(self) -> None:
         """Return at once: nothing is queued."""
 
@@ -149,7 +144,7 @@ def _entry() -> int:
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
     """A controller over a made-up device of `capacity_bytes`; 0, or more than any GPU has, stands for a tebibyte."""
     with _lock:
-        index = next(one for one in itertools.count() if one not in _controllers)
+        index = next(one for one in itertools.count(len(_controllers)) if one not in _controllers)
         device = NumbersDevice(index, capacity_bytes, paged=settings.arena == "pages")
         controller = Controller(device, device, _entry(), settings)
         _controllers[index] = controller
