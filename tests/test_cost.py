@@ -11,7 +11,7 @@ import pytest
 from recordings import path_of
 
 from stalloc.cli import main
-from stalloc.cost.class_seconds import estimate, estimate_call, known_shares
+from stalloc.cost.class_seconds import Blocks, blocks_of, estimate, estimate_call, known_shares
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.cost.operation_classes import (
     ATTENTION,
@@ -31,7 +31,6 @@ from stalloc.cost.operation_classes import (
     class_of,
 )
 from stalloc.cost.queues import Queue, Task, schedule, schedule_as_ready
-from stalloc.cost.thread_blocks import Blocks, blocks_of
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench" / "cost"
 H100 = rates_of("NVIDIA H100 80GB HBM3")

@@ -18,10 +18,9 @@ from stalloc.cost.gpu_rates import rates_of
 from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.eviction.instructions import InstructionWriter
-from stalloc.eviction.programs import read_programs
+from stalloc.eviction.programs import read_programs, read_simulator_log
 from stalloc.eviction.replay import Ending, peak_of, replay
 from stalloc.eviction.scores import POLICIES, Candidate, cheapest_window
-from stalloc.eviction.simulator_log import read_simulator_log
 
 OLD = Candidate(cost=2.0, around=0.0, size=100.0, age=50.0)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from properties import holds_for
 
+from stalloc.eviction.programs import read_simulator_log
 from stalloc.eviction.replay import Ending, replay
-from stalloc.eviction.simulator_log import read_simulator_log
 
 EVERY_POLICY = ("dtr", "dtr-eq", "dtr-local", "lru", "size", "msps")
 

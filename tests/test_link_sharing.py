@@ -9,8 +9,8 @@ import pytest
 from warm_programs import told_by_file
 
 from stalloc.cost.disjoint_sets import DisjointSets
-from stalloc.cost.layer_costs import LinkCost
-from stalloc.cost.swapping.saved_tensors import SavedTensor, SavedTensors
+from stalloc.cost.swapping.layers import LinkCost
+from stalloc.cost.swapping.recorded_model import SavedTensor, SavedTensors
 from stalloc.cost.swapping.tmo import LinkSharing, RanksSwap, share_link
 from stalloc.techniques.offload_order import OffloadOrder
 

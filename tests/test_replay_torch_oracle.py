@@ -9,8 +9,7 @@ from properties import variants
 
 from stalloc.allocator_conf import parse_settings
 from stalloc.replay.protocol import Events, Kind
-from stalloc.replay.torch_caching import TorchCaching
-from stalloc.replay.torch_record import check_record
+from stalloc.replay.torch_caching import TorchCaching, check_record
 from stalloc.trace import load_traces
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")

@@ -10,8 +10,7 @@ from recordings import path_of
 
 from stalloc.errors import BadInputError
 from stalloc.replay.protocol import Events, Kind
-from stalloc.replay.torch_caching import TorchCaching, parse_settings
-from stalloc.replay.torch_record import check_record
+from stalloc.replay.torch_caching import TorchCaching, check_record, parse_settings
 from stalloc.replay.torch_start import recorded_calls, recorded_settings
 from stalloc.trace import Trace, load_traces
 from stalloc.trace.record import Action

@@ -9,17 +9,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost
-from stalloc.cost.stream_window import smallest_window, stall_seconds
 from stalloc.cost.swapping import lohan
 from stalloc.cost.swapping.angel_ptm import lay_out, replay_pages
 from stalloc.cost.swapping.elixir import replayed, search_chunks, usual_sizes
 from stalloc.cost.swapping.harmony import pack_layers, pass_cost
-from stalloc.cost.swapping.layers_in_a_row import Stretch, cut_best, least_budget
+from stalloc.cost.swapping.layers import LayerCost, LinkCost, Stretch, cut_best, least_budget
 from stalloc.cost.swapping.mobius import Pipeline, contention, cross_mapping, partition_stages, step_seconds
-from stalloc.cost.swapping.model_data import ModelData, Moment
 from stalloc.cost.swapping.patrickstar import in_chunks, least_capacity, replay_chunks
+from stalloc.cost.swapping.recorded_model import ModelData, Moment
 from stalloc.cost.swapping.smart_infinity import update_near_storage
+from stalloc.cost.swapping.stronghold import smallest_window, stall_seconds
 from stalloc.errors import BadInputError
 
 MIB = 1 << 20

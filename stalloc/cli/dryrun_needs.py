@@ -19,7 +19,7 @@ from stalloc.cli.progress import lines_told
 from stalloc.cli.sleep_report import seen_phases
 from stalloc.device.known_gpus import PLENTY
 from stalloc.figures import human_bytes
-from stalloc.replay.least_memory import least_memory
+from stalloc.replay.simulation import least_memory
 from stalloc.sandbox import ProgramFiles
 from stalloc.sizing.node import node_memory
 from stalloc.sizing.side_by_side import Asked, RunSeen, run_all, warm

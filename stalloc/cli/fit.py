@@ -172,9 +172,9 @@ def _fitted(
 
 def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes: int) -> Any:
     """What was found, as it is kept."""
+    from stalloc.cost.class_seconds import ERROR
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.host_rates import SOURCE
-    from stalloc.cost.operator_seconds import ERROR
     from stalloc.fitting.fit_record import Fit
     from stalloc.techniques.technique_settings import TechniqueSettings
 

@@ -67,81 +67,69 @@ def run(args: argparse.Namespace) -> int:
         console = table_console()
         for file, device, made in found:
             told = made.data
+            chunks = [
+                [name, human_bytes(size), *("" if one is None else f"{one:,}" for one in numbers), moved]
+                for name, size, *numbers, moved in _chunks(made)
+            ]
             print_prose(
                 console,
                 f"{file_label(file)}, device {device}: {plural(len(told.sizes), 'parameter')} of "
                 f"{human_bytes(told.parameter_bytes)}, optimizer state of {human_bytes(told.state_bytes)}; "
                 f"{human_bytes(machine.budget_bytes)} of {gpu}",
             )
-            print_table(console, ("chunks", "size", "number", "room for", "stay", "moved by a step"), [*_chunks(made)])
-            left = len(made.elixir.rejected) - _SHOWN
-            if left > 0:
+            print_table(console, ("chunks", "size", "number", "room for", "stay", "moved by a step"), chunks)
+            if (left := len(made.elixir.rejected) - _SHOWN) > 0:
                 print_prose(console, f"{plural(left, 'more candidate')} of Elixir's in --json", indent="  ")
-            rows = [*_layers(made, machine), *_ranks(made), *_updates(made)]
+            rows = [
+                [system, shown, "" if moved is None else human_bytes(moved), human_seconds(seconds)]
+                for system, shown, moved, seconds in _systems(made, machine)
+            ]
             print_table(console, ("system", _NO_ORACLE, "moved by a step", "est. seconds"), rows, text_columns=2)
             for note in note_texts(made.notes):
                 print_prose(console, f"note: {note}", indent="  ")
     return EXIT_DONE
 
 
-def _chunks(made: Swapping) -> Iterator[list[str]]:
-    if made.patrickstar:
-        one = made.patrickstar
-        for name, moved in (("Belady", one.belady), ("LRU", one.lru)):
-            numbers = f"{one.count:,}", f"{one.capacity:,}", ""
-            yield [
-                f"PatrickStar, {name}",
-                human_bytes(one.chunk_bytes),
-                *numbers,
-                human_bytes(moved.chunks * one.chunk_bytes),
-            ]
-    if made.angel:
-        pages = made.angel
-        numbers = f"{pages.count:,}", f"{pages.capacity:,}", ""
-        yield ["Angel-PTM, pages", human_bytes(pages.page_bytes), *numbers, human_bytes(pages.moved_bytes)]
+def _chunks(made: Swapping) -> Iterator[tuple[str, int, int, int | None, int | None, str]]:
+    """A system, bytes of its chunks, how many there are, have room and stay, and what is moved."""
+    if one := made.patrickstar:
+        for name, moved in (("PatrickStar, Belady", one.belady), ("PatrickStar, LRU", one.lru)):
+            yield name, one.chunk_bytes, one.count, one.capacity, None, human_bytes(moved.chunks * one.chunk_bytes)
+    if pages := made.angel:
+        yield "Angel-PTM, pages", pages.page_bytes, pages.count, pages.capacity, None, human_bytes(pages.moved_bytes)
     best = made.elixir.best
     for choice in (*([best] if best else []), *made.elixir.rejected[:_SHOWN]):
         moved_text = choice.refused or ("" if choice.is_replayed else "at least ") + human_bytes(choice.moved_bytes)
         name = "Elixir, chosen" if choice is best else "Elixir, rejected"
-        room = choice.residents + choice.cached
-        numbers = f"{choice.count:,}", f"{room:,}" if room else "", f"{choice.residents:,}"
-        yield [name, human_bytes(choice.chunk_bytes), *numbers, moved_text]
+        room = choice.residents + choice.cached or None
+        yield name, choice.chunk_bytes, choice.count, room, choice.residents, moved_text
 
 
-def _layers(made: Swapping, machine: Machine) -> Iterator[list[str]]:
-    if made.harmony:
-        packs = made.harmony
+def _systems(made: Swapping, machine: Machine) -> Iterator[tuple[str, str, int | None, float]]:
+    """A system, what it makes of the step, the bytes that it moves if they are known, and seconds."""
+    if packs := made.harmony:
         shown = f"packs of {_lengths(packs.forward)} layers, back {_lengths(packs.backward)}{_proven(packs)}"
-        yield ["Harmony", shown, human_bytes(packs.moved_bytes), human_seconds(packs.seconds)]
-    if made.stronghold:
-        window = made.stronghold
+        yield "Harmony", shown, packs.moved_bytes, packs.seconds
+    if window := made.stronghold:
         shown = f"{window.layers} of {window.num_layers} layers at once, {human_bytes(window.num_bytes)}"
-        yield ["STRONGHOLD", shown, human_bytes(window.moved_bytes), human_seconds(window.seconds)]
-    if made.lohan:
-        amount = made.lohan
+        yield "STRONGHOLD", shown, window.moved_bytes, window.seconds
+    if amount := made.lohan:
         shown = f"{human_bytes(amount.swapped_bytes)} of {human_bytes(amount.saved_bytes)} of activations swapped"
-        yield ["LoHan", shown, human_bytes(amount.moved_bytes), human_seconds(amount.seconds)]
+        yield "LoHan", shown, amount.moved_bytes, amount.seconds
     if made.mobius:
         stages = made.mobius.plan
         shown = f"stages of {_lengths(stages.stages)} layers on {plural(machine.num_gpus, 'GPU')}{_proven(stages)}"
-        yield ["Mobius", shown, "", human_seconds(stages.seconds)]
-
-
-def _ranks(made: Swapping) -> Iterator[list[str]]:
+        yield "Mobius", shown, None, stages.seconds
     if made.tmo:
         ranks = plural(made.tmo.num_ranks, "rank")
         for name, one in ((f"{ranks} at once", made.tmo.at_once), (f"TMO, {ranks}", made.tmo.in_turn)):
             shown = f"{human_bytes(one.swapped_bytes)} swapped by each, waiting for {human_seconds(one.waited_seconds)}"
-            yield [name, shown, human_bytes(one.moved_bytes), human_seconds(one.seconds)]
-
-
-def _updates(made: Swapping) -> Iterator[list[str]]:
+            yield name, shown, one.moved_bytes, one.seconds
     near = made.smart_infinity
     drives = plural(near.num_drives, "drive")
-    host = f"the update alone, by the host, {drives}"
-    yield ["ZeRO-Infinity", host, human_bytes(near.host_moved_bytes), human_seconds(near.host_seconds)]
+    yield "ZeRO-Infinity", f"the update alone, by the host, {drives}", near.host_moved_bytes, near.host_seconds
     shown = f"the update alone, in {drives}; quicker from {near.pays_from} on"
-    yield ["Smart-Infinity", shown, human_bytes(near.moved_bytes), human_seconds(near.seconds)]
+    yield "Smart-Infinity", shown, near.moved_bytes, near.seconds
 
 
 def _proven(plan: PackPlan | StagePlan) -> str:

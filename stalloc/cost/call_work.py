@@ -1,12 +1,17 @@
-"""What a call computes and moves: floating point operations, bytes read, bytes written.
+"""What a call computes and moves: floating point operations, bytes read, bytes written; and how long it takes.
 
-FLOPs are by the formulas of torch.utils.flop_counter, those of convolutions by ours; an operation that neither knows
-has none. Bytes are those of the tensors that are read and made or changed, each once, whatever stays in caches. A view
-moves nothing.
+FLOPs are by the formulas of torch.utils.flop_counter, those of convolutions and their gradients by ours: a weight is
+multiplied and added once at each position of the output, or of the input where the convolution is transposed, padding
+included; the gradient of the input takes as many operations as the convolution, and so does that of the weights.
+(torch.utils.flop_counter counts gradients of weights as if all channels were one group.) An operation that neither
+knows has none. Bytes are those of the tensors that are read and made or changed, each once, whatever stays in caches. A
+view moves nothing. Times are for telling settings of one program apart, not for saying when a training will be over:
+see stalloc.cost.class_seconds.
 """
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -15,8 +20,68 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from stalloc.cost.calls import CallError, arguments_of, overloads_of
-from stalloc.cost.convolution_flops import convolution_flops, convolution_results, is_convolution
+from stalloc.cost.class_seconds import estimate_call
+from stalloc.cost.gpu_rates import GpuRates
+from stalloc.cost.operation_classes import Shape
 from stalloc.trace.sources.profiled_operations import Work
+
+_OTHERS = ("double_backward", "reorder", "quantized::")  #: made of other calls, or copies, or with packed weights
+
+
+@cache
+def _is_convolution(operator: Any) -> bool:
+    schema = getattr(operator, "_schema", None)
+    if schema is None or "conv" not in schema.name or any(part in schema.name for part in _OTHERS):
+        return False
+    names = {one.name for one in schema.arguments}
+    return "weight" in names and bool(names & {"input", "self"}) and bool(names & {"padding", "pad"})
+
+
+def _convolution_flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
+    given = _named(operator, args, kwargs)
+    weight, gradient = given["weight"], given.get("grad_output")
+    if "tbc" in operator._schema.name:  # weights are (width, channels of the input, channels of the output)
+        return int(2 * results.numel() * math.prod(weight.shape[:-1]))
+    times = 1 if gradient is None else sum(map(bool, given.get("output_mask", (True, True))[:2]))
+    # each has as many channels as the weights have rows
+    made = _input(given) if _is_transposed(operator, given) else results if gradient is None else gradient
+    return int(2 * times * made.numel() * math.prod(weight.shape[1:]))
+
+
+def _convolution_results(operator: Any, args: Any, kwargs: Any) -> Any:
+    """What a convolution makes of tensors without memory, also one of a library (cuDNN) that cannot be asked."""
+    given = _named(operator, args, kwargs)
+    weight, bias = given["weight"], given.get("bias")
+    if "tbc" in operator._schema.name:
+        places, batch, _ = given["self"].shape
+        return weight.new_empty(places + 2 * given["pad"] - weight.shape[0] + 1, batch, weight.shape[2])
+    if given.get("grad_output") is not None:
+        wanted = given.get("output_mask", (True, True, True))
+        like = (_input(given), weight, weight[:, 0])
+        return [torch.empty_like(one) if is_wanted else None for one, is_wanted in zip(like, wanted, strict=False)]
+    stride, padding, dilation, more = (
+        given.get(name) or [default] * (weight.dim() - 2)
+        for name, default in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0))
+    )
+    transposed, groups = _is_transposed(operator, given), given.get("groups", 1)
+    if "depthwise" in operator._schema.name:
+        groups = _input(given).shape[1]
+    convolve = torch.ops.aten.convolution.default
+    return convolve(_input(given), weight, bias, stride, padding, dilation, transposed, more, groups)
+
+
+def _input(given: dict[str, Any]) -> Any:
+    return given.get("input", given.get("self"))
+
+
+def _is_transposed(operator: Any, given: dict[str, Any]) -> bool:
+    return bool(given.get("transposed", "transpose" in operator._schema.name))
+
+
+def _named(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = (one.name for one in operator._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
 
 _MAKES_ONLY = ("empty", "new_empty")  #: what lies in the memory stays there
 _OVERWRITE = ("copy_", "fill_", "zero_", "_foreach_copy_")  #: what is changed is not looked at
@@ -39,8 +104,8 @@ def _made_of(operator: Any, args: Any, kwargs: Any) -> Any:
     try:
         return operator(*args, **kwargs)
     except NotImplementedError:  # its shapes cannot be asked for
-        if is_convolution(operator):
-            return convolution_results(operator, args, kwargs)
+        if _is_convolution(operator):
+            return _convolution_results(operator, args, kwargs)
         raise
 
 
@@ -87,8 +152,8 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
-    if is_convolution(operator):
-        return convolution_flops(operator, args, kwargs, results)
+    if _is_convolution(operator):
+        return _convolution_flops(operator, args, kwargs, results)
     formula = _formulas().get(getattr(operator, "overloadpacket", None))
     if formula is None:
         return 0
@@ -141,3 +206,15 @@ def _are_views(schema: Any, made: list[torch.Tensor], read: list[torch.Tensor]) 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def operator_seconds(operator: Any, args: Any, kwargs: Any, results: Any, rates: GpuRates) -> float:
+    """About how long a call takes."""
+    work = work_of(operator, args, kwargs, results)
+    if not any(work):
+        return 0.0
+    outputs, inputs = _tensors(results), _tensors((args, kwargs))
+    shapes = [Shape(one.shape, one.stride() if one.layout == torch.strided else ()) for one in inputs]
+    half = (outputs or inputs)[0].dtype in (torch.float16, torch.bfloat16)
+    name = str(getattr(operator, "overloadpacket", operator))
+    return estimate_call(name, shapes, work.flops, work.read_bytes + work.written_bytes, rates, half=half)[1].seconds

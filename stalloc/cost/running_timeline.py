@@ -32,7 +32,7 @@ def _time_operations(torch: Any, library: ctypes.PyDLL, rates: GpuRates) -> None
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from stalloc.cost.operator_seconds import operator_seconds
+    from stalloc.cost.call_work import operator_seconds
 
     host_works, work = library.stalloc_virtual_host_works, library.stalloc_virtual_work
     host_works.argtypes, host_works.restype = (ctypes.c_int64,), None

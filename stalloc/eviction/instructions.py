@@ -6,6 +6,7 @@ read only what operations before them made. Nothing here knows of a budget.
 """
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,22 +99,22 @@ class InstructionWriter:
     def done(self, ticks_per_second: float | None = None, *, constants_stay: bool = True) -> Instructions:
         """All of it, as columns."""
         ticks, work, args, outs = zip(*self.ops, strict=True) if self.ops else ((), (), (), ())
-        storage, op, is_view = zip(*self.tensors, strict=True) if self.tensors else ((), (), ())
-        kind, of = zip(*self.steps, strict=True) if self.steps else ((), ())
+        storage, op, is_view = np.array(self.tensors, np.int64).reshape(-1, 3).T.copy()
+        kind, of = np.array(self.steps, np.int64).reshape(-1, 2).T.copy()
         return Instructions(
             size=np.array(self.sizes, np.int64),
             is_constant=np.array(self.constants, bool),
-            tensor_storage=np.array(storage, np.int64),
-            tensor_op=np.array(op, np.int64),
-            is_view=np.array(is_view, bool),
+            tensor_storage=storage,
+            tensor_op=op,
+            is_view=is_view.astype(bool),
             op_ticks=np.array(ticks, np.int64),
             op_work_bytes=np.array(work, np.int64),
             arg_begin=np.cumsum([0, *map(len, args)]),
-            args=np.array([one for row in args for one in row], np.int64),
+            args=np.array([*itertools.chain(*args)], np.int64),
             out_begin=np.cumsum([0, *map(len, outs)]),
-            outs=np.array([one for row in outs for one in row], np.int64),
-            step_kind=np.array(kind, np.int64),
-            step_of=np.array(of, np.int64),
+            outs=np.array([*itertools.chain(*outs)], np.int64),
+            step_kind=kind,
+            step_of=of,
             ticks_per_second=ticks_per_second,
             constants_stay=constants_stay,
         )

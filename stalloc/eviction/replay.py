@@ -10,22 +10,30 @@ when the call that first makes it ends. What nobody holds any more is freed; if 
 until it is chosen. Of equal candidates the one that became evictable last goes, but the first that costs nothing. What
 the program still holds at the end has to be there, and is made and kept in the order of its names. A run that repeats
 calls for as long as the program takes is given up.
+
+Invariant: `allocated` is the sum of the sizes of resident storages; a storage is in the pool of evictable ones, a list
+linked by `before` and `behind`, if it is resident, unlocked and no constant. `placed` has the storages with addresses,
+lowest first; no two overlap, and all lie in [0, budget). Best fit takes the smallest hole, at its lower end. What
+costly operations make takes its upper end under Coop (cheap tensor partitioning), so that cheap storages, which are
+evicted together, are neighbours.
 """
 
 import enum
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import inner, njit
-from stalloc.eviction.eviction_state import make_tables
 from stalloc.eviction.instructions import Instructions, Step
-from stalloc.eviction.places import choose_window, costly_operations, forget_place, free_beside, has_hole, put_in_place
 from stalloc.eviction.scores import (
     POLICIES,
     Around,
     Candidate,
+    cheapest_window,
     dtr,
+    is_costly,
     largest_first,
     least_recently_used,
     local_cost,
@@ -34,6 +42,222 @@ from stalloc.eviction.scores import (
     tensor_evicting,
     window_cost,
 )
+
+_COUNTS = (
+    "budget", "limit", "policy", "around", "has_places", "by_window", "constants_stay",  # what is asked for
+    "allocated", "peak", "clock", "again", "ending",
+    "evictions", "evicted_bytes", "extra_evictions", "recomputed", "recomputed_bytes",
+    "first", "last",  # of the pool
+    "current",  # the operation that was called last
+    "stamp",  # of the last walk
+    "num_classes", "num_placed", "random",
+)  # fmt: skip
+_STORAGE = (
+    ("size", np.int64), ("is_constant", bool),
+    ("cost", np.int64),  # ticks of all operations called so far that put something there
+    ("resident", bool), ("locks", np.int64),
+    ("names", np.int64),  # how many the program has for its tensors
+    ("used", np.int64),  # when it was read or made last
+    ("version", np.int64),  # grows by every eviction
+    ("in_pool", bool), ("before", np.int64), ("behind", np.int64),
+    ("fresh", bool),  # made by the call that runs
+    ("seen", np.int64),  # stamp of the walk that came by last
+    ("class_of", np.int64),  # of a storage that is not there; -1: none
+    ("address", np.int64), ("window_cost", np.float64),
+)  # fmt: skip
+_TENSOR = (
+    ("storage", np.int64), ("op", np.int64), ("is_view", bool),
+    ("made_in", np.int64),  # the version of its storage that it was made in
+)  # fmt: skip
+_OPERATION = (
+    ("ticks", np.int64), ("work_bytes", np.int64), ("is_costly", bool),
+    ("arg_begin", np.int64), ("out_begin", np.int64),
+    # calls that wait for their arguments, by depth
+    ("frame_op", np.int64), ("frame_row", np.int64), ("frame_wanted", np.int64),
+)  # fmt: skip
+_ARGUMENT = (("tensor", np.int64), ("is_locked", bool))
+_CLASS = (("parent", np.int64), ("cost", np.int64), ("seen", np.int64))
+_ROW = (("stack", np.int64), ("placed", np.int64), ("window", np.int64))
+_PART = (("begin", np.int64), ("end", np.int64), ("cost", np.float64), ("storage", np.int64))  # -1: a hole
+_MOST_CLASSES = 1 << 20  #: evictions whose classes are told apart: a run has twice its time for them
+
+
+class _Tables(NamedTuple):
+    storages: Column
+    tensors: Column
+    operations: Column  #: and one row behind them
+    arguments: Column
+    outs: Column  #: tensors
+    source_begin: Column
+    sources: Column  #: what each storage is made from
+    source_op: Column  #: the first operation by which
+    user_begin: Column
+    users: Column  #: what is made from each
+    user_op: Column
+    classes: Column
+    rows: Column  #: lists of storages: of a walk, of those with addresses, of a window
+    parts: Column  #: storages and holes in the order of addresses, for Coop's window
+
+
+def _make_tables(program: Instructions, *, classes: bool, seed: int) -> tuple[_Tables, Any]:
+    num, num_ops = len(program.size), len(program.op_ticks)
+    counts = np.zeros(1, [(name, np.int64) for name in _COUNTS])
+    counts["first"] = counts["last"] = counts["current"] = -1
+    counts["random"] = 1 + seed % 2147483646
+    storages = _filled(_STORAGE, num, size=program.size, is_constant=program.is_constant, class_of=-1)
+    tensors = _filled(
+        _TENSOR,
+        len(program.tensor_storage),
+        storage=program.tensor_storage,
+        op=program.tensor_op,
+        is_view=program.is_view,
+        made_in=-1,
+    )
+    operations = _filled(_OPERATION, num_ops + 1, arg_begin=program.arg_begin, out_begin=program.out_begin)
+    operations["ticks"][:num_ops], operations["work_bytes"][:num_ops] = program.op_ticks, program.op_work_bytes
+    source, user, by = _edges(program)
+    up, down = np.argsort(user, kind="stable"), np.argsort(source, kind="stable")
+    bounds = np.arange(num + 1)
+    return _Tables(
+        storages,
+        tensors,
+        operations,
+        _filled(_ARGUMENT, len(program.args), tensor=program.args),
+        program.outs,
+        np.searchsorted(user[up], bounds),
+        source[up],
+        by[up],
+        np.searchsorted(source[down], bounds),
+        user[down],
+        by[down],
+        _filled(_CLASS, _MOST_CLASSES if classes else 1),
+        _filled(_ROW, num + 1),
+        _filled(_PART, 2 * num + 1),
+    ), counts
+
+
+def _filled(fields: tuple[tuple[str, Any], ...], num: int, **columns: Any) -> Column:
+    table = np.zeros(num, list(fields))
+    for name, column in columns.items():
+        table[name] = column
+    return table
+
+
+def _edges(program: Instructions) -> tuple[Column, Column, Column]:
+    """Pairs of storages, of which the second is made from the first, and the first operation by which."""
+    first: dict[tuple[int, int], int] = {}
+    storage_of = program.tensor_storage.tolist()
+    args, outs = program.args.tolist(), program.outs.tolist()
+    arg_begin, out_begin = program.arg_begin.tolist(), program.out_begin.tolist()
+    for op in range(len(program.op_ticks)):
+        read = {storage_of[one] for one in args[arg_begin[op] : arg_begin[op + 1]]}
+        for tensor in outs[out_begin[op] : out_begin[op + 1]]:
+            for one in read - {storage_of[tensor]}:
+                first.setdefault((one, storage_of[tensor]), op)
+    pairs = np.array([(*pair, op) for pair, op in first.items()], np.int64).reshape(-1, 3)
+    return pairs[:, 0].copy(), pairs[:, 1].copy(), pairs[:, 2].copy()
+
+
+_cheapest_window = inner()(cheapest_window)
+
+
+def _costly_operations(program: Instructions) -> Column:
+    """Which operations, (k,) bool, take longer for each byte that they make than those of the program on average."""
+    made = np.where(program.is_view[program.outs], 0, program.size[program.tensor_storage[program.outs]])
+    made_bytes = np.diff(np.append(0, np.cumsum(made))[program.out_begin])
+    return np.asarray(is_costly(program.op_ticks, made_bytes, program.op_ticks.sum() / max(made_bytes.sum(), 1)))
+
+
+@inner()
+def _hole_before(t, c, row):
+    """The free range below one of the placed storages, or at the end below the top: begin and end."""
+    begin = 0
+    if row > 0:
+        storage = t.rows[row - 1].placed
+        begin = t.storages[storage].address + t.storages[storage].size
+    end = c.budget
+    if row < c.num_placed:
+        end = t.storages[t.rows[row].placed].address
+    return begin, end
+
+
+@inner()
+def _has_hole(t, c, size):
+    for row in range(c.num_placed + 1):
+        begin, end = _hole_before(t, c, row)
+        if end - begin >= size:
+            return True
+    return False
+
+
+@inner()
+def _put_in_place(t, c, storage, from_top):
+    size, best, smallest = t.storages[storage].size, -1, c.budget + 1
+    for row in range(c.num_placed + 1):
+        begin, end = _hole_before(t, c, row)
+        if size <= end - begin < smallest:
+            best, smallest = row, end - begin
+    begin, end = _hole_before(t, c, best)
+    t.storages[storage].address = end - size if from_top else begin
+    for row in range(c.num_placed, best, -1):
+        t.rows[row].placed = t.rows[row - 1].placed
+    t.rows[best].placed = storage
+    c.num_placed += 1
+
+
+@inner()
+def _row_of(t, c, storage):
+    low, high = 0, c.num_placed
+    while low < high:
+        middle = (low + high) // 2
+        if t.storages[t.rows[middle].placed].address < t.storages[storage].address:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inner()
+def _forget_place(t, c, storage):
+    if t.storages[storage].size == 0:
+        return
+    c.num_placed -= 1
+    for row in range(_row_of(t, c, storage), c.num_placed):
+        t.rows[row].placed = t.rows[row + 1].placed
+
+
+@inner()
+def _free_beside(t, c, storage):
+    row = _row_of(t, c, storage)
+    begin, end = _hole_before(t, c, row)
+    begin_behind, end_behind = _hole_before(t, c, row + 1)
+    return end - begin + end_behind - begin_behind
+
+
+@inner()
+def _choose_window(t, c, size):
+    """Write the storages of the cheapest window that makes room into `window`; how many there are comes back."""
+    num, part = c.num_placed, 0
+    for row in range(num + 1):
+        begin, end = _hole_before(t, c, row)
+        if end > begin:
+            hole = t.parts[part]
+            hole.begin, hole.end, hole.cost, hole.storage = begin, end, 0.0, -1
+            part += 1
+        if row < num:
+            taken, storage = t.parts[part], t.storages[t.rows[row].placed]
+            taken.begin, taken.end = storage.address, storage.address + storage.size
+            taken.cost, taken.storage = storage.window_cost, t.rows[row].placed
+            part += 1
+    parts = t.parts[:part]
+    first, last = _cheapest_window(parts["begin"], parts["end"], parts["cost"], size)
+    found = 0
+    for row in range(first, last):
+        if t.parts[row].storage >= 0:
+            t.rows[found].window = t.parts[row].storage
+            found += 1
+    return found
+
 
 LONGEST = 2.0  #: times of a run without a budget, from which on one is given up, as the paper's evaluation does
 
@@ -92,30 +316,26 @@ def replay(
     chosen = POLICIES[policy]
     has_places = (places or chosen.by_place) and budget_bytes is not None
     budget = int(budget_bytes) if budget_bytes is not None else 1 << 62
-    tables, counts = make_tables(program, classes=chosen.around == Around.CLASSES, seed=seed)
+    tables, counts = _make_tables(program, classes=chosen.around == Around.CLASSES, seed=seed)
     base = int(program.op_ticks.sum())
     counts["budget"], counts["limit"] = budget, int((LONGEST - 1) * base)
     counts["constants_stay"] = program.constants_stay and budget_bytes is not None
     counts["policy"], counts["around"] = _NAMES.index(policy), int(chosen.around)
     counts["has_places"], counts["by_window"] = has_places, has_places and chosen.by_window
     if counts["by_window"][0]:
-        tables.operations["is_costly"][:-1] = costly_operations(program)
+        tables.operations["is_costly"][:-1] = _costly_operations(program)
     _run(tables, counts[0], program.step_kind, program.step_of)
-    told = counts[0]
-    ending = Ending(int(told["ending"]))
-    seconds = program.ticks_per_second
+    told = {name: int(counts[0][name]) for name in _COUNTS}
+    ending, seconds = Ending(told["ending"]), program.ticks_per_second
     return Replayed(
         policy=policy,
         budget_bytes=budget,
         ending=ending,
-        overhead=1 + int(told["again"]) / base if ending == Ending.COMPLETE and base else None,
-        peak_bytes=int(told["peak"]),
-        evictions=int(told["evictions"]),
-        evicted_bytes=int(told["evicted_bytes"]),
-        recomputed_calls=int(told["recomputed"]),
-        recomputed_bytes=int(told["recomputed_bytes"]),
-        extra_evictions=int(told["extra_evictions"]),
-        added_seconds=None if seconds is None else int(told["again"]) / seconds,
+        overhead=1 + told["again"] / base if ending == Ending.COMPLETE and base else None,
+        peak_bytes=told["peak"],
+        recomputed_calls=told["recomputed"],
+        **{name: told[name] for name in ("evictions", "evicted_bytes", "recomputed_bytes", "extra_evictions")},
+        added_seconds=None if seconds is None else told["again"] / seconds,
     )
 
 
@@ -149,15 +369,12 @@ def _walk(t, c, storage, begin, edges, edge_op):
         stack -= 1
         one = t.rows[stack].stack
         for row in range(begin[one], begin[one + 1]):
-            other = edges[row]
-            if edge_op[row] > c.current or t.storages[other].resident or t.storages[other].is_constant:
-                continue
-            if t.storages[other].seen == c.stamp:
-                continue
-            total += t.storages[other].cost
-            t.storages[other].seen = c.stamp
-            t.rows[stack].stack = other
-            stack += 1
+            other = t.storages[edges[row]]
+            if edge_op[row] <= c.current and not other.resident and not other.is_constant and other.seen != c.stamp:
+                total += other.cost
+                other.seen = c.stamp
+                t.rows[stack].stack = edges[row]
+                stack += 1
     return total
 
 
@@ -206,55 +423,41 @@ def _draw(c):
 
 @inner()
 def _score_of(t, c, storage):
-    age = c.clock - t.storages[storage].used
-    if (t.storages[storage].size == 0 and c.policy != _LRU) or (age == 0 and c.policy in _BY_AGE):
+    one, age = t.storages[storage], c.clock - t.storages[storage].used
+    if (one.size == 0 and c.policy != _LRU) or (age == 0 and c.policy in _BY_AGE):
         return np.inf
-    beside = 0
-    if c.policy == _DTE and c.has_places:
-        beside = free_beside(t, c, storage)
-    draw = 0.0
-    if c.policy == _RANDOM:
-        draw = _draw(c)
-    around = _around(t, c, storage)
-    return _score(
-        c.policy,
-        Candidate(
-            float(t.storages[storage].cost),
-            float(around),
-            float(t.storages[storage].size),
-            float(age + 1 if c.policy == _LRU else max(age, 1)),
-            float(beside),
-            draw,
-        ),
-    )
+    beside = float(_free_beside(t, c, storage)) if c.policy == _DTE and c.has_places else 0.0
+    draw = _draw(c) if c.policy == _RANDOM else 0.0
+    age = age + 1 if c.policy == _LRU else max(age, 1)
+    around = float(_around(t, c, storage))
+    return _score(c.policy, Candidate(float(one.cost), around, float(one.size), float(age), beside, draw))
 
 
 @inner()
 def _join_pool(t, c, storage):
-    t.storages[storage].before = c.last
-    t.storages[storage].behind = -1
+    one = t.storages[storage]
+    one.before, one.behind, one.in_pool = c.last, -1, True
     if c.last >= 0:
         t.storages[c.last].behind = storage
     else:
         c.first = storage
     c.last = storage
-    t.storages[storage].in_pool = True
 
 
 @inner()
 def _leave_pool(t, c, storage):
-    if not t.storages[storage].in_pool:
+    one = t.storages[storage]
+    if not one.in_pool:
         return
-    before, behind = t.storages[storage].before, t.storages[storage].behind
-    if before >= 0:
-        t.storages[before].behind = behind
+    one.in_pool = False
+    if one.before >= 0:
+        t.storages[one.before].behind = one.behind
     else:
-        c.first = behind
-    if behind >= 0:
-        t.storages[behind].before = before
+        c.first = one.behind
+    if one.behind >= 0:
+        t.storages[one.behind].before = one.before
     else:
-        c.last = before
-    t.storages[storage].in_pool = False
+        c.last = one.before
 
 
 @inner()
@@ -265,8 +468,9 @@ def _lock(t, c, storage):
 
 @inner()
 def _unlock(t, c, storage):
-    t.storages[storage].locks -= 1
-    if t.storages[storage].locks == 0 and t.storages[storage].resident and not t.storages[storage].is_constant:
+    one = t.storages[storage]
+    one.locks -= 1
+    if one.locks == 0 and one.resident and not one.is_constant:
         _join_pool(t, c, storage)
 
 
@@ -300,7 +504,7 @@ def _free(t, c, storage):
     c.allocated -= t.storages[storage].size
     t.storages[storage].version += 1  # its tensors are gone
     if c.has_places:
-        forget_place(t, c, storage)
+        _forget_place(t, c, storage)
     if _begin_class(t, c, storage, t.storages[storage].cost):
         _join_classes(t, c, storage, t.source_begin, t.sources, t.source_op)
         _join_classes(t, c, storage, t.user_begin, t.users, t.user_op)
@@ -315,8 +519,8 @@ def _evict(t, c, storage, is_extra):
 
 
 @inner()
-def _choose(t, c):
-    """The evictable storage of the lowest score: the last of equals, or the first that costs nothing. -1: none."""
+def _evict_one(t, c, is_extra):
+    """Evict the storage of the lowest score: the last of equals, or the first that costs nothing; False for none."""
     best, lowest = -1, 0.0
     one = c.first
     while one >= 0:
@@ -326,7 +530,9 @@ def _choose(t, c):
         if score == 0:
             break
         one = t.storages[one].behind
-    return best
+    if best >= 0:
+        _evict(t, c, best, is_extra)
+    return best >= 0
 
 
 @inner()
@@ -335,7 +541,7 @@ def _evict_window(t, c, size):
     for row in range(c.num_placed):
         storage = t.rows[row].placed
         t.storages[storage].window_cost = _score_of(t, c, storage) if t.storages[storage].in_pool else np.inf
-    num = choose_window(t, c, size)
+    num = _choose_window(t, c, size)
     for row in range(num):
         _evict(t, c, t.rows[row].window, c.budget - c.allocated >= size and row == 0)
     return num > 0
@@ -344,16 +550,9 @@ def _evict_window(t, c, size):
 @inner()
 def _make_hole(t, c, size):
     """Evict until there is a hole for a storage; False after a failure, which is noted."""
-    while not has_hole(t, c, size):
+    while not _has_hole(t, c, size):
         is_there = c.budget - c.allocated >= size
-        if c.by_window:
-            done = _evict_window(t, c, size)
-        else:
-            chosen = _choose(t, c)
-            done = chosen >= 0
-            if done:
-                _evict(t, c, chosen, is_there)
-        if not done:
+        if not (_evict_window(t, c, size) if c.by_window else _evict_one(t, c, is_there)):
             c.ending = _FRAGMENTED if is_there else _OUT_OF_MEMORY
             return False
     return True
@@ -363,36 +562,33 @@ def _make_hole(t, c, size):
 def _make_room(t, c, needed):
     """Evict until so many bytes are free; False after a failure, which is noted."""
     while c.allocated + needed > c.budget:
-        chosen = _choose(t, c)
-        if chosen < 0:
+        if not _evict_one(t, c, False):
             c.ending = _OUT_OF_MEMORY
             return False
-        _evict(t, c, chosen, False)
     return True
 
 
 @inner()
 def _allocate(t, c, storage, from_top):
     """A storage is there from now on; False after a failure. Without places the room was made before."""
-    if c.has_places and t.storages[storage].size > 0:
-        if not _make_hole(t, c, t.storages[storage].size):
+    one = t.storages[storage]
+    if c.has_places and one.size > 0:
+        if not _make_hole(t, c, one.size):
             return False
-        put_in_place(t, c, storage, from_top)
-    t.storages[storage].resident = True
-    c.allocated += t.storages[storage].size
+        _put_in_place(t, c, storage, from_top)
+    one.resident = True
+    c.allocated += one.size
     c.peak = max(c.peak, c.allocated)
-    if c.around == _CLASSES and t.storages[storage].class_of >= 0:
-        t.classes[_root(t, t.storages[storage].class_of)].cost -= t.storages[storage].cost
-        t.storages[storage].class_of = -1
+    if c.around == _CLASSES and one.class_of >= 0:
+        t.classes[_root(t, one.class_of)].cost -= one.cost
+        one.class_of = -1
     return True
 
 
 @inner()
 def _is_made(t, tensor):
-    storage = t.tensors[tensor].storage
-    return t.storages[storage].is_constant or (
-        t.storages[storage].resident and t.tensors[tensor].made_in == t.storages[storage].version
-    )
+    storage = t.storages[t.tensors[tensor].storage]
+    return storage.is_constant or (storage.resident and t.tensors[tensor].made_in == storage.version)
 
 
 @inner()
@@ -502,7 +698,6 @@ def _begin_call(t, c, op):
 
 @njit(nogil=True)
 def _run(t, c, step_kind, step_of):
-    """Follow all steps; what came of it is in the counts."""
     for row in range(len(step_kind)):
         kind, of = step_kind[row], step_of[row]
         if kind == _CALL:

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from stalloc.cost.call_work import operator_seconds
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
 from stalloc.fitting.foreseen_host import ActivationsRecorded, Kind, LayerRecorded, UpdateRecorded
 from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen

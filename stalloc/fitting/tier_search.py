@@ -9,8 +9,8 @@ import dataclasses
 
 from stalloc.cost import host_rates
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
-from stalloc.cost.layer_costs import LayerCost, LinkCost
-from stalloc.cost.stream_window import smallest_window
+from stalloc.cost.swapping.layers import LayerCost, LinkCost
+from stalloc.cost.swapping.stronghold import smallest_window
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import proposal, whole_blocks

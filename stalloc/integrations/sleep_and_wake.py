@@ -20,7 +20,6 @@ from stalloc.core.constants import GRANULE
 from stalloc.errors import BadInputError, SetupError
 from stalloc.integrations.installation import installation
 from stalloc.integrations.memory_figures import served_controllers
-from stalloc.integrations.sleep_notes import begin_phase, end_phase, note_request, note_waking
 from stalloc.runtime import Controller, Runtime, current
 from stalloc.runtime.call_sites import this_call_site
 from stalloc.sleeping.asleep import (
@@ -34,7 +33,6 @@ from stalloc.sleeping.asleep import (
     fall_asleep,
     wake_up,
 )
-from stalloc.sleeping.kept_bytes import InHost, Keeper, Nowhere
 
 _KEEPERS = ("host", "disk", "drop")
 _asleep: list[Sleep] = []

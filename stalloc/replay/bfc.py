@@ -20,12 +20,11 @@ from dataclasses import dataclass
 
 from stalloc.compiled import inner
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import at, new_segment, split
+from stalloc.replay.blocks import at, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, as_flag, as_percent, setting
-from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
+from stalloc.replay.treap import free_into, insert, release_whole, take_best
 
 _UNIT = 256  # bytes
 _FIRST_REGION = 2 << 20
@@ -48,17 +47,12 @@ class BfcSettings:
     """Bytes that a chunk may be larger than its request."""
 
 
-_OWN = own_type(BfcSettings, "region", "backed_down")
-
-
 @inner()
 def _find(t, m, size):
-    block = best_fit(t, 0, size)
-    if block != 0:
-        remove(t, block)
-        whole = at(t, block).size
-        if whole >= 2 * size or whole - size >= m.max_internal_fragmentation:
-            insert(t, 0, split(t, block, size))
+    block = take_best(t, 0, size)
+    whole = at(t, block).size
+    if block != 0 and (whole >= 2 * size or whole - size >= m.max_internal_fragmentation):
+        insert(t, 0, split(t, block, size))
     return block
 
 
@@ -68,16 +62,15 @@ def _extend(t, m, size):
     available = (m.limit - t.reserved) // _UNIT * _UNIT
     if size > available:
         return False
-    increased = False
+    increased = size > m.region
     while size > m.region:
         m.region *= 2
-        increased = True
     region = min(m.region, available)
     block = new_segment(t, region, 0, 0)
     if block < 0 and m.backed_down == 0:
         m.backed_down = 1
         while block < 0:
-            region = (int(region * 0.9) + _UNIT - 1) // _UNIT * _UNIT
+            region = round_up(int(region * 0.9), _UNIT)
             if region < size:
                 break
             block = new_segment(t, region, 0, 0)
@@ -113,7 +106,7 @@ class BFC(TableModel):
 
     name = "bfc"
     settings_type = BfcSettings
-    own = _OWN
+    own = own_type(BfcSettings, "region", "backed_down")
     driver = driver_of(name, own, allocate=_allocate, free=_free)
     trees_per_stream = 0
     common_trees = 1

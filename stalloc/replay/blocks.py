@@ -9,13 +9,15 @@ bytes hold no block.
 
 import numpy as np
 
-from stalloc.compiled import inner
+from stalloc.compiled import inner, njit
 from stalloc.core.record_types import Record, record_at, row_of, table
 from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
-from stalloc.replay.record_owner import Owner
-from stalloc.replay.rounding import GRANULE
+from stalloc.sizes import PAGE_BYTES
 
+GRANULE = PAGE_BYTES  # segments begin at multiples of it, and what the device maps is a multiple
+SMALL_BYTES = 1 << 20  # torch serves requests up to this from segments of one granule
+LARGE_SEGMENT = 20 << 20  # bytes that torch takes for requests from there to 10 MiB
 FIRST_ADDRESS = 1 << 44
 ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segments
 
@@ -92,12 +94,78 @@ place_at = row_of("places", Word)
 address_at = row_of("addresses", Word)
 
 
+class Owner:
+    """A record and the tables that it owns, on Python's side: one argument of compiled code however many tables it has.
+
+    A table `x` has its address in the field `x`, and its number of rows in `num_x` if there is such a field.
+    """
+
+    def __init__(self, record: type[Record], **tables: np.ndarray) -> None:
+        self.record = table(record, 1)
+        self.tables: dict[str, np.ndarray] = {}
+        for name, rows in tables.items():
+            self._own(name, rows)
+
+    def _own(self, name: str, rows: np.ndarray) -> None:
+        self.tables[name] = rows
+        self.record[name] = rows.ctypes.data
+        if f"num_{name}" in (self.record.dtype.names or ()):
+            self.record[f"num_{name}"] = len(rows)
+
+    @property
+    def pointer(self) -> int:
+        """The address of the record."""
+        return int(self.record.ctypes.data)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.record[name][0])
+
+    def write(self, **values: int) -> None:
+        """Set fields of the record."""
+        for name, value in values.items():
+            self.record[name] = value
+
+    def lengthen(self, **lengths: int) -> None:
+        """Give tables at least so many rows; new ones are zeros."""
+        for name, length in lengths.items():
+            rows = self.tables[name]
+            if length > len(rows):
+                longer = np.zeros((length, *rows.shape[1:]), rows.dtype)
+                longer[: len(rows)] = rows
+                self._own(name, longer)
+
+
 def make_store(capacity_bytes: int) -> Owner:
     """An empty store."""
     numbers = {name: np.zeros(1, np.int64) for name in ("headers", "places", "addresses")}
     store = Owner(Store, blocks=table(Block, 256), segments=table(Segment, 64), **numbers)
     store.write(capacity=capacity_bytes, next_address=FIRST_ADDRESS, blocks_used=1, segments_used=1, num_headers=0)
     return store
+
+
+@njit()
+def round_up(size, unit):
+    """The least multiple of `unit` that is not less."""
+    return (size + unit - 1) // unit * unit
+
+
+@inner()
+def torch_segment_size(size, large):
+    """What torch takes from the device for a block of `size` bytes; `large`: for those from 1 MiB to below 10 MiB."""
+    if size <= SMALL_BYTES:
+        return GRANULE
+    return large if size < 10 * SMALL_BYTES else round_up(size, GRANULE)
+
+
+@inner()
+def log2(value):
+    """The position of the highest bit of a positive number."""
+    position = 0
+    for step in (32, 16, 8, 4, 2, 1):
+        if value >> step:
+            value >>= step
+            position += step
+    return position
 
 
 @inner()
@@ -115,12 +183,9 @@ def new_block(t):
         t.num_spare -= 1
     else:
         row = t.blocks_used
-        t.blocks_used = row + 1
+        t.blocks_used += 1
     block = at(t, row)
-    block.state = FREE
-    block.request = -1
-    block.extra = 0
-    block.other = 0
+    block.state, block.request, block.extra, block.other = FREE, -1, 0, 0
     return row
 
 
@@ -128,9 +193,7 @@ def new_block(t):
 def drop_block(t, row):
     """Give a row back."""
     block = at(t, row)
-    block.size = 0
-    block.state = UNUSED
-    block.next = t.blocks_spare
+    block.size, block.state, block.next = 0, UNUSED, t.blocks_spare
     t.blocks_spare = row
     t.num_spare += 1
 
@@ -159,22 +222,11 @@ def fits(t, size):
 
 
 @inner()
-def take_addresses(t, size):
-    """The address at which the device puts `size` bytes."""
-    address = t.next_address
-    t.next_address = address + (size + 3 * GRANULE - 1) // GRANULE * GRANULE
-    return address
-
-
-@inner()
 def whole_block(t, address, size):
     """A free block, in no tree, that has no neighbours."""
     row = new_block(t)
     block = at(t, row)
-    block.address = address
-    block.size = size
-    block.previous = 0
-    block.next = 0
+    block.address, block.size, block.previous, block.next = address, size, 0, 0
     return row
 
 
@@ -188,16 +240,12 @@ def new_segment(t, size, stream, tag):
         t.segments_spare = segment_at(t, number).first
     else:
         number = t.segments_used
-        t.segments_used = number + 1
-    address = take_addresses(t, size)
-    block = whole_block(t, address, size)
-    at(t, block).segment = number
-    at(t, block).stream = stream
-    segment = segment_at(t, number)
-    segment.address = address
-    segment.size = size
-    segment.first = block
-    segment.tag = tag
+        t.segments_used += 1
+    address = t.next_address
+    t.next_address = address + round_up(size + 2 * GRANULE, GRANULE)
+    block, segment = whole_block(t, address, size), segment_at(t, number)
+    at(t, block).segment, at(t, block).stream = number, stream
+    segment.address, segment.size, segment.first, segment.tag = address, size, block, tag
     count_call(t, size)
     return block
 
@@ -208,8 +256,7 @@ def drop_segment(t, block):
     number = at(t, block).segment
     segment = segment_at(t, number)
     count_call(t, -segment.size)
-    segment.size = 0
-    segment.first = t.segments_spare
+    segment.size, segment.first = 0, t.segments_spare
     t.segments_spare = number
     drop_block(t, block)
 
@@ -225,18 +272,12 @@ def split(t, block, size):
     """Cut a block after `size` bytes; the new block behind it, free and in no tree."""
     row = new_block(t)
     whole, rest = at(t, block), at(t, row)
-    after = whole.next
-    rest.address = whole.address + size
-    rest.size = whole.size - size
-    rest.previous = block
-    rest.next = after
-    rest.segment = whole.segment
-    rest.stream = whole.stream
-    rest.tree = whole.tree
-    if after != 0:
-        at(t, after).previous = row
-    whole.next = row
-    whole.size = size
+    rest.address, rest.size = whole.address + size, whole.size - size
+    rest.previous, rest.next = block, whole.next
+    rest.segment, rest.stream, rest.tree = whole.segment, whole.stream, whole.tree
+    if whole.next != 0:
+        at(t, whole.next).previous = row
+    whole.size, whole.next = size, row
     return row
 
 
@@ -255,16 +296,12 @@ def absorb(t, block, following):
 def hold(t, row, block, requested):
     """Note that a request holds a block, 0 for a request of no bytes; False if it is below 0, for a refused request."""
     if block <= 0:
-        place_at(t, row).value = 0
-        address_at(t, row).value = 0
+        place_at(t, row).value = address_at(t, row).value = 0
         t.refused = int(block < 0)
         return block == 0
     taken = at(t, block)
-    place_at(t, row).value = block
-    address_at(t, row).value = taken.address
-    taken.state = LIVE
-    taken.request = row
-    taken.requested = requested
+    place_at(t, row).value, address_at(t, row).value = block, taken.address
+    taken.state, taken.request, taken.requested = LIVE, row, requested
     t.allocated += requested
     t.peak_allocated = max(t.peak_allocated, t.allocated)
     return True
@@ -283,6 +320,5 @@ def give_up(t, row, kind):
     if kind != Kind.FREE_COMPLETED:
         return 0
     place_at(t, row).value = 0
-    held.state = FREE
-    held.request = -1
+    held.state, held.request = FREE, -1
     return block

@@ -20,9 +20,9 @@ from stalloc.columns import Column
 from stalloc.compaction.capped_arena import Arena
 from stalloc.compaction.layouts import largest_hole
 from stalloc.errors import BadInputError
+from stalloc.replay.blocks import GRANULE
 from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.rounding import GRANULE
 from stalloc.replay.settings import as_flag, setting
 from stalloc.sizes import aligned
 
@@ -57,7 +57,6 @@ class Compacting:
         self._taken = self._given = self._compactions = self._moved = 0
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; see Allocator.feed."""
         check_rows(events)
         reserved, allocated = np.zeros((2, len(events.kind)), np.int64)
         size, stream, failed = events.size.tolist(), events.stream.tolist(), -1
@@ -125,7 +124,6 @@ class Compacting:
         self._peak_mapped = max(self._peak_mapped, mapped)
 
     def counters(self) -> Counters:
-        """What was done so far."""
         return Counters(
             reserved_bytes=self._mapped,
             peak_reserved_bytes=self._peak_mapped,
@@ -146,23 +144,9 @@ class Compacting:
 
     def blocks(self) -> BlockMap:
         """All blocks, in one segment."""
-        arena, rows, at = self._arena, [], 0
-        for row in sorted(arena.offset, key=arena.offset.__getitem__):
-            low, size = arena.offset[row], arena.size[row]
-            if low > at:
-                rows.append((_BASE + at, low - at, -1, 0, 0))
-            rows.append((_BASE + low, size, row, int(row in self._waiting), self._stream[row]))
-            at = low + size
-        if at < self._mapped:
-            rows.append((_BASE + at, self._mapped - at, -1, 0, 0))
-        address, size_bytes, request, waiting, stream = np.array(rows, np.int64).reshape(-1, 5).T.copy()
-        return BlockMap(
-            address=address,
-            size_bytes=size_bytes,
-            request=request,
-            waiting=waiting,
-            stream=stream,
-            segment=np.zeros(len(address), np.int64),
-            segment_address=np.full(int(self._mapped > 0), _BASE, np.int64),
-            segment_size=np.full(int(self._mapped > 0), self._mapped, np.int64),
-        )
+        arena = self._arena
+        taken = [
+            (_BASE + low, arena.size[row], row, int(row in self._waiting), self._stream[row])
+            for row, low in sorted(arena.offset.items(), key=lambda item: item[1])
+        ]
+        return BlockMap.covering([(_BASE, self._mapped, 0)] if self._mapped else [], taken)

@@ -21,18 +21,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column, read_only
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
-from stalloc.replay.blocks import at, fits, new_segment, split
+from stalloc.replay.blocks import LARGE_SEGMENT, SMALL_BYTES, at, fits, new_segment, round_up, split, torch_segment_size
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
-from stalloc.replay.rounding import LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
 from stalloc.replay.settings import as_percent, setting
-from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
-from stalloc.sizes import ALIGNMENT_BYTES
+from stalloc.replay.treap import cut_off, free_into, insert, release_whole, take_best
+from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
 _REST, _PERSISTENT, _SCOPED = range(3)  # classes; the trees of the buffers are 0 and 1
 _BUFFERS = 2
@@ -46,24 +44,8 @@ class ContiguousSettings:
     """Percent of the program's events from which on a lifespan is long."""
 
 
-_OWN = own_type(ContiguousSettings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
+_BUFFER_FIELDS = ("persistent_buffer_bytes", "scoped_buffer_bytes")
 _class_at = row_of("classes", Word)  # (n,) class of each request
-
-
-@njit()
-def _peaks(kind, request, size, classes, peaks):
-    """The most bytes that each class holds at a time, in units."""
-    held = np.zeros(3, np.int64)
-    live = np.zeros(len(size), np.int64)
-    for i in range(len(kind)):
-        row = request[i]
-        if kind[i] == Kind.ALLOC:
-            live[row] = round_up(size[row], ALIGNMENT_BYTES)
-            held[classes[row]] += live[row]
-            peaks[classes[row]] = max(peaks[classes[row]], held[classes[row]])
-        elif kind[i] == Kind.FREE_COMPLETED:
-            held[classes[row]] -= live[row]
-            live[row] = 0
 
 
 @inner()
@@ -75,15 +57,14 @@ def _release(t):
 @inner()
 def _begin(t, m):
     """Take the buffers; False if the device has no room for them."""
-    for which in range(_BUFFERS):
-        if not m.taken >> which & 1:
-            size = m.persistent_buffer_bytes if which == 0 else m.scoped_buffer_bytes
-            if size > 0:
-                block = new_segment(t, size, 0, 0)
-                if block < 0:
-                    return False
-                insert(t, which, block)
-            m.taken |= 1 << which
+    while m.taken < _BUFFERS:
+        size = m.persistent_buffer_bytes if m.taken == 0 else m.scoped_buffer_bytes
+        if size > 0:
+            block = new_segment(t, size, 0, 0)
+            if block < 0:
+                return False
+            insert(t, m.taken, block)
+        m.taken += 1
     return True
 
 
@@ -91,10 +72,8 @@ def _begin(t, m):
 def _from_rest(t, size, stream):
     small = size <= SMALL_BYTES
     tree = _BUFFERS + 2 * stream + (0 if small else 1)
-    block = best_fit(t, tree, size)
-    if block != 0:
-        remove(t, block)
-    else:
+    block = take_best(t, tree, size)
+    if block == 0:
         segment = torch_segment_size(size, LARGE_SEGMENT)
         if not fits(t, segment):
             t.retries += 1
@@ -117,11 +96,9 @@ def _allocate(t, m, request, requested, stream):
     size = round_up(requested, ALIGNMENT_BYTES)
     if which != _REST:
         tree = which - _PERSISTENT
-        block = best_fit(t, tree, size)
+        block = take_best(t, tree, size)
         if block != 0:
-            remove(t, block)
-            if at(t, block).size > size:
-                insert(t, tree, split(t, block, size))
+            cut_off(t, tree, block, size)
             at(t, block).stream = stream
             return block
         m.spilled += 1
@@ -143,19 +120,13 @@ class Contiguous(TableModel):
 
     name = "contiguous"
     settings_type = ContiguousSettings
-    own = _OWN
+    own = own_type(ContiguousSettings, *_BUFFER_FIELDS, "taken", "spilled", "classes")
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
-    shows = ("persistent_buffer_bytes", "scoped_buffer_bytes", "spilled")
+    shows = (*_BUFFER_FIELDS, "spilled")
     trees_per_stream = 2
     common_trees = _BUFFERS
+    of_requests = ("classes",)
     _planned = False
-
-    def _own_tables(self) -> dict[str, Column]:
-        return {"classes": np.zeros(1, np.int64)}
-
-    def _make_room(self, events: Events) -> None:
-        super()._make_room(events)
-        self._own.lengthen(classes=len(events.size))
 
     def plan_for(self, events: Events) -> None:
         """Learn the lifespans, and so the sizes of the buffers, from a whole program."""
@@ -172,14 +143,15 @@ class Contiguous(TableModel):
         classes[100 * (end - start) >= self.options.scoped_percent * num_events] = _SCOPED
         classes[end == num_events] = _PERSISTENT
         classes[start < 0] = _REST
-        peaks = np.zeros(3, np.int64)
-        kind, request = read_only(events.kind, np.int8), read_only(events.request, np.int64)
-        _peaks(kind, request, read_only(events.size, np.int64), classes, peaks)
-        self._own.write(persistent_buffer_bytes=int(peaks[_PERSISTENT]), scoped_buffer_bytes=int(peaks[_SCOPED]))
+        size = aligned(events.size)
+        for name, which in zip(_BUFFER_FIELDS, (_PERSISTENT, _SCOPED), strict=True):
+            rows, change = np.flatnonzero(classes == which), np.zeros(num_events + 1, np.int64)
+            np.add.at(change, start[rows], size[rows])
+            np.add.at(change, end[rows], -size[rows])
+            self._own.write(**{name: int(np.cumsum(change).max())})
         self._own.lengthen(classes=num_requests)
         self._own.tables["classes"][:num_requests] = classes
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; see Allocator.feed."""
         self.plan_for(events)
         return super().feed(events)

@@ -20,13 +20,12 @@ from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, split
+from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, round_up
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
-from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
-from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
+from stalloc.replay.treap import best_fit, cut_off, find, release_whole, remove
 from stalloc.sizes import ALIGNMENT_BYTES
 
 
@@ -38,13 +37,11 @@ class CupyPoolSettings:
     """Bytes that cupy.cuda.MemoryPool.set_limit was given; 0 for none."""
 
 
-_OWN = own_type(CupyPoolSettings, "chosen")
 _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real pool took for each request, 0 for any
 
 
 @inner()
 def _empty(t, m, kind, request):
-    """Give back every cached chunk that is a whole allocation of the device."""
     for tree in range(t.num_headers):
         release_whole(t, tree)
 
@@ -64,8 +61,7 @@ def _allocate(t, m, request, requested, stream):
         block = other if other != 0 else block
     if block != 0:
         remove(t, block)
-        if at(t, block).size > size:
-            insert(t, stream, split(t, block, size))
+        cut_off(t, stream, block, size)
         return block
     if not (_within_limit(t, m, size) and fits(t, size)):
         t.retries += 1
@@ -73,25 +69,14 @@ def _allocate(t, m, request, requested, stream):
     return new_segment(t, size, stream, 0) if _within_limit(t, m, size) else -1
 
 
-@inner()
-def _free(t, m, block):
-    free_into(t, at(t, block).stream, block)
-
-
 class CupyPool(TableModel):
     """CuPy's default pool."""
 
     name = "cupy"
     settings_type = CupyPoolSettings
-    own = _OWN
-    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
-
-    def _own_tables(self) -> dict[str, Column]:
-        return {"chosen": np.zeros(1, np.int64)}
-
-    def _make_room(self, events: Events) -> None:
-        super()._make_room(events)
-        self._own.lengthen(chosen=len(events.size))
+    own = own_type(CupyPoolSettings, "chosen")
+    driver = driver_of(name, own, allocate=_allocate, empty=_empty)
+    of_requests = ("chosen",)
 
     def feed_as_chosen(self, events: Events, address: Column) -> Fed:
         """As `feed`, but among cached chunks of one size take the one that a real pool took: `address` (m,), 0: any."""
@@ -103,7 +88,6 @@ class CupyPool(TableModel):
         return self.feed(events)
 
     def counters(self) -> Counters:
-        """What was done so far."""
         rows = self.used_rows()
         used = rows["size"][np.isin(rows["state"], (LIVE, WAITING))].sum()
         free = np.count_nonzero(rows["state"] == FREE)

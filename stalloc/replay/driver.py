@@ -11,10 +11,12 @@ from typing import Any
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.record_types import Record, record_at
+from stalloc.replay.blocks import at as block_at
 from stalloc.replay.blocks import give_up as usual_give_up
 from stalloc.replay.blocks import has_room as usual_has_room
 from stalloc.replay.blocks import hold, store_at
 from stalloc.replay.protocol import Kind
+from stalloc.replay.treap import free_into
 
 
 @inner()
@@ -75,17 +77,18 @@ def allocate(t, m, request, size, stream):
     raise NotImplementedError
 
 
+@inner()
 def free(t, m, block):
-    """Free a block; each model has its own."""
-    raise NotImplementedError
+    """Free a block: it joins the tree of its stream, and free neighbours there."""
+    free_into(t, block_at(t, block).stream, block)
 
 
 def driver_of(name: str, own: type[Record], **rules: Any) -> Callable[..., int]:
     """The loop for one model, compiled at its first call.
 
-    `own` is the record of what the model keeps beside its store. `rules` are `allocate` and `free`, and where the model
-    differs from what is usual, `has_room`, `empty`, `give_up` and `note`: compiled functions that take what the
-    functions of these names here take.
+    `own` is the record of what the model keeps beside its store. `rules` are `allocate` and, where the model differs
+    from what is usual, `free`, `has_room`, `empty`, `give_up` and `note`: compiled functions that take what those of
+    these names here take.
     """
     copy = FunctionType(_run.__code__, _run.__globals__ | rules | {"own_at": record_at(own)}, f"run_{name}")
     copy.__qualname__ = f"run_{name}"

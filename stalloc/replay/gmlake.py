@@ -14,60 +14,62 @@ one. There is no oracle for this model. Upheld from there:
   chunks are free, until a segment that it lies in is given back or `stitch_limit` bytes have been stitched;
 - where the device has no more, segments without live blocks are given back, and the states are gone through once more.
 
-The map shows physical memory: a request that holds a stitched block holds several blocks of it. A block that a function
-here returns is taken by the request; -1 says that the device has no room for it.
+A stitched block is a row of the block table outside of all segments; its chunks are listed by nodes, in the order of
+its addresses. It is in its stream's tree of stitched blocks exactly while all its chunks are free and nobody holds it.
+A chunk is busy while the primitive block that it lies in is taken. Numbers of chunks are never used again. The map
+shows physical memory: a request that holds a stitched block holds several blocks of it.
 """
 
 from dataclasses import dataclass
 
 from stalloc.columns import Column
 from stalloc.compiled import inner
-from stalloc.core.record_types import table
+from stalloc.core.record_types import Record, row_of, table
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
 from stalloc.replay.blocks import (
     FREE,
+    GRANULE,
+    LARGE_SEGMENT,
     LIVE,
     ROWS_AHEAD,
+    SMALL_BYTES,
     WAITING,
     at,
+    drop_block,
     drop_segment,
     fits,
     give_up,
     is_whole,
+    new_block,
     new_segment,
     place_at,
+    round_up,
+    segment_at,
     split,
+    torch_segment_size,
 )
 from stalloc.replay.driver import driver_of
-from stalloc.replay.gmlake_chunks import (
-    CHUNK_BYTES,
-    CHUNK_FIELDS,
-    LARGE,
-    SMALL,
-    STITCHED,
-    TREES,
-    Chunk,
-    Node,
-    add_chunks,
-    cut,
-    drop_stitched,
-    forget_chunks,
-    free_block,
-    free_stitched,
-    mark_parts,
-    new_stitched,
-    num_chunks,
-    number_chunks,
-    take_block,
-    take_stitched,
-)
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import GRANULE, LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
-from stalloc.replay.treap import after, best_fit, first, free_into, insert, last, remove
+from stalloc.replay.treap import (
+    after,
+    best_fit,
+    cut_off,
+    first,
+    free_into,
+    insert,
+    last,
+    merge,
+    release_whole,
+    remove,
+    take_best,
+)
 from stalloc.sizes import ALIGNMENT_BYTES
 
+_CHUNK_BYTES = 2 << 20
+_SMALL, _LARGE, _STITCHED = range(3)  # trees of a stream
+_TREES = 3
 _FIRST_STITCHED = 1 << 46
 _MAX_CHUNKS = 1 << 20  # of one request: 2 TiB
 
@@ -78,7 +80,7 @@ class GMLakeSettings:
 
     fragmentation_limit: int = setting(512 << 20, as_bytes)
     """Requests below this are never stitched for."""
-    smallest_part: int = setting(CHUNK_BYTES, as_bytes)
+    smallest_part: int = setting(_CHUNK_BYTES, as_bytes)
     """Blocks below this are never stitched."""
     stitch_limit: int = setting(1000 << 30, as_bytes)
     """Total of stitched bytes from which on stitched blocks that nobody holds are forgotten."""
@@ -88,36 +90,55 @@ class GMLakeSettings:
     """Whether new memory is stitched to free blocks."""
 
 
-_COUNTS = (
-    "exact",
-    "splits",
-    "larger_stitched",
-    "stitches",
-    "stitches_with_new_memory",
-    "maps",
-    "forgotten",
+_COUNTS = ("exact", "splits", "larger_stitched", "stitches", "stitches_with_new_memory", "maps", "forgotten")
+_CHUNK_FIELDS = ("chunks", "num_chunks", "chunks_used", "nodes", "num_nodes", "nodes_used", "nodes_spare")
+_STITCH_FIELDS = (
+    "stitched_first",  # all stitched blocks are a list by their `previous` and `next`
+    "stitched_bytes",
+    "stitched_address",  # where the next one goes
 )
-_OWN = own_type(GMLakeSettings, *CHUNK_FIELDS, *_COUNTS, "need")
+
+
+class Chunk(Record):
+    """2 MiB of physical memory."""
+
+    owner: int  # primitive block that it belongs to
+    busy: int
+    first_node: int  # of those that show it
+
+
+class Node(Record):
+    """One chunk of a stitched block."""
+
+    block: int
+    chunk: int
+    following: int  # of the same block
+    before: int  # of the same chunk
+    after: int
+
+
+_chunk_at, _node_at = row_of("chunks", Chunk), row_of("nodes", Node)  # row 0 of either is none
+# in the row of a stitched block, `segment` counts its free chunks, `other` those in use; `extra` is its first node
 
 
 @inner()
-def _release(t, m):
-    """Give back every segment without live blocks."""
-    for tree in range(t.num_headers):
-        if tree % TREES == STITCHED:
-            continue
-        block = first(t, tree)
-        while block != 0:
-            size, address = at(t, block).size, at(t, block).address
-            if is_whole(t, block):
-                remove(t, block)
-                if tree % TREES == LARGE:
-                    before = m.stitched_bytes
-                    forget_chunks(t, m, block)
-                    m.forgotten += before != m.stitched_bytes
-                    t.device_frees += num_chunks(t, block) - 1
-                drop_segment(t, block)
-            block = after(t, tree, size, address)
+def _num_chunks(t, block):
+    return at(t, block).size // _CHUNK_BYTES
+
+
+@inner()
+def _chunks_of(t, block):
+    """The numbers of a primitive block's chunks: [begin, end)."""
+    segment = segment_at(t, at(t, block).segment)
+    begin = segment.tag + (at(t, block).address - segment.address) // _CHUNK_BYTES
+    return begin, begin + _num_chunks(t, block)
+
+
+@inner()
+def _own_chunks(t, m, block):
+    begin, end = _chunks_of(t, block)
+    for chunk in range(begin, end):
+        _chunk_at(m, chunk).owner = block
 
 
 @inner()
@@ -125,38 +146,229 @@ def _new_chunks(t, m, size, stream):
     """New physical memory as one free block in no tree, -1 if the device has no room."""
     block = new_segment(t, size, stream, 0)
     if block > 0:
-        number_chunks(t, m, block)
-        t.device_allocs += num_chunks(t, block) - 1
-        m.maps += num_chunks(t, block)
+        segment_at(t, at(t, block).segment).tag = m.chunks_used
+        count = _num_chunks(t, block)
+        for chunk in range(m.chunks_used, m.chunks_used + count):
+            _chunk_at(m, chunk).busy = _chunk_at(m, chunk).first_node = 0
+        m.chunks_used += count
+        _own_chunks(t, m, block)
+        t.device_allocs += count - 1
+        m.maps += count
     return block
 
 
 @inner()
-def _allocate_small(t, m, requested, stream):
-    size, tree = round_up(requested, ALIGNMENT_BYTES), stream * TREES + SMALL
-    block = best_fit(t, tree, size)
-    if block != 0:
+def _tree(t, block, which):
+    return at(t, block).stream * _TREES + which
+
+
+@inner()
+def _set_busy(t, m, block, busy):
+    """The chunks of a primitive block are taken, or free again, for all stitched blocks that show them."""
+    begin, end = _chunks_of(t, block)
+    for chunk in range(begin, end):
+        _chunk_at(m, chunk).busy = busy
+        row = _chunk_at(m, chunk).first_node
+        while row != 0:
+            node = _node_at(m, row)
+            shown = at(t, node.block)
+            count = _num_chunks(t, node.block)
+            if busy and shown.segment == count and shown.state == FREE:
+                remove(t, node.block)
+            shown.segment += -1 if busy else 1
+            if not busy and shown.segment == count and shown.state == FREE:
+                insert(t, _tree(t, node.block, _STITCHED), node.block)
+            row = node.after
+
+
+@inner()
+def _take_block(t, m, block, row):
+    at(t, block).state, at(t, block).request = LIVE, row
+    _set_busy(t, m, block, 1)
+
+
+@inner()
+def _cut(t, m, block, size):
+    rest = split(t, block, size)
+    _own_chunks(t, m, rest)
+    insert(t, _tree(t, rest, _LARGE), rest)
+
+
+@inner()
+def _take_range(t, m, low, high, row):
+    """Take the free chunks [low, high), which follow each other in one segment, out of the blocks that hold them."""
+    while low < high:
+        block = _chunk_at(m, low).owner
         remove(t, block)
+        begin, _ = _chunks_of(t, block)
+        if low > begin:
+            rest = split(t, block, (low - begin) * _CHUNK_BYTES)
+            _own_chunks(t, m, rest)
+            insert(t, _tree(t, block, _LARGE), block)
+            block = rest
+        if _num_chunks(t, block) > high - low:
+            _cut(t, m, block, (high - low) * _CHUNK_BYTES)
+        _take_block(t, m, block, row)
+        low += _num_chunks(t, block)
+
+
+@inner()
+def _free_block(t, m, block):
+    at(t, block).state, at(t, block).request = FREE, -1
+    _set_busy(t, m, block, 0)
+    tree = _tree(t, block, _LARGE)
+    block = merge(t, tree, FREE, block)
+    _own_chunks(t, m, block)
+    insert(t, tree, block)
+
+
+@inner()
+def _new_stitched(t, m, count, stream):
+    """A stitched block for `count` chunks, none of them known yet, that is taken."""
+    row = new_block(t)
+    block = at(t, row)
+    block.address, block.size = m.stitched_address, count * _CHUNK_BYTES
+    block.state, block.stream, block.segment, block.other = LIVE, stream, 0, count
+    block.previous, block.next = 0, m.stitched_first
+    if m.stitched_first != 0:
+        at(t, m.stitched_first).previous = row
+    m.stitched_first = row
+    m.stitched_address += (count + 1) * _CHUNK_BYTES
+    m.stitched_bytes += count * _CHUNK_BYTES
+    return row
+
+
+@inner()
+def _add_chunks(t, m, stitched, tail, block):
+    """Let a stitched block, whose last node is `tail`, end with the busy chunks of a primitive one; the new tail."""
+    begin, end = _chunks_of(t, block)
+    for chunk in range(begin, end):
+        row = m.nodes_spare
+        if row != 0:
+            m.nodes_spare = _node_at(m, row).following
+        else:
+            row = m.nodes_used
+            m.nodes_used += 1
+        node, head = _node_at(m, row), _chunk_at(m, chunk).first_node
+        node.block, node.chunk, node.following, node.before, node.after = stitched, chunk, 0, 0, head
+        if head != 0:
+            _node_at(m, head).before = row
+        _chunk_at(m, chunk).first_node = row
+        if tail == 0:
+            at(t, stitched).extra = row
+        else:
+            _node_at(m, tail).following = row
+        tail = row
+    return tail
+
+
+@inner()
+def _take_stitched(t, m, stitched, count, row):
+    """A stitched block whose chunks are all free is taken by a request, which needs its first `count` chunks."""
+    remove(t, stitched)
+    at(t, stitched).state, at(t, stitched).other = LIVE, count
+    node = at(t, stitched).extra
+    while count > 0:
+        low = _node_at(m, node).chunk
+        high = low
+        # as far as the chunks follow each other in one segment: numbers of two segments may be neighbours too
+        segment = at(t, _chunk_at(m, low).owner).segment
+        while count > 0 and _node_at(m, node).chunk == high:
+            if at(t, _chunk_at(m, high).owner).segment != segment:
+                break
+            high += 1
+            count -= 1
+            node = _node_at(m, node).following
+        _take_range(t, m, low, high, row)
+
+
+@inner()
+def _free_stitched(t, m, stitched):
+    """Free the primitive blocks of a stitched block that nobody holds any more; it stays known."""
+    at(t, stitched).state = FREE
+    node = at(t, stitched).extra
+    for _ in range(at(t, stitched).other):
+        chunk = _chunk_at(m, _node_at(m, node).chunk)
+        if chunk.busy != 0:
+            _free_block(t, m, chunk.owner)
+        node = _node_at(m, node).following
+    at(t, stitched).other = 0
+
+
+@inner()
+def _forget(t, m, stitched):
+    """Forget a stitched block that nobody holds; the memory stays where it is."""
+    if at(t, stitched).segment == _num_chunks(t, stitched):
+        remove(t, stitched)
+    row = at(t, stitched).extra
+    while row != 0:
+        node = _node_at(m, row)
+        following = node.following
+        if node.before == 0:
+            _chunk_at(m, node.chunk).first_node = node.after
+        else:
+            _node_at(m, node.before).after = node.after
+        if node.after != 0:
+            _node_at(m, node.after).before = node.before
+        node.following = m.nodes_spare
+        m.nodes_spare = row
+        row = following
+    previous, following = at(t, stitched).previous, at(t, stitched).next
+    if previous == 0:
+        m.stitched_first = following
     else:
+        at(t, previous).next = following
+    if following != 0:
+        at(t, following).previous = previous
+    m.stitched_bytes -= at(t, stitched).size
+    drop_block(t, stitched)
+
+
+@inner()
+def _release(t, m):
+    """Give back every segment without live blocks, with every stitched block that shows a chunk of it."""
+    for tree in range(t.num_headers):
+        if tree % _TREES == _SMALL:
+            release_whole(t, tree)
+        if tree % _TREES != _LARGE:
+            continue
+        block = first(t, tree)
+        while block != 0:
+            size, address = at(t, block).size, at(t, block).address
+            if is_whole(t, block):
+                remove(t, block)
+                begin, end = _chunks_of(t, block)
+                before = m.stitched_bytes
+                for chunk in range(begin, end):
+                    while _chunk_at(m, chunk).first_node != 0:
+                        _forget(t, m, _node_at(m, _chunk_at(m, chunk).first_node).block)
+                m.forgotten += before != m.stitched_bytes
+                t.device_frees += end - begin - 1
+                drop_segment(t, block)
+            block = after(t, tree, size, address)
+
+
+@inner()
+def _allocate_small(t, m, requested, stream):
+    size, tree = round_up(requested, ALIGNMENT_BYTES), stream * _TREES + _SMALL
+    block = take_best(t, tree, size)
+    if block == 0:
         if not fits(t, GRANULE):
             t.retries += 1
             _release(t, m)
         block = new_segment(t, GRANULE, stream, 0)
-        if block < 0:
-            return -1
-    if at(t, block).size > size:
-        insert(t, tree, split(t, block, size))
+    if block > 0:
+        cut_off(t, tree, block, size)
     return block
 
 
 @inner()
 def _collect_garbage(t, m):
-    """Forget every stitched block that nobody holds."""
     block = m.stitched_first
     while block != 0:
         following = at(t, block).next
         if at(t, block).state == FREE:
-            drop_stitched(t, m, block)
+            _forget(t, m, block)
             m.forgotten += 1
         block = following
 
@@ -164,7 +376,7 @@ def _collect_garbage(t, m):
 @inner()
 def _stitch(t, m, size, stream, row):
     """Stitch free blocks, the largest first, and if allowed new memory for the rest; 0 if impossible."""
-    tree = stream * TREES + LARGE
+    tree = stream * _TREES + _LARGE
     taken, total, block = 0, 0, last(t, tree)
     while block != 0 and total < size and at(t, block).size >= m.smallest_part:
         remove(t, block)
@@ -185,7 +397,7 @@ def _stitch(t, m, size, stream, row):
         m.stitches_with_new_memory += 1
     else:
         if lacking < 0:
-            cut(t, m, taken, at(t, taken).size + lacking)
+            _cut(t, m, taken, at(t, taken).size + lacking)
         m.stitches += 1
     # turn the list round: the largest comes first
     forward = 0
@@ -193,80 +405,56 @@ def _stitch(t, m, size, stream, row):
         before = at(t, taken).other
         at(t, taken).other = forward
         forward, taken = taken, before
-    stitched, tail = new_stitched(t, m, size // CHUNK_BYTES, stream), 0
-    at(t, stitched).state = LIVE
-    at(t, stitched).other = size // CHUNK_BYTES
+    stitched, tail = _new_stitched(t, m, size // _CHUNK_BYTES, stream), 0
     while forward != 0:
-        take_block(t, m, forward, row)
-        tail = add_chunks(t, m, stitched, tail, forward)
+        _take_block(t, m, forward, row)
+        tail = _add_chunks(t, m, stitched, tail, forward)
         forward = at(t, forward).other
-    m.maps += size // CHUNK_BYTES
+    m.maps += size // _CHUNK_BYTES
     return stitched
 
 
 @inner()
 def _find(t, m, size, stream, row):
     """Go through GMLake's states up to stitching with new memory; 0 if none serves the request."""
-    tree = stream * TREES + LARGE
-    block = best_fit(t, tree, size)
-    if block != 0 and at(t, block).size == size:
-        m.exact += 1
+    block = best_fit(t, stream * _TREES + _LARGE, size)
+    stitched = best_fit(t, stream * _TREES + _STITCHED, size)
+    is_exact = block != 0 and at(t, block).size == size
+    if is_exact or (block != 0 and not (stitched != 0 and at(t, stitched).size == size)):
+        m.exact += is_exact
+        m.splits += not is_exact
         remove(t, block)
-        take_block(t, m, block, row)
+        if not is_exact:
+            _cut(t, m, block, size)
+        _take_block(t, m, block, row)
         return block
-    stitched = best_fit(t, stream * TREES + STITCHED, size)
-    if stitched != 0 and at(t, stitched).size == size:
-        m.exact += 1
-        take_stitched(t, m, stitched, size // CHUNK_BYTES, row)
+    if stitched != 0 and (at(t, stitched).size == size or at(t, stitched).size <= size * m.reuse_limit):
+        is_exact = at(t, stitched).size == size
+        m.exact += is_exact
+        m.larger_stitched += not is_exact
+        _take_stitched(t, m, stitched, size // _CHUNK_BYTES, row)
         return stitched
-    if block != 0:
-        m.splits += 1
-        remove(t, block)
-        cut(t, m, block, size)
-        take_block(t, m, block, row)
-        return block
-    if stitched != 0 and at(t, stitched).size <= size * m.reuse_limit:
-        m.larger_stitched += 1
-        take_stitched(t, m, stitched, size // CHUNK_BYTES, row)
-        return stitched
-    if size < m.fragmentation_limit:
-        return 0
-    return _stitch(t, m, size, stream, row)
+    return 0 if size < m.fragmentation_limit else _stitch(t, m, size, stream, row)
 
 
 @inner()
-def _new(t, m, size, stream, row):
-    """A block of new memory without stitching; -1 if the device has no room."""
+def _find_or_new(t, m, size, stream, row):
+    """A block by one of the states, or one of new memory without stitching; -1 if the device has no room."""
+    block = _find(t, m, size, stream, row)
+    if block != 0:
+        return block
     whole = torch_segment_size(size, LARGE_SEGMENT)
     block = _new_chunks(t, m, whole, stream)
     if block > 0:
         if whole > size:
-            cut(t, m, block, size)
-        take_block(t, m, block, row)
-    return block
-
-
-@inner()
-def _allocate_large(t, m, requested, stream, row):
-    size = round_up(requested, CHUNK_BYTES)
-    if m.stitched_bytes > m.stitch_limit:
-        _collect_garbage(t, m)
-    block = _find(t, m, size, stream, row)
-    if block == 0:
-        block = _new(t, m, size, stream, row)
-    if block < 0:
-        t.retries += 1
-        _release(t, m)
-        block = _find(t, m, size, stream, row)
-        if block == 0:
-            block = _new(t, m, size, stream, row)
+            _cut(t, m, block, size)
+        _take_block(t, m, block, row)
     return block
 
 
 @inner()
 def _has_room(t, m, size):
-    """Whether the tables have room for an event with a request of `size` bytes."""
-    chunks = size // CHUNK_BYTES + LARGE_SEGMENT // CHUNK_BYTES + ROWS_AHEAD
+    chunks = size // _CHUNK_BYTES + LARGE_SEGMENT // _CHUNK_BYTES + ROWS_AHEAD
     m.need = chunks
     return (
         t.num_blocks - t.blocks_used >= 2 * chunks
@@ -277,10 +465,18 @@ def _has_room(t, m, size):
 
 
 @inner()
-def _allocate(t, m, request, size, stream):
-    if size <= SMALL_BYTES:
-        return _allocate_small(t, m, size, stream)
-    return _allocate_large(t, m, size, stream, request)
+def _allocate(t, m, request, requested, stream):
+    if requested <= SMALL_BYTES:
+        return _allocate_small(t, m, requested, stream)
+    size = round_up(requested, _CHUNK_BYTES)
+    if m.stitched_bytes > m.stitch_limit:
+        _collect_garbage(t, m)
+    block = _find_or_new(t, m, size, stream, request)
+    if block < 0:
+        t.retries += 1
+        _release(t, m)
+        block = _find_or_new(t, m, size, stream, request)
+    return block
 
 
 @inner()
@@ -288,18 +484,21 @@ def _give_up(t, m, request, kind):
     block = give_up(t, request, kind)
     held = place_at(t, request).value
     if held != 0 and at(t, held).address >= _FIRST_STITCHED:
-        mark_parts(t, m, held, WAITING)
+        node = at(t, held).extra
+        for _ in range(at(t, held).other):  # the primitive blocks that it is made of wait too
+            at(t, _chunk_at(m, _node_at(m, node).chunk).owner).state = WAITING
+            node = _node_at(m, node).following
     return block
 
 
 @inner()
 def _free(t, m, block):
     if at(t, block).address >= _FIRST_STITCHED:
-        free_stitched(t, m, block)
+        _free_stitched(t, m, block)
     elif at(t, block).requested <= SMALL_BYTES:
-        free_into(t, at(t, block).stream * TREES + SMALL, block)
+        free_into(t, _tree(t, block, _SMALL), block)
     else:
-        free_block(t, m, block)
+        _free_block(t, m, block)
 
 
 @inner()
@@ -312,10 +511,10 @@ class GMLake(TableModel):
 
     name = "gmlake"
     settings_type = GMLakeSettings
-    own = _OWN
+    own = own_type(GMLakeSettings, *_CHUNK_FIELDS, *_STITCH_FIELDS, *_COUNTS, "need")
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room, empty=_empty, give_up=_give_up)
     shows = (*_COUNTS, "stitched_bytes")
-    trees_per_stream = TREES
+    trees_per_stream = _TREES
     memory_end = _FIRST_STITCHED
 
     def _own_tables(self) -> dict[str, Column]:

@@ -13,16 +13,17 @@ import numpy as np
 from stalloc.columns import Column, read_only
 from stalloc.core.record_types import Record
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
+from stalloc.replay.blocks import FREE, LIVE, WAITING, Owner, make_store
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.record_owner import Owner, record_type
 from stalloc.replay.settings import NoSettings
 from stalloc.replay.treap import new_tree
 
 
 def own_type(settings: type[Any], *more: str) -> type[Record]:
     """The type of the record that a model keeps for itself: its settings and more fields."""
-    return record_type(*(setting.name for setting in fields(settings)), *more)
+    names = (*(setting.name for setting in fields(settings)), *more)
+    made: Any = type("Fields", (Record,), {"__annotations__": dict.fromkeys(names, int)})
+    return made
 
 
 class TableModel:
@@ -33,6 +34,7 @@ class TableModel:
     own: ClassVar[type[Record]]  #: record of what it keeps beside the store: see `own_type`
     driver: ClassVar[Callable[..., int]]
     shows: ClassVar[tuple[str, ...]] = ()  #: fields of its own that Counters.more has
+    of_requests: ClassVar[tuple[str, ...]] = ()  #: tables of its own with a word for each request
     trees_per_stream: ClassVar[int] = 1
     common_trees: ClassVar[int] = 0  #: trees that belong to no stream, before those of the streams
     memory_end: ClassVar[int] = 1 << 62  #: rows with addresses from here on are no blocks of memory
@@ -48,19 +50,18 @@ class TableModel:
 
     def _own_tables(self) -> dict[str, Column]:
         """Tables of the model's own, by the field that holds their address."""
-        return {}
+        return {name: np.zeros(1, np.int64) for name in self.of_requests}
 
     def _start(self, capacity_bytes: int) -> None:
         """Check the settings and set fields of the model's own."""
 
     def _grow(self) -> None:
-        """Make room for more blocks and segments."""
         self._store.lengthen(blocks=2 * self._store["num_blocks"], segments=2 * self._store["num_segments"])
 
     def _make_room(self, events: Events) -> None:
-        """Make rows for all requests, and trees for all streams."""
         store, known = self._store, self._store["num_headers"]
         store.lengthen(places=len(events.size), addresses=len(events.size))
+        self._own.lengthen(**dict.fromkeys(self.of_requests, len(events.size)))
         trees = self.common_trees + self.trees_per_stream * (int(events.stream.max(initial=0)) + 1)
         if trees > known:
             store.lengthen(headers=trees, blocks=store["num_blocks"] + 2 * trees)
@@ -82,13 +83,8 @@ class TableModel:
         self._make_room(events)
         num_events, at = len(events.kind), 0
         columns = np.zeros((self.num_columns, num_events), np.int64)
-        given = (
-            read_only(events.kind, np.int8),
-            read_only(events.request, np.int64),
-            read_only(events.size, np.int64),
-            read_only(events.stream, np.int64),
-        )
-        store = self._store
+        words = (read_only(column, np.int64) for column in (events.request, events.size, events.stream))
+        given, store = (read_only(events.kind, np.int8), *words), self._store
         while True:
             store.write(refused=0)
             at = int(type(self).driver(store.pointer, self._own.pointer, *given, keep_going, at, columns))
@@ -101,18 +97,10 @@ class TableModel:
         return columns, at
 
     def counters(self) -> Counters:
-        """What was done so far."""
-        store = self._store
-        return Counters(
-            reserved_bytes=store["reserved"],
-            peak_reserved_bytes=store["peak_reserved"],
-            allocated_bytes=store["allocated"],
-            peak_allocated_bytes=store["peak_allocated"],
-            device_allocs=store["device_allocs"],
-            device_frees=store["device_frees"],
-            retries=store["retries"],
-            more={name: self._own[name] for name in self.shows},
-        )
+        counted = ("reserved", "peak_reserved", "allocated", "peak_allocated")
+        sizes = {f"{name}_bytes": self._store[name] for name in counted}
+        calls = {name: self._store[name] for name in ("device_allocs", "device_frees", "retries")}
+        return Counters(**sizes, **calls, more={name: self._own[name] for name in self.shows})
 
     def addresses(self) -> Column:
         """(n,) where each request was placed last; 0 for a request that never was, or that had no bytes."""

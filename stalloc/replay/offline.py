@@ -5,27 +5,20 @@ Contract: what serves requests is the code that serves torch and CuPy; only the 
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
-from stalloc.columns import Column
-from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import slow_entry
 from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
-from stalloc.replay.blocks import FIRST_ADDRESS
-from stalloc.replay.rounding import GRANULE
+from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE, round_up
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.runtime_settings import Settings
-from stalloc.sizes import whole_pages
 
 _MAX_BYTES = 1 << 40  # of any device: more than any GPU has; each of its pages is counted
-
-
-@dataclass(frozen=True)
-class _Size:
-    size: int
 
 
 @dataclass(eq=False)
@@ -33,7 +26,7 @@ class _Memory:
     """Bytes of the made-up device, with the names that CuPy's memory has; they go back with the last reference."""
 
     ptr: int
-    mem: _Size
+    mem: SimpleNamespace
     device: "NumbersDevice"
 
     def __del__(self) -> None:
@@ -48,6 +41,7 @@ class NumbersDevice:
     name = "a device of numbers"
     compute_capability = (0, 0)
     limit_bytes = 0
+    is_used = True  #: there is no device to be touched first
 
     def __init__(self, index: int, capacity_bytes: int, *, paged: bool) -> None:
         self.index = index
@@ -71,7 +65,7 @@ class NumbersDevice:
         return self.total_bytes - self.taken
 
     def _addresses(self, size_bytes: int) -> int:
-        address, self._next = self._next, self._next + (size_bytes + 3 * GRANULE - 1) // GRANULE * GRANULE
+        address, self._next = self._next, self._next + round_up(size_bytes + 2 * GRANULE, GRANULE)
         return address
 
     def take(self, size_bytes: int) -> Any:
@@ -83,7 +77,7 @@ class NumbersDevice:
             return memory
         self.taken += size_bytes
         self.num_allocs += 1
-        return _Memory(self._addresses(size_bytes), _Size(size_bytes), self)
+        return _Memory(self._addresses(size_bytes), SimpleNamespace(size=size_bytes), self)
 
     refusal = ""
 
@@ -121,11 +115,6 @@ class NumbersDevice:
     def wait(self) -> None:
         """Return at once: nothing is queued."""
 
-    @property
-    def is_used(self) -> bool:
-        """Always true: there is no device to be touched first."""
-        return True
-
     def before_use(self, function: Callable[[], None]) -> None:
         """Nothing to do: nobody served it before."""
 
@@ -155,9 +144,7 @@ def _entry() -> int:
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
     """A controller over a made-up device of `capacity_bytes`; 0, or more than any GPU has, stands for a tebibyte."""
     with _lock:
-        index = len(_controllers)
-        while index in _controllers:
-            index += 1
+        index = next(one for one in itertools.count(len(_controllers)) if one not in _controllers)
         device = NumbersDevice(index, capacity_bytes, paged=settings.arena == "pages")
         controller = Controller(device, device, _entry(), settings)
         _controllers[index] = controller
@@ -167,10 +154,3 @@ def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
 def let_go(controller: Controller) -> None:
     """Let go of a controller; it serves nothing any more."""
     _controllers.pop(controller.device.index, None)
-
-
-def serve_recording(controller: Controller, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
-    """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-    return controller.serve_recording(
-        ArenaSchedule(arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset)
-    )

@@ -20,16 +20,18 @@ import numpy as np
 
 from stalloc.columns import Column, read_only
 from stalloc.compiled import BORROWING, njit
+from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, TINY
 from stalloc.core.entry import core_entries
 from stalloc.core.intrinsics import call3
 from stalloc.core.records import state_at
 from stalloc.core.snapshot import segments
 from stalloc.replay.model import check_capacity, check_rows
-from stalloc.replay.offline import NumbersDevice, let_go, make_controller, serve_recording
+from stalloc.replay.offline import NumbersDevice, let_go, make_controller
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
 from stalloc.runtime.runtime_settings import Settings
+from stalloc.sizes import whole_pages
 from stalloc.trace import MARK_STEP
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
@@ -123,12 +125,13 @@ class Planned:
         if not len(size):
             return
         made = plan((start, ends, size), alignment=ALIGNMENT)
-        if serve_recording(self._controller, size, stream, made.offset, made.peak_bytes):
+        arena_bytes = whole_pages(made.peak_bytes)
+        schedule = ArenaSchedule(arena_bytes=arena_bytes, size=size, stream=stream, offset=made.offset)
+        if self._controller.serve_recording(schedule):
             self._plan_bytes = made.peak_bytes
             self._words[_PEAK_RESERVED] = self._controller.state.record.statistics.reserved_bytes
 
     def feed(self, events: Events) -> Fed:
-        """Go on with these events; see Allocator.feed."""
         check_rows(events)
         self.plan_for(events)
         num_events, num_requests = len(events.kind), len(events.size)
@@ -170,7 +173,6 @@ class Planned:
         return [*sorted(stops, key=lambda stop: (stop[0], not stop[1])), (len(events.kind), False)]
 
     def counters(self) -> Counters:
-        """What was done so far."""
         state, device = self._controller.state, cast(NumbersDevice, self._controller.device)
         return Counters(
             reserved_bytes=state.record.statistics.reserved_bytes,
@@ -206,39 +208,10 @@ class Planned:
     def blocks(self) -> BlockMap:
         """All blocks with their places. Unused space of the arena counts as free, whatever the plan has there."""
         held = sorted(segments(self._controller.state), key=lambda segment: segment.address)
-        bases = np.array([segment.address for segment in held], np.int64)
-        lengths = np.array([segment.size_bytes for segment in held], np.int64)
-        taken = self._taken()
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        k = 0
-        for segment, (base, length) in enumerate(zip(bases.tolist(), lengths.tolist(), strict=True)):
-            at, stream = base, 0
-            while k < len(taken) and taken[k][0] < base + length:
-                address, size, row, stream = taken[k]
-                if address > at:
-                    rows.append((at, address - at, -1, 0, stream, segment))
-                rows.append((address, size, row, int(self._held[row] == _GIVEN_UP), stream, segment))
-                at, k = address + size, k + 1
-            if at < base + length:
-                rows.append((at, base + length - at, -1, 0, stream, segment))
-        columns = np.array(rows, np.int64).reshape(-1, 6).T.copy()
-        return BlockMap(
-            address=columns[0],
-            size_bytes=columns[1],
-            request=columns[2],
-            waiting=columns[3],
-            stream=columns[4],
-            segment=columns[5],
-            segment_address=bases,
-            segment_size=lengths,
-        )
-
-    def _taken(self) -> list[tuple[int, int, int, int]]:
-        """Live blocks by address: address, bytes, request, stream."""
-        found = [block for segment in segments(self._controller.state) for block in segment.blocks]
-        blocks = {block.address: block for block in found if block.state != BLOCK_FREE}
-        rows = np.flatnonzero(self._held)
-        return sorted(
-            (block.address, block.size_bytes, row, block.stream)
-            for row, block in zip(rows.tolist(), (blocks[at] for at in self._address[rows].tolist()), strict=True)
-        )
+        blocks = {block.address: block for segment in held for block in segment.blocks if block.state != BLOCK_FREE}
+        rows = np.flatnonzero(self._held).tolist()
+        taken = []
+        for row, address in sorted(zip(rows, self._address[rows].tolist(), strict=True), key=lambda pair: pair[1]):
+            block = blocks[address]
+            taken.append((address, block.size_bytes, row, int(self._held[row] == _GIVEN_UP), block.stream))
+        return BlockMap.covering([(segment.address, segment.size_bytes, -1) for segment in held], taken)

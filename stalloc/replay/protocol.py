@@ -6,8 +6,12 @@ segments without a gap or an overlap.
 """
 
 import enum
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from stalloc.columns import Column
 
@@ -69,6 +73,31 @@ class BlockMap:
     segment_address: Column  #: (s,)
     segment_size: Column  #: (s,) bytes mapped
     segment_pool: Column | None = None  #: (s,) 0 for the usual pool, others are private; None: all are usual
+
+    @classmethod
+    def covering(
+        cls, segments: Sequence[tuple[int, int, int]], taken: Iterable[tuple[int, int, int, int, int]]
+    ) -> "BlockMap":
+        """The map of segments, (address, bytes, stream), and of the blocks in them that are not free.
+
+        Those are (address, bytes, request, waiting, stream), and lie within segments; both are ordered by address. What
+        is between them is free, and of the stream of its segment, or where that is -1 of that of the block behind it.
+        """
+        rows: list[tuple[int, int, int, int, int, int]] = []
+        blocks = deque(taken)
+        for number, (begin, size, of_segment) in enumerate(segments):
+            at, stream = begin, max(of_segment, 0)
+            while blocks and blocks[0][0] < begin + size:
+                address, length, request, waiting, of_block = blocks.popleft()
+                stream = of_block if of_segment < 0 else stream
+                if address > at:
+                    rows.append((at, address - at, -1, 0, stream, number))
+                rows.append((address, length, request, waiting, of_block, number))
+                at = address + length
+            if at < begin + size:
+                rows.append((at, begin + size - at, -1, 0, stream, number))
+        of_segments = np.array(segments, np.int64).reshape(-1, 3).T.copy()
+        return cls(*np.array(rows, np.int64).reshape(-1, 6).T.copy(), *of_segments[:2])
 
 
 class Allocator(Protocol):

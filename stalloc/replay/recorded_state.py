@@ -6,6 +6,7 @@ to that much behind a live block of that pool belongs to the block. What lies be
 """
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from stalloc.trace import Action, Trace
 
 #: what torch rounds up to, the largest rest that its large pool keeps with a block, the segments of its small pool
 _UNSPLIT, _SMALL_SEGMENT = 1 << 20, 2 << 20
+SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+_Range = tuple[int, int, int]  # address, bytes, stream
 
 
 def recorded_blocks(trace: Trace, event: int) -> BlockMap:
@@ -30,40 +33,20 @@ def recorded_blocks(trace: Trace, event: int) -> BlockMap:
     address = request_addresses(trace)[live]
     order = np.argsort(address, kind="stable")
     live, address = live[order], address[order]
-    rows: list[tuple[int, int, int, int, int, int]] = []
-    at = 0
-    for number, (begin, size, stream) in enumerate(segments):
-        cursor, end = begin, begin + size
-        while at < len(live) and int(address[at]) < begin:
-            at += 1  # in no segment: a plug-in's, or cut away
-        while at < len(live) and int(address[at]) < end:
-            row, start = int(live[at]), int(address[at])
-            if start > cursor:
-                rows.append((cursor, start - cursor, -1, 0, stream, number))
-            following = int(address[at + 1]) if at + 1 < len(live) else end
-            limit = min(following, end)
-            taken = min(aligned(int(trace.size[row])), limit - start)
-            if 0 < limit - start - taken <= _UNSPLIT and size != _SMALL_SEGMENT:
-                taken = limit - start
-            waiting = int(trace.free_requested[row] <= event)
-            rows.append((start, taken, row, waiting, stream, number))
-            cursor = start + taken
-            at += 1
-        if cursor < end:
-            rows.append((cursor, end - cursor, -1, 0, stream, number))
-    columns = np.array(rows, np.int64).reshape(-1, 6)
-    table = np.array(segments, np.int64).reshape(-1, 3)
-    return BlockMap(
-        address=columns[:, 0],
-        size_bytes=columns[:, 1],
-        request=columns[:, 2],
-        waiting=columns[:, 3],
-        stream=columns[:, 4],
-        segment=columns[:, 5],
-        segment_address=table[:, 0],
-        segment_size=table[:, 1],
-        segment_pool=_pools(trace, table[:, 0], table[:, 1]),
-    )
+    begins = [segment[0] for segment in segments]
+    following = [*address[1:].tolist(), begins[-1] + segments[-1][1] if segments else 0]
+    taken = []
+    for row, start, beyond in zip(live.tolist(), address.tolist(), following, strict=False):
+        begin, size, stream = segments[max(bisect_right(begins, start) - 1, 0)] if segments else (0, 0, 0)
+        if not begin <= start < begin + size:
+            continue  # in no segment: a plug-in's, or cut away
+        room = min(beyond, begin + size) - start
+        block = min(aligned(int(trace.size[row])), room)
+        if room - block <= _UNSPLIT and size != _SMALL_SEGMENT:
+            block = room
+        taken.append((start, block, row, int(trace.free_requested[row] <= event), stream))
+    made = BlockMap.covering(segments, taken)
+    return replace(made, segment_pool=_pools(trace, made.segment_address, made.segment_size))
 
 
 def request_addresses(trace: Trace) -> np.ndarray:
@@ -88,57 +71,37 @@ def _pools(trace: Trace, address: np.ndarray, size: np.ndarray) -> np.ndarray:
     return private
 
 
-def _segments(trace: Trace, event: int) -> list[tuple[int, int, int]]:
-    """(address, bytes, stream) of each mapped range after the event, in order, found by undoing all later events."""
-    ranges = _Ranges(
-        zip(
-            trace.segment_address.astype(np.int64).tolist(),
-            trace.segment_size.tolist(),
-            trace.segment_stream.tolist(),
-            strict=True,
-        )
-    )
+def _segments(trace: Trace, event: int) -> list[_Range]:
+    """Each mapped range after the event, in order, found by undoing all later events."""
+    columns = trace.segment_address.astype(np.int64), trace.segment_size, trace.segment_stream
+    ranges = sorted(zip(*(column.tolist() for column in columns), strict=True))
     later = np.arange(event + 1, trace.num_events)[::-1]
-    for at in later[np.isin(trace.action[later], _SEGMENT_ACTIONS)].tolist():
+    for at in later[np.isin(trace.action[later], SEGMENT_ACTIONS)].tolist():
         begin, size, stream = int(trace.address[at]), int(trace.event_size[at]), int(trace.event_stream[at])
         action = trace.action[at]
         if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
-            ranges.remove(begin, size)
+            _remove(ranges, begin, size)
         else:
-            ranges.add(begin, size, stream, joins=action == Action.SEGMENT_UNMAP)
-    return ranges.all()
+            _add(ranges, begin, size, stream, joins=action == Action.SEGMENT_UNMAP)
+    return ranges
 
 
-_SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+def _add(ranges: list[_Range], begin: int, size: int, stream: int, *, joins: bool) -> None:
+    """Add a range to disjoint ones in order; one that `joins` becomes one with neighbours of its stream that touch."""
+    at = bisect_right(ranges, (begin, 0, 0))
+    if joins and at < len(ranges) and ranges[at][0] == begin + size and ranges[at][2] == stream:
+        size += ranges.pop(at)[1]
+    if joins and at and sum(ranges[at - 1][:2]) == begin and ranges[at - 1][2] == stream:
+        at -= 1
+        before, more, _ = ranges.pop(at)
+        begin, size = before, size + more
+    ranges.insert(at, (begin, size, stream))
 
 
-class _Ranges:
-    """Disjoint address ranges in order."""
-
-    def __init__(self, ranges) -> None:
-        self._ranges: list[tuple[int, int, int]] = sorted(ranges)
-
-    def all(self) -> list[tuple[int, int, int]]:
-        return list(self._ranges)
-
-    def add(self, begin: int, size: int, stream: int, *, joins: bool) -> None:
-        """Add a range; one that `joins` becomes one with neighbours of its stream that touch it."""
-        at = bisect_right(self._ranges, (begin, 0, 0))
-        if joins and at < len(self._ranges) and self._ranges[at][0] == begin + size and self._ranges[at][2] == stream:
-            size += self._ranges.pop(at)[1]
-        if joins and at and sum(self._ranges[at - 1][:2]) == begin and self._ranges[at - 1][2] == stream:
-            at -= 1
-            before, more, _ = self._ranges.pop(at)
-            begin, size = before, size + more
-        self._ranges.insert(at, (begin, size, stream))
-
-    def remove(self, begin: int, size: int) -> None:
-        """Take a range out of the one that holds it; a part that no range holds is ignored."""
-        at = bisect_right(self._ranges, (begin, 1 << 62, 0)) - 1
-        if at < 0:
-            return
-        first, length, stream = self._ranges[at]
-        if begin + size > first + length:
-            return
+def _remove(ranges: list[_Range], begin: int, size: int) -> None:
+    """Take a range out of the one that holds it; a part that no range holds is ignored."""
+    at = bisect_right(ranges, (begin, 1 << 62, 0)) - 1
+    if at >= 0 and begin + size <= sum(ranges[at][:2]):
+        first, length, stream = ranges[at]
         rest = [(first, begin - first, stream), (begin + size, first + length - begin - size, stream)]
-        self._ranges[at : at + 1] = [piece for piece in rest if piece[1]]
+        ranges[at : at + 1] = [piece for piece in rest if piece[1]]

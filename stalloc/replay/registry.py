@@ -23,7 +23,7 @@ _MODELS = {
     "bfc": ("bfc", "BFC"),
     "rmm_pool": ("rmm_pool", "RmmPool"),
     "rmm_arena": ("rmm_arena", "RmmArena"),
-    "rmm_binning": ("rmm_binning", "RmmBinning"),
+    "rmm_binning": ("rmm_pool", "RmmBinning"),
     "stream_ordered": ("stream_ordered", "StreamOrdered"),
     "tlsf": ("tlsf", "TLSF"),
     "contiguous": ("contiguous", "Contiguous"),
@@ -36,12 +36,7 @@ def _factory(name: str) -> Callable[[str, int], Allocator]:
     module_name, class_name = _MODELS[name]
 
     def build(settings: str = "", capacity_bytes: int = 0) -> Allocator:
-        try:
-            module: Any = importlib.import_module(f"stalloc.replay.{module_name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"stalloc.replay.{module_name}":
-                raise
-            raise BadInputError(f"this stalloc has no model of {name}: leave it out.") from None
+        module: Any = importlib.import_module(f"stalloc.replay.{module_name}")
         text = ",".join(filter(None, (settings, _ALWAYS.get(name, ""))))
         kind = getattr(module, class_name)
         parse = getattr(module, "parse_settings", partial(read_settings, kind.name, kind.settings_type))

@@ -29,15 +29,15 @@ from stalloc.replay.blocks import (
     at,
     count_reserved,
     fits,
+    has_room,
     new_segment,
+    round_up,
     segment_at,
     split,
     whole_block,
 )
-from stalloc.replay.blocks import has_room as has_room_for_one
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import round_up
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import first_fit, insert_fit, remove_fit
 
@@ -54,7 +54,7 @@ class RmmArenaSettings:
     """Bytes of the global arena; None: half of the capacity; 0: as many as the program needs."""
 
 
-_OWN = own_type(RmmArenaSettings, "touched_bytes", "supers_used", "supers_spare", "supers", "num_supers")
+_SUPERS = ("supers_used", "supers_spare", "supers", "num_supers")
 
 
 class Superblock(Record):
@@ -75,16 +75,14 @@ def _new_super(t, m, block, size):
         m.supers_spare = _super_at(m, row).first
     else:
         row = m.supers_used
-        m.supers_used = row + 1
-    _super_at(m, row).size = size
-    _super_at(m, row).tree = _GLOBAL
-    _super_at(m, row).first = block
+        m.supers_used += 1
+    new = _super_at(m, row)
+    new.size, new.tree, new.first = size, _GLOBAL, block
     at(t, block).extra = row
 
 
 @inner()
 def _is_empty(t, m, block):
-    """Whether a free block is all of its superblock."""
     return at(t, block).size == _super_at(m, at(t, block).extra).size
 
 
@@ -116,14 +114,6 @@ def _take_global(t, m, size):
 
 
 @inner()
-def _shorten(t, block, size, tree):
-    if at(t, block).size > size:
-        rest = split(t, block, size)
-        at(t, rest).extra = at(t, block).extra
-        insert_fit(t, tree, rest)
-
-
-@inner()
 def _move_super(t, m, row, tree, without):
     """Move the free blocks of a superblock, all but one, to the tree of another arena."""
     _super_at(m, row).tree = tree
@@ -137,49 +127,36 @@ def _move_super(t, m, row, tree, without):
 
 @inner()
 def _try(t, m, size, stream):
-    if size > _SUPERBLOCK:
-        block = _take_global(t, m, size)
-        if block != 0:
-            _shorten(t, block, size, _GLOBAL)
-        return block
-    tree = stream + 1
-    block = first_fit(t, tree, size)
+    tree = _GLOBAL if size > _SUPERBLOCK else stream + 1
+    block = first_fit(t, tree, size) if tree != _GLOBAL else 0
     if block != 0:
         remove_fit(t, block)
     else:
         block = _take_global(t, m, size)
-        if block == 0:
-            return 0
-        _move_super(t, m, at(t, block).extra, tree, block)
-    _shorten(t, block, size, tree)
+        if block != 0 and tree != _GLOBAL:
+            _move_super(t, m, at(t, block).extra, tree, block)
+    if block != 0 and at(t, block).size > size:
+        rest = split(t, block, size)
+        at(t, rest).extra = at(t, block).extra
+        insert_fit(t, tree, rest)
     return block
 
 
 @inner()
-def _join_supers(t, m, block):
-    """Merge an empty superblock of the global arena, in its tree, with empty neighbours there."""
-    following, previous = at(t, block).next, at(t, block).previous
-    if following != 0 and _is_free_super(t, m, following):
-        _swallow(t, m, block, following)
-    if previous != 0 and _is_free_super(t, m, previous):
-        _swallow(t, m, previous, block)
-
-
-@inner()
 def _is_free_super(t, m, block):
-    if at(t, block).state != FREE or not _is_empty(t, m, block):
-        return False
-    return _super_at(m, at(t, block).extra).tree == _GLOBAL
+    """Whether a block is an empty superblock of the global arena."""
+    one = _super_at(m, at(t, block).extra)
+    return at(t, block).state == FREE and at(t, block).size == one.size and one.tree == _GLOBAL
 
 
 @inner()
 def _swallow(t, m, block, following):
+    """Merge two empty superblocks, which are in the tree of the global arena."""
     gone = at(t, following).extra
     remove_fit(t, block)
     remove_fit(t, following)
     _super_at(m, at(t, block).extra).size += _super_at(m, gone).size
-    _super_at(m, gone).size = 0
-    _super_at(m, gone).first = m.supers_spare
+    _super_at(m, gone).size, _super_at(m, gone).first = 0, m.supers_spare
     m.supers_spare = gone
     absorb(t, block, following)
     insert_fit(t, _GLOBAL, block)
@@ -187,7 +164,6 @@ def _swallow(t, m, block, following):
 
 @inner()
 def _defragment(t, m):
-    """Return every superblock to the global arena."""
     block = segment_at(t, 1).first
     while block != 0:
         row = at(t, block).extra
@@ -218,19 +194,13 @@ def _extend(t, m, size):
         return False
     segment_at(t, 1).size += more
     count_reserved(t, more)
-    block = end
-    if lengthens:
-        remove_fit(t, end)
-        _super_at(m, at(t, end).extra).size += more
-        at(t, end).size += more
-    else:
-        block = whole_block(t, at(t, end).address + at(t, end).size, more)
-        at(t, block).previous = end
-        at(t, block).segment = 1
-        at(t, block).stream = 0
-        at(t, end).next = block
-        _new_super(t, m, block, more)
+    block = whole_block(t, at(t, end).address + at(t, end).size, more)
+    at(t, block).previous, at(t, block).segment, at(t, block).stream = end, 1, 0
+    at(t, end).next = block
+    _new_super(t, m, block, more)
     insert_fit(t, _GLOBAL, block)
+    if lengthens:
+        _swallow(t, m, end, block)
     return True
 
 
@@ -265,13 +235,17 @@ def _free(t, m, block):
         absorb(t, previous, block)
         block = previous
     insert_fit(t, _super_at(m, row).tree, block)
-    if _super_at(m, row).tree == _GLOBAL and _is_empty(t, m, block):
-        _join_supers(t, m, block)
+    if _super_at(m, row).tree == _GLOBAL and _is_empty(t, m, block):  # it joins empty ones beside it
+        following, previous = at(t, block).next, at(t, block).previous
+        if following != 0 and _is_free_super(t, m, following):
+            _swallow(t, m, block, following)
+        if previous != 0 and _is_free_super(t, m, previous):
+            _swallow(t, m, previous, block)
 
 
 @inner()
 def _has_room(t, m, size):
-    return has_room_for_one(t) and m.num_supers - m.supers_used >= ROWS_AHEAD
+    return has_room(t) and m.num_supers - m.supers_used >= ROWS_AHEAD
 
 
 class RmmArena(TableModel):
@@ -279,7 +253,7 @@ class RmmArena(TableModel):
 
     name = "rmm_arena"
     settings_type = RmmArenaSettings
-    own = _OWN
+    own = own_type(RmmArenaSettings, "touched_bytes", *_SUPERS)
     driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room)
     shows = ("touched_bytes",)
     common_trees = 1

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stalloc.figures import fragmentation
+from stalloc.lifespans import lower_bound
 from stalloc.replay.model_events import events_of, of_torchs_allocator, recorded_conf
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
-from stalloc.sizes import aligned
+from stalloc.sizes import PAGE_BYTES, aligned, whole_pages
 from stalloc.trace import Action, Trace
 
 #: settings of torch's caching allocator that people try, and what they are for
@@ -39,6 +40,9 @@ SWEEP = (
 )
 #: these do something only when memory is short
 SWEEP_UNDER_PRESSURE = ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.8")
+
+
+_CLOSE = 1000  # the least memory is known within one part in so many
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,9 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
     seconds = time.perf_counter() - began
     counters = model.counters()
     done = len(events.kind) if fed.failed < 0 else fed.failed
-    allocated = _allocated_peak(events, done)
+    sign = (events.kind == int(Kind.ALLOC)).astype(np.int64) - (events.kind == int(Kind.FREE_COMPLETED))
+    sizes = aligned(events.size)  # as torch rounds them, from alloc to free_completed
+    allocated = int(np.cumsum((sign * sizes[events.request])[:done]).max(initial=0)) if len(sizes) else 0
     failed = fed.failed >= 0
     return Simulated(
         allocator=candidate.allocator,
@@ -121,14 +127,6 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
         seconds=round(seconds, 6),
         counts=dict(counters.more),
     )
-
-
-def _allocated_peak(events: Events, done: int) -> int:
-    """The most bytes live in the first `done` events, from alloc to free_completed, as torch rounds them."""
-    kind = events.kind[:done]
-    sign = (kind == int(Kind.ALLOC)).astype(np.int64) - (kind == int(Kind.FREE_COMPLETED))
-    size = aligned(events.size)
-    return int(np.cumsum(sign * size[events.request[:done]]).max(initial=0)) if len(size) else 0
 
 
 def simulate_all(
@@ -167,13 +165,12 @@ def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> E
     """The program up to an event, followed by the request that ran out of memory."""
     events = events_of(trace)
     kept = np.flatnonzero(events.event < at_event)
-    return Events(
+    return events._replace(
         kind=np.append(events.kind[kept], np.int8(Kind.ALLOC)),
         request=np.append(events.request[kept], trace.num_requests),
         event=np.append(events.event[kept], at_event),
         size=np.append(events.size, size_bytes),
         stream=np.append(events.stream, stream),
-        step_marks=events.step_marks,
     )
 
 
@@ -183,7 +180,26 @@ def _run_and_compare(trace: Trace, candidate: Candidate, capacity_bytes: int, ev
     recorded = recorded_conf(trace)
     if candidate.allocator != "torch" or candidate.settings != recorded or not of_torchs_allocator(trace):
         return result
-    from stalloc.replay.torch_record import check_record
+    from stalloc.replay.torch_caching import check_record
 
     check = check_record(trace)
     return replace(result, exact=check.exact, first_difference=check.first_difference, reason=check.reason)
+
+
+def least_memory(trace: Trace, candidate: Candidate) -> int:
+    """About the least bytes, in multiples of 2 MiB, with which the allocator serves a trace.
+
+    With these the replay was seen to complete; with much less it was seen to run out, or nothing less can be since so
+    much is live at a time. An allocator that takes much when there is plenty may need little.
+    """
+    high = whole_pages(run_one(trace, candidate).peak_reserved_bytes)
+    low = whole_pages(lower_bound(trace))  # no less can do
+    if low >= high or run_one(trace, candidate, low).fits:
+        return min(low, high)
+    while high - low > max(PAGE_BYTES, high // _CLOSE):
+        middle = whole_pages((low + high) // 2)
+        if run_one(trace, candidate, middle).fits:
+            high = middle
+        else:
+            low = middle
+    return high

@@ -18,12 +18,11 @@ is more; best fit, split to the unit; neighbours of one stream merge.
 from dataclasses import dataclass
 
 from stalloc.compiled import inner
-from stalloc.replay.blocks import at, drop_segment, fits, is_whole, new_segment, split
+from stalloc.replay.blocks import GRANULE, at, drop_segment, fits, is_whole, new_segment, round_up, split
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import GRANULE, round_up
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
-from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root
+from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root, take_best
 from stalloc.sizes import ALIGNMENT_BYTES
 
 _CHUNK = 32 << 20
@@ -43,7 +42,7 @@ class StreamOrderedSettings:
     """Events after which the program waits for the device; 0: never."""
 
 
-_OWN = own_type(StreamOrderedSettings, "events", "reused_across_streams", "dependencies_inserted")
+_COUNTS = ("reused_across_streams", "dependencies_inserted")
 
 
 @inner()
@@ -86,18 +85,6 @@ def _from_others(t, size, stream):
 
 
 @inner()
-def _find(t, m, size, stream):
-    """A free block that serves the request, in no tree; 0 for none."""
-    block = best_fit(t, stream, size)
-    if block != 0:
-        remove(t, block)
-    elif m.opportunistic == 1:
-        block = _from_others(t, size, stream)
-        m.reused_across_streams += block != 0
-    return block
-
-
-@inner()
 def _take(t, m, size, stream):
     """A block that the device or, where it has no more, another stream gives; -1 if neither can."""
     chunk, block = max(_CHUNK, round_up(size, GRANULE)), 0
@@ -108,16 +95,17 @@ def _take(t, m, size, stream):
         if block == 0:
             t.retries += 1
             _trim(t, 0)
-            block = best_fit(t, 0, size)
-            if block != 0:
-                remove(t, block)
+            block = take_best(t, 0, size)
     return block if block != 0 else new_segment(t, chunk, stream, 0)
 
 
 @inner()
 def _allocate(t, m, request, requested, stream):
     size = round_up(requested, ALIGNMENT_BYTES)
-    block = _find(t, m, size, stream)
+    block = take_best(t, stream, size)
+    if block == 0 and m.opportunistic == 1:
+        block = _from_others(t, size, stream)
+        m.reused_across_streams += block != 0
     if block == 0:
         block = _take(t, m, size, stream)
         if block < 0:
@@ -130,18 +118,12 @@ def _allocate(t, m, request, requested, stream):
 
 
 @inner()
-def _free(t, m, block):
-    free_into(t, at(t, block).stream, block)
-
-
-@inner()
 def _empty(t, m, kind, request):
     _trim(t, 0)
 
 
 @inner()
 def _wait_and_note(t, m, at, columns):
-    """Wait for the device at times."""
     m.events += 1
     if m.synchronize_every != 0 and m.events % m.synchronize_every == 0:
         _trim(t, m.release_threshold)
@@ -153,6 +135,6 @@ class StreamOrdered(TableModel):
 
     name = "stream_ordered"
     settings_type = StreamOrderedSettings
-    own = _OWN
-    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty, note=_wait_and_note)
-    shows = ("reused_across_streams", "dependencies_inserted")
+    own = own_type(StreamOrderedSettings, "events", *_COUNTS)
+    driver = driver_of(name, own, allocate=_allocate, empty=_empty, note=_wait_and_note)
+    shows = _COUNTS

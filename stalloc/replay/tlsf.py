@@ -23,10 +23,22 @@ from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, absorb, at, drop_segment, fits, is_whole, new_segment, segment_at, split
+from stalloc.replay.blocks import (
+    FREE,
+    GRANULE,
+    absorb,
+    at,
+    drop_segment,
+    fits,
+    is_whole,
+    log2,
+    new_segment,
+    round_up,
+    segment_at,
+    split,
+)
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.rounding import GRANULE, log2, round_up
 from stalloc.replay.settings import as_bytes, as_count, setting
 
 _UNIT_BITS = 8
@@ -45,19 +57,17 @@ class TlsfSettings:
     """Lists that a power of two is cut into."""
 
 
-_OWN = own_type(TlsfSettings, "bits", "first_bits", "second_bits", "heads")  # `first_bits`: of levels that have a block
 _level_at = row_of("second_bits", Word)  # (_LEVELS,) bit of each list of a level that has blocks
 _head_at = row_of("heads", Word)  # (_LEVELS * _DIVISIONS,) first block of each list, linked by `left` and `right`
 
 
 @inner()
 def _lowest(bits):
-    """The position of the lowest bit of a word that has one."""
     return log2(bits & -bits)
 
 
 @inner()
-def _list_of(t, m, units):
+def _list_of(m, units):
     """The list that a block of so many units belongs to: level and division."""
     bits = m.bits
     if units < 1 << bits:
@@ -68,13 +78,13 @@ def _list_of(t, m, units):
 
 @inner()
 def _insert(t, m, block):
-    level, division = _list_of(t, m, at(t, block).size >> _UNIT_BITS)
-    head = _head_at(m, level * _DIVISIONS + division).value
+    level, division = _list_of(m, at(t, block).size >> _UNIT_BITS)
+    head = _head_at(m, level * _DIVISIONS + division)
     at(t, block).left = 0
-    at(t, block).right = head
-    if head != 0:
-        at(t, head).left = block
-    _head_at(m, level * _DIVISIONS + division).value = block
+    at(t, block).right = head.value
+    if head.value != 0:
+        at(t, head.value).left = block
+    head.value = block
     m.first_bits |= 1 << level
     _level_at(m, level).value |= 1 << division
 
@@ -87,7 +97,7 @@ def _remove(t, m, block):
     if before != 0:
         at(t, before).right = behind
         return
-    level, division = _list_of(t, m, at(t, block).size >> _UNIT_BITS)
+    level, division = _list_of(m, at(t, block).size >> _UNIT_BITS)
     _head_at(m, level * _DIVISIONS + division).value = behind
     if behind == 0:
         _level_at(m, level).value &= ~(1 << division)
@@ -96,24 +106,19 @@ def _remove(t, m, block):
 
 
 @inner()
-def _searched(t, m, units):
+def _searched(m, units):
     """The units of the smallest block of the first list in which every block holds `units`."""
-    bits = m.bits
-    if units < 1 << bits:
-        return units
-    step = 1 << (log2(units) - bits)
-    return round_up(units, step)
+    return units if units < 1 << m.bits else round_up(units, 1 << (log2(units) - m.bits))
 
 
 @inner()
 def _find(t, m, units):
     """A block of a list in which every block holds so many units, out of its list; 0 for none."""
-    level, division = _list_of(t, m, _searched(t, m, units))
-    lists = _level_at(m, level).value & (-1 << division)
+    level, division = _list_of(m, _searched(m, units))
+    lists, levels = _level_at(m, level).value & (-1 << division), m.first_bits & (-1 << (level + 1))
+    if lists == 0 and levels == 0:
+        return 0
     if lists == 0:
-        levels = m.first_bits & (-1 << (level + 1))
-        if levels == 0:
-            return 0
         level = _lowest(levels)
         lists = _level_at(m, level).value
     block = _head_at(m, level * _DIVISIONS + _lowest(lists)).value
@@ -123,12 +128,9 @@ def _find(t, m, units):
 
 @inner()
 def _empty(t, m, kind, request):
-    """Give back every region without live blocks."""
     for segment in range(1, t.segments_used):
-        if segment_at(t, segment).size == 0:
-            continue
         block = segment_at(t, segment).first
-        if at(t, block).state == FREE and is_whole(t, block):
+        if segment_at(t, segment).size > 0 and at(t, block).state == FREE and is_whole(t, block):
             _remove(t, m, block)
             drop_segment(t, block)
 
@@ -140,8 +142,7 @@ def _allocate(t, m, request, requested, stream):
     if block == 0:
         region = m.region
         if size > region:
-            least = _searched(t, m, size >> _UNIT_BITS) << _UNIT_BITS
-            region = round_up(least, GRANULE)
+            region = round_up(_searched(m, size >> _UNIT_BITS) << _UNIT_BITS, GRANULE)
         if not fits(t, region):
             t.retries += 1
             _empty(t, m, 0, 0)
@@ -171,7 +172,7 @@ class TLSF(TableModel):
 
     name = "tlsf"
     settings_type = TlsfSettings
-    own = _OWN
+    own = own_type(TlsfSettings, "bits", "first_bits", "second_bits", "heads")  # `first_bits`: levels with a block
     driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
     trees_per_stream = 0
 

@@ -1,7 +1,9 @@
 """PyTorch's CUDA caching allocator as a model: one device, the native backend, its default pools.
 
 Contract: given the device addresses of a run, every request gets the address that torch 2.11 gave it there, under
-every setting that parse_settings takes. Private pools (CUDA graphs, MemPool) are not part of it.
+every setting that parse_settings takes. Private pools (CUDA graphs, MemPool) are not part of it. A check of a snapshot
+is `exact` if from the reconstructed start, every allocation of the recording got its recorded address and the reserved
+bytes agreed after every event; the first event where either is not so is named otherwise.
 """
 
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE
 from stalloc.replay.model import TableModel
 from stalloc.replay.protocol import BlockMap, Events, Fed, Kind
-from stalloc.replay.torch_blocks import OWN, TREES
-from stalloc.replay.torch_cache import run
+from stalloc.replay.recorded_state import SEGMENT_ACTIONS
+from stalloc.replay.torch_cache import OWN, RELEASE, TREES, run
 from stalloc.replay.torch_start import (
     is_whole,
     load_blocks,
@@ -67,13 +69,9 @@ class TorchCaching(TableModel):
     num_columns = 3
 
     def __init__(
-        self,
-        settings: TorchSettings | None = None,
-        capacity_bytes: int = 0,
-        device_addresses: Column | None = None,
+        self, settings: TorchSettings | None = None, capacity_bytes: int = 0, device_addresses: Column | None = None
     ) -> None:
-        given = np.empty(0, np.int64) if device_addresses is None else device_addresses
-        self._given = np.ascontiguousarray(given, np.int64)
+        self._given = np.ascontiguousarray([] if device_addresses is None else device_addresses, np.int64)
         super().__init__(settings, capacity_bytes)
 
     def _own_tables(self) -> dict[str, Column]:
@@ -99,8 +97,8 @@ class TorchCaching(TableModel):
         """The allocator that a snapshot recorded, as it was before the first event; `recorded_calls` follow.
 
         `settings` are the recorded ones if not given, `blocks` those that `starting_blocks` finds. New segments get the
-        recorded addresses. Raises BadInputError
-        for a trace without segments or with private pools, or whose segments and blocks do not fit each other.
+        recorded addresses. Raises BadInputError for a trace without segments or with private pools, or whose segments
+        and blocks do not fit each other.
         """
         settings = settings or recorded_settings(trace)
         blocks = blocks if blocks is not None else starting_blocks(trace, settings)
@@ -151,3 +149,54 @@ class TorchCaching(TableModel):
             segment_small=1 - (first["tree"] // 2 & 1),
             segment_expandable=(first["extra"] != 0).astype(np.int64),
         )
+
+
+@dataclass(frozen=True)
+class RecordCheck:
+    """Whether the model does what the recorded allocator did."""
+
+    exact: bool
+    first_difference: int | None  #: event index; None if exact, or if the model has no such state to start from
+    reason: str  #: what differs there, empty if exact
+    num_segment_events: int  #: segments and pages taken and given back
+    num_compared: int  #: events of the program that were compared
+
+
+def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordCheck:
+    """Replay a snapshot's calls from its reconstructed start, with the recorded settings if none are given.
+
+    A trace with private pools is not exact. Raises BadInputError for a trace without segments.
+    """
+    settings = settings or recorded_settings(trace)
+    events, _ = recorded_calls(trace, settings)
+    num_segment_events = int(np.isin(trace.action, SEGMENT_ACTIONS).sum())
+
+    def checked(num_compared: int, first: int | None = None, reason: str = "") -> RecordCheck:
+        return RecordCheck(not reason, first, reason, num_segment_events, num_compared)
+
+    if np.any(trace.extra.get("segment_pool", 0)):
+        return checked(0, reason="the trace has private pools, which the model has not")
+    blocks = starting_blocks(trace, settings)
+    if not is_whole(blocks):
+        return checked(0, reason="its segments and blocks do not fit each other")
+    fed = TorchCaching.from_record(trace, settings, blocks).feed(events)
+    recorded = trace.reserved_bytes()[events.event]
+    differs = (events.kind == Kind.ALLOC) & (fed.address != trace.address[events.event].astype(np.int64))
+    differs |= fed.reserved_bytes != recorded
+    if not differs.any():
+        return checked(len(events.kind))
+    at = int(np.argmax(differs))
+    return checked(len(events.kind), int(events.event[at]), _reason(trace, events, fed, at, int(recorded[at])))
+
+
+def _reason(trace: Trace, events: Events, fed: TorchFed, at: int, recorded: int) -> str:
+    event = int(events.event[at])
+    what = {
+        int(Kind.ALLOC): f"an allocation of {int(trace.event_size[event])} bytes",
+        int(Kind.EMPTY_CACHE): "the segments given back up to here",
+        RELEASE: "a segment given back",
+    }.get(int(events.kind[at]), "a free")
+    reserved = int(fed.reserved_bytes[at])
+    if reserved != recorded:
+        return f"after {what} the file has {recorded} bytes reserved, the model {reserved}"
+    return f"{what} went to {int(trace.address[event]):#x} in the file, to {int(fed.address[at]):#x} in the model"

@@ -6,6 +6,7 @@ block. What tells is, in this order, the list of blocks at the end of the record
 behind the block while it lived, and a gap too small to be a block.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -15,13 +16,21 @@ from stalloc.columns import Column
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.record_types import record_at
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import at, count_reserved, hold, store_at
+from stalloc.replay.blocks import GRANULE, at, count_reserved, hold, store_at
 from stalloc.replay.model_events import recorded_conf, recorded_kinds
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.recorded_state import recorded_blocks
-from stalloc.replay.rounding import GRANULE
-from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
-from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
+from stalloc.replay.torch_cache import (
+    OWN,
+    RELEASE,
+    add_free,
+    add_segment,
+    add_unmapped,
+    interval_of,
+    pool_of,
+    raise_next_address,
+    round_size,
+)
 from stalloc.sizes import MIB
 from stalloc.trace.record import Action, Trace
 
@@ -74,44 +83,21 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
     blocks = recorded_blocks(trace, -1)
     held = np.flatnonzero(blocks.request >= 0)
     request = blocks.request[held]
-    is_last = np.ones(len(held), bool)
-    is_last[:-1] = blocks.segment[held[1:]] != blocks.segment[held[:-1]]
-    segment_end = (blocks.segment_address + blocks.segment_size)[blocks.segment[held]]
-    limit = np.where(is_last, segment_end, np.append(blocks.address[held[1:]], 0))
+    start, segment = blocks.address[held], blocks.segment[held]
+    is_last = np.append(segment[1:] != segment[:-1], True)[: len(held)]
+    segment_end = (blocks.segment_address + blocks.segment_size)[segment]
+    limit = np.where(is_last, segment_end, np.append(start[1:], 0)[: len(held)])
     divisions = np.array(settings.roundup_divisions, np.int64)
     rounded = [round_size(divisions[interval_of(size)], size) for size in trace.size[request].tolist()]
-    end = blocks.address[held] + np.array(rounded, np.int64)
-    small = blocks.segment_size[blocks.segment[held]] == GRANULE
-    end = np.minimum(end, limit)
+    end = np.minimum(start + np.array(rounded, np.int64), limit)
     if not settings.expandable_segments:
         if settings.max_split_bytes:
-            end = np.where(end - blocks.address[held] >= settings.max_split_bytes, limit, end)
-        end = _real_ends(trace, request, blocks.address[held], end, limit, small)
+            end = np.where(end - start >= settings.max_split_bytes, limit, end)
+        end = _real_ends(trace, request, start, end, limit, blocks.segment_size[segment] == GRANULE)
     owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
-    pieces: list[tuple[int, int, int, int]] = []  # address, bytes, request, segment
-    next_held = 0
-    for number, (begin, size) in enumerate(zip(blocks.segment_address, blocks.segment_size, strict=True)):
-        cursor, beyond = int(begin), int(begin + size)
-        while next_held < len(held) and blocks.segment[held[next_held]] == number:
-            address = int(blocks.address[held[next_held]])
-            if address > cursor:
-                pieces.append((cursor, address - cursor, -1, number))
-            cursor = int(end[next_held])
-            pieces.append((address, cursor - address, int(request[next_held]), number))
-            next_held += 1
-        if beyond > cursor:
-            pieces.append((cursor, beyond - cursor, -1, number))
-    columns = np.ascontiguousarray(np.array(pieces, np.int64).reshape(-1, 4).T)
-    return BlockMap(
-        address=columns[0],
-        size_bytes=columns[1],
-        request=columns[2],
-        waiting=np.zeros(len(pieces), np.int64),
-        stream=owner[columns[3]],
-        segment=columns[3],
-        segment_address=blocks.segment_address,
-        segment_size=blocks.segment_size,
-    )
+    segments = np.stack([blocks.segment_address, blocks.segment_size, owner], axis=1).tolist()
+    taken = np.stack([start, end - start, request, np.zeros_like(request), owner[segment]], axis=1).tolist()
+    return BlockMap.covering(segments, taken)
 
 
 def _real_ends(trace: Trace, request: Column, address: Column, end: Column, limit: Column, small: Column) -> Column:
@@ -155,33 +141,32 @@ def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tu
     expandable segments begin that the recording adds, in the order of their first use."""
     small = (blocks.segment_size == GRANULE).astype(np.int64)
     kinds = trace.extra.get("segment_is_small", np.empty(0))
-    for address, size, kind in zip(trace.segment_address, trace.segment_size, kinds, strict=False):
-        begin, end = int(address), int(address) + int(size)
-        small[(blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)] = int(kind != 0)
+    for address, size, kind in zip(trace.segment_address.tolist(), trace.segment_size.tolist(), kinds, strict=False):
+        small[_touched(blocks, address, address + size)] = int(kind != 0)
     base = np.zeros(len(small), np.int64)
     if not settings.expandable_segments:
         return small, base, np.empty(0, np.int64)
     owners = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(small)))]
     begins: dict[tuple[int, int], int] = {}  # of each pool's segment that was there at the start
-    mapped: dict[tuple[int, int], int] = {}  # bytes of each pool
+    mapped: dict[tuple[int, int], int] = defaultdict(int)  # bytes of each pool
     pools = list(zip(owners.tolist(), small.tolist(), strict=True))
     for pool, address, size in zip(pools, blocks.segment_address.tolist(), blocks.segment_size.tolist(), strict=True):
         begins[pool] = min(begins.get(pool, address), address)
-        mapped[pool] = mapped.get(pool, 0) + size
+        mapped[pool] += size
     old, added = set(begins), []
     maps = (trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)
     for row in np.flatnonzero(maps).tolist():
         size, address = int(trace.event_size[row]), int(trace.address[row])
         pool = int(trace.event_stream[row]), int(size % settings.large_segment_bytes > 0)
         if trace.action[row] == Action.SEGMENT_UNMAP:
-            mapped[pool] = mapped.get(pool, 0) - size
+            mapped[pool] -= size
             continue
-        if mapped.get(pool, 0) == 0:  # a segment goes with its last page
+        if mapped[pool] == 0:  # a segment goes with its last page
             added.append(address)
             old.discard(pool)
         elif pool in old:
             begins[pool] = min(begins[pool], address)
-        mapped[pool] = mapped.get(pool, 0) + size
+        mapped[pool] += size
     met, previous = set(), 0
     for number in np.flatnonzero(_expandable(trace, blocks)).tolist():
         begin = begins[pools[number]]
@@ -200,8 +185,13 @@ def _expandable(trace: Trace, blocks: BlockMap) -> Column:
     begin = np.concatenate([trace.segment_address[kinds > 0], trace.address[unmapped]]).astype(np.int64)
     size = np.concatenate([trace.segment_size[kinds > 0], trace.event_size[unmapped]])
     for first, beyond in zip(begin, begin + size, strict=True):
-        found |= (blocks.segment_address < beyond) & (first < blocks.segment_address + blocks.segment_size)
+        found |= _touched(blocks, first, beyond)
     return found
+
+
+def _touched(blocks: BlockMap, begin: int, end: int) -> Column:
+    """(s,) whether a segment has a part of these addresses."""
+    return (blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)
 
 
 @njit(**BORROWING)
@@ -242,7 +232,6 @@ def load_blocks(store, own, columns, requested, small, base):
 
 @inner()
 def _append(t, before, pool, address, size, base):
-    """Add a block behind another one, or as the first of its segment."""
     block = add_segment(t, pool, address, size, base)
     at(t, block).previous = before
     if before != 0:

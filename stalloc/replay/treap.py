@@ -23,6 +23,7 @@ from stalloc.replay.blocks import (
     header_at,
     is_whole,
     new_block,
+    split,
     store_at,
 )
 
@@ -37,9 +38,7 @@ def new_tree(store, tree):
     row = new_block(t)
     header_at(t, tree).value = row
     header = at(t, row)
-    header.state = HEADER
-    header.left = 0
-    header.priority = _SEED + tree
+    header.state, header.left, header.priority = HEADER, 0, _SEED + tree
 
 
 @inner()
@@ -69,9 +68,7 @@ def _insert(t, tree, block, key):
     x ^= x << 17
     at(t, header).priority = x
     address = node.address
-    node.tree = tree
-    node.key = key
-    node.priority = x
+    node.tree, node.key, node.priority = tree, key, x
     link = header * ROW + _LEFT
     current = cell_at(t, link).value
     while current != 0 and at(t, current).priority >= x:
@@ -92,8 +89,7 @@ def _insert(t, tree, block, key):
             cell_at(t, low).value = current
             low = current * ROW + _RIGHT
             current = cell_at(t, low).value
-    cell_at(t, low).value = 0
-    cell_at(t, high).value = 0
+    cell_at(t, low).value = cell_at(t, high).value = 0
 
 
 @inner()
@@ -124,13 +120,23 @@ def remove(t, block):
 @inner()
 def best_fit(t, tree, size):
     """The smallest block of at least `size` bytes, among equal ones the one at the lowest address; 0 for none."""
-    best, current = 0, root(t, tree)
-    while current != 0:
-        if at(t, current).key >= size:
-            best, current = current, at(t, current).left
-        else:
-            current = at(t, current).right
-    return best
+    return after(t, tree, size, -1)
+
+
+@inner()
+def take_best(t, tree, size):
+    """The block that fits best, out of its tree; 0 for none."""
+    block = best_fit(t, tree, size)
+    if block != 0:
+        remove(t, block)
+    return block
+
+
+@inner()
+def cut_off(t, tree, block, size):
+    """Put what a block in no tree has beyond `size` bytes into a tree by size."""
+    if at(t, block).size > size:
+        insert(t, tree, split(t, block, size))
 
 
 @inner()

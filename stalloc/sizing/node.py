@@ -11,7 +11,6 @@ from typing import Any
 
 from stalloc.device import KNOWN_GPUS, VirtualGPU
 from stalloc.device.known_gpus import Context, context_of
-from stalloc.sizing.nccl_channels import Links, Span
 from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, Span, links_of, nccl_memory
 
 

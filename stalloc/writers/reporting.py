@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from stalloc.cost.estimated_activity import as_it_would_run
+from stalloc.cost.step_seconds import as_it_would_run
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate

@@ -12,8 +12,7 @@ import sys
 import numpy as np
 
 from stalloc.device import VirtualGPU, activate
-from stalloc.replay.blocks import FIRST_ADDRESS
-from stalloc.replay.rounding import GRANULE
+from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE
 
 activate("virtual", VirtualGPU(name="Test GPU", total_bytes=4 << 30, compute_capability=(8, 0), num_devices=1))
 

@@ -49,7 +49,6 @@ _OF_MODULE = {
     "runtime/allowance": "runtime_partly_dynamic",
     "runtime/warm_ups": "torch_graphs",
     "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
-    "replay/torch_expandable": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/simulation": "simulate",
     "analysis/error_text": "error_causes error_wordings",
     "analysis/size_text": "error_wordings",

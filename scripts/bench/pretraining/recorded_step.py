@@ -27,8 +27,7 @@ from stalloc.lifespans import lower_bound
 from stalloc.lifespans.roles import within
 from stalloc.lifespans.steady_step import SteadyStep, recorded_step
 from stalloc.planner import plan
-from stalloc.replay.least_memory import least_memory
-from stalloc.replay.simulation import Candidate, run_one
+from stalloc.replay.simulation import Candidate, least_memory, run_one
 from stalloc.trace import Trace, load_traces
 from stalloc.trace.operations import Operations, RangeKind
 

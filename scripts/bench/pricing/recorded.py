@@ -17,11 +17,10 @@ import torch
 
 from pricing.calibration import TimedCall
 from stalloc.cost.call_work import work_or_nothing
-from stalloc.cost.class_seconds import work_seconds
+from stalloc.cost.class_seconds import blocks_of, work_seconds
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.step_seconds import first_number
-from stalloc.cost.thread_blocks import blocks_of
 from stalloc.integrations.operation_recording import facts_of
 from stalloc.trace.operations import RangeKind
 

@@ -4,15 +4,15 @@ Source: Nie et al., "Angel-PTM: A Scalable and Economical Large-scale Pre-traini
 Page abstraction): a page holds parts of two tensors at the most, so that giving one back concerns one other; a tensor
 takes as many as it needs, wherever there is one, so that nothing is lost between pages.
 Contract: tensors lie in the order of their use, and no layout in that order takes fewer pages. What goes is what is
-needed latest, by Belady.
+needed latest, by Belady. State stays in the host, where it is updated; gradients go there page by page.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stalloc.cost.swapping.elixir import replayed
-from stalloc.cost.swapping.model_data import ModelData, in_turn
 from stalloc.cost.swapping.patrickstar import Chunks, least_capacity
+from stalloc.cost.swapping.recorded_model import ModelData, in_turn
 
 PAGE_BYTES = 4 << 20  #: the paper's
 _MOST_TENSORS = 2  #: in a page
@@ -43,16 +43,11 @@ def lay_out(sizes: Sequence[int], page_bytes: int) -> list[range]:
 
 
 def replay_pages(data: ModelData, budget_bytes: int) -> PageReplay | None:
-    """What a step moves within so much memory of the device; None if what is needed at once has no room.
-
-    State stays in the host, where it is updated; gradients go there page by page.
-    """
-    page_bytes = PAGE_BYTES
-    pages = lay_out(data.sizes, page_bytes)
+    """What a step moves within so much memory of the device; None if what is needed at once has no room."""
+    pages, capacity = lay_out(data.sizes, PAGE_BYTES), budget_bytes // PAGE_BYTES
     count = pages[-1].stop if pages else 0
     moments = in_turn((page for row in needed for page in pages[row]) for needed in data.uses)
-    capacity = budget_bytes // page_bytes
     if capacity < least_capacity(moments):
         return None
-    moved = replayed(Chunks(page_bytes, count, 0, moments, 0), 0, capacity).moved_bytes
-    return PageReplay(page_bytes, count, capacity, count * page_bytes - data.parameter_bytes, moved)
+    moved = replayed(Chunks(PAGE_BYTES, count, 0, moments, 0), 0, capacity).moved_bytes
+    return PageReplay(PAGE_BYTES, count, capacity, count * PAGE_BYTES - data.parameter_bytes, moved)

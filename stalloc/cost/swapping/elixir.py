@@ -6,11 +6,11 @@ Contract: what is chosen is the best of the whole grid. A candidate is not repla
 move is more than what the best moves. The first chunks in the order of their use are those that stay.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from stalloc.cost.swapping.model_data import ModelData, Moment
 from stalloc.cost.swapping.patrickstar import Chunks, in_chunks, least_capacity, replay_chunks
+from stalloc.cost.swapping.recorded_model import ModelData, Moment
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ def search_chunks(data: ModelData, budget_bytes: int, sizes: Iterable[int]) -> C
     """The best of all sizes and numbers of residents within a budget for parameters and state on the device."""
     tried: list[ChunkChoice] = []
     best: ChunkChoice | None = None
-    grid = [
-        (chunks, one) for size in sizes for chunks in (in_chunks(data, size),) for one in _fit(chunks, budget_bytes)
-    ]
+    grid = [(chunks, one) for chunks in (in_chunks(data, size) for size in sizes) for one in _fit(chunks, budget_bytes)]
     for chunks, choice in sorted(grid, key=lambda pair: pair[1].rank):
         if not choice.refused and (best is None or choice.moved_bytes <= best.moved_bytes):
             choice = replayed(chunks, choice.residents, choice.cached)
@@ -68,19 +66,18 @@ def replayed(chunks: Chunks, residents: int, cached: int) -> ChunkChoice:
     return ChunkChoice(chunks.chunk_bytes, chunks.count, residents, cached, moved)
 
 
-def _fit(chunks: Chunks, budget_bytes: int) -> list[ChunkChoice]:
+def _fit(chunks: Chunks, budget_bytes: int) -> Iterator[ChunkChoice]:
     """Each number of residents that has room, with the least that it can move; if none has, why."""
-    blocks = (budget_bytes - chunks.outside_bytes) // chunks.chunk_bytes
-    found = []
-    for residents in range(chunks.count + 1):
-        cached, least = blocks - residents * (1 + chunks.num_states), 2 * (chunks.count - residents)
+    size, count = chunks.chunk_bytes, chunks.count
+    blocks, fits = (budget_bytes - chunks.outside_bytes) // size, False
+    for residents in range(count + 1):
+        cached = blocks - residents * (1 + chunks.num_states)
         if cached >= least_capacity(_without(chunks, residents)):
-            moved = least * chunks.chunk_bytes
-            found.append(ChunkChoice(chunks.chunk_bytes, chunks.count, residents, cached, moved, is_replayed=False))
-    if found:
-        return found
-    reason = f"{max(blocks, 0)} chunks have room, and {least_capacity(chunks.moments)} are needed at once"
-    return [ChunkChoice(chunks.chunk_bytes, chunks.count, 0, max(blocks, 0), 0, is_replayed=False, refused=reason)]
+            fits = True
+            yield ChunkChoice(size, count, residents, cached, 2 * (count - residents) * size, is_replayed=False)
+    if not fits:
+        reason = f"{max(blocks, 0)} chunks have room, and {least_capacity(chunks.moments)} are needed at once"
+        yield ChunkChoice(size, count, 0, max(blocks, 0), 0, is_replayed=False, refused=reason)
 
 
 def _without(chunks: Chunks, residents: int) -> list[Moment]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stalloc.cost.host_rates import ADAM_PARAMETERS_PER_SECOND
-from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.swapping.layers import LayerCost, LinkCost
 
 _FLOAT_BYTES = 4
 
@@ -28,7 +28,7 @@ class SwapAmount:
 
 def best_amount(layers: Sequence[LayerCost], link: LinkCost) -> SwapAmount:
     """Which amount makes a step shortest, to the byte; of those that do the least."""
-    low, high = 0, sum(_optional_bytes(one) for one in layers)
+    low, high = 0, sum(map(_optional_bytes, layers))
     while low < high:
         middle = (low + high) // 2
         if step_seconds(layers, link, middle + 1) < step_seconds(layers, link, middle):
@@ -69,7 +69,6 @@ def _optional_bytes(layer: LayerCost) -> int:
 
 
 def _recomputed_seconds(layers: Sequence[LayerCost], amount_bytes: int) -> float:
-    """Seconds to compute again what is not swapped."""
     seconds = 0.0
     for one in sorted(layers, key=lambda one: -one.forward_seconds / max(1, _optional_bytes(one))):
         taken = min(amount_bytes, _optional_bytes(one))

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost, LinkCost
-from stalloc.cost.swapping.layers_in_a_row import Stretch, backward_bytes, cut_best, forward_bytes, together
+from stalloc.cost.swapping.layers import LayerCost, LinkCost, Stretch, backward_bytes, cut_best, forward_bytes, together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,44 +65,36 @@ def step_seconds(layers: Sequence[LayerCost], stages: Sequence[Stretch], pipelin
     A stage is loaded when the one before the last of its GPU has gone. In backward the last stage of each GPU is there,
     and the others come once forward is over on it.
     """
-    needs = [(forward_bytes(layers, *stage), backward_bytes(layers, *stage)) for stage in stages]
+    needs = [[needed(layers, *stage) for stage in stages] for needed in (forward_bytes, backward_bytes)]
     if max(map(max, needs)) > pipeline.budget_bytes:
         return None
-    costs, seconds = [together(layers[begin:end]) for begin, end in stages], pipeline.link.seconds
-    load, hand_on = [seconds(one.parameter_bytes) for one in costs], [seconds(one.boundary_bytes) for one in costs]
-    num, gpus, batches = len(stages), pipeline.num_gpus, range(pipeline.num_microbatches)
+    costs, link, gpus = [together(layers[begin:end]) for begin, end in stages], pipeline.link, pipeline.num_gpus
+    load = [link.seconds(one.parameter_bytes) for one in costs]
+    hand_on = [link.seconds(one.boundary_bytes) for one in costs]
 
-    def late(row: int, beside_bytes: int) -> float:
-        """Seconds of a load for which there is no room beside the stage before it on its GPU."""
-        return max(0, costs[row].parameter_bytes + beside_bytes - pipeline.budget_bytes) / pipeline.link.rate
+    def ends(order: Sequence[int], needed: Sequence[int], free: Sequence[float], *, is_backward: bool) -> list[float]:
+        """When each stage ends in a pass in this order; `free`: before when it cannot begin."""
+        ready = [*free]  # when all of the stage is there
+        ended: dict[int, list[float]] = {}  # each microbatch
+        for place, stage in enumerate(order):
+            one, before, handed = costs[stage], order[place - 1], [0.0] * pipeline.num_microbatches
+            if place >= gpus:
+                last = order[place - gpus]  # on its GPU
+                rest = max(0, one.parameter_bytes + needed[last] - pipeline.budget_bytes) / link.rate
+                there = ready[last] + load[stage] - rest
+                ready[stage] = max(ready[stage], max(there, ended[last][-1]) + rest)
+            if place:
+                handed = [moment + hand_on[min(stage, before)] for moment in ended[before]]
+            moments = [ready[stage]]
+            for moment in handed:
+                begin = max(moments[-1], moment)
+                moments.append(begin + one.forward_seconds + (one.backward_seconds if is_backward else 0.0))
+            ended[stage] = moments[1:]
+        return [ended[stage][-1] for stage in range(len(costs))]
 
-    # of each stage: when it is there but for its late part, that part, when each microbatch of each pass ends
-    there, rest, forward = list(load), [0.0] * num, [[0.0 for _ in batches] for _ in stages]
-    for j, one in enumerate(costs):
-        ready = load[j]
-        if j >= gpus:
-            rest[j] = late(j, needs[j - gpus][0])
-            gone = max(there[j - gpus], forward[j - 2 * gpus][-1] if j >= 2 * gpus else 0.0)
-            there[j] = gone + rest[j - gpus] + load[j] - rest[j]
-            ready = max(there[j], forward[j - gpus][-1]) + rest[j]
-        for m in batches:
-            handed = forward[j - 1][m] + hand_on[j - 1] if j else 0.0
-            forward[j][m] = max(forward[j][m - 1] if m else ready, handed) + one.forward_seconds
-    rest, backward = [0.0] * num, [[0.0 for _ in batches] for _ in stages]
-    for j in reversed(range(num)):
-        one, ready = costs[j], forward[j][-1]
-        if j + gpus < num:
-            rest[j] = late(j, needs[j + gpus][1])
-            gone = forward[j + gpus][-1]
-            if j + 2 * gpus < num:
-                gone = max(gone, max(there[j + gpus], backward[j + 2 * gpus][-1]) + rest[j + gpus])
-            there[j] = gone + load[j] - rest[j]
-            ready = max(ready, max(there[j], backward[j + gpus][-1]) + rest[j])
-        for m in batches:
-            handed = backward[j + 1][m] + hand_on[j] if j + 1 < num else 0.0
-            begin = max(backward[j][m - 1] if m else ready, handed)
-            backward[j][m] = begin + one.forward_seconds + one.backward_seconds
-    return backward[0][-1]
+    order = range(len(costs))
+    forward = ends(order, needs[0], [*load[:gpus], *(0.0 for _ in order[gpus:])], is_backward=False)
+    return ends(order[::-1], needs[1], forward, is_backward=True)[0]
 
 
 def cross_mapping(num_gpus: int, num_roots: int) -> tuple[int, ...]:

@@ -11,10 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stalloc.cost.swapping.model_data import ModelData, Moment, in_turn
+from stalloc.cost.swapping.recorded_model import ModelData, Moment, in_turn
 from stalloc.errors import BadInputError
-
-Policy = Literal["belady", "lru"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def least_capacity(moments: Sequence[Moment]) -> int:
     return max(map(len, moments), default=0)
 
 
-def replay_chunks(moments: Sequence[Moment], capacity: int, policy: Policy) -> Moved:
+def replay_chunks(moments: Sequence[Moment], capacity: int, policy: Literal["belady", "lru"]) -> Moved:
     """What is moved if so many chunks have room. Raises BadInputError if a moment needs more."""
     if capacity < least_capacity(moments):
         raise BadInputError(
@@ -78,10 +76,8 @@ def replay_chunks(moments: Sequence[Moment], capacity: int, policy: Policy) -> M
     next_use: dict[int, int] = {}
     ranked: list[dict[int, int]] = []  # of each moment, from the last on: its chunks; what ranks lowest goes first
     for now in reversed(range(len(moments))):
-        ranked.append(
-            {one: now if policy == "lru" else -next_use.get(one, len(moments)) for one in moments[now]},
-        )
-        next_use.update(dict.fromkeys(moments[now], now))
+        ranked.append({one: now if policy == "lru" else -next_use.get(one, len(moments)) for one in moments[now]})
+        next_use |= dict.fromkeys(moments[now], now)
     here: dict[int, int] = {}
     to_device = to_host = 0
     for needed in reversed(ranked):
@@ -108,10 +104,9 @@ class ChunkReplay:
 def best_chunks(data: ModelData, sizes: Iterable[int], budget_bytes: int) -> ChunkReplay | None:
     """The size with which Belady moves least; None if what is needed at once has no room with any."""
     found = []
-    for chunk_bytes in sizes:
-        chunks = in_chunks(data, chunk_bytes)
-        moments, capacity = chunks.with_update, (budget_bytes - chunks.outside_bytes) // chunk_bytes
+    for chunks in (in_chunks(data, size) for size in sizes):
+        moments, capacity = chunks.with_update, (budget_bytes - chunks.outside_bytes) // chunks.chunk_bytes
         if moments and capacity >= least_capacity(moments):
             belady, lru = (replay_chunks(moments, capacity, policy) for policy in ("belady", "lru"))
-            found.append(ChunkReplay(chunk_bytes, chunks.count, capacity, belady, lru))
+            found.append(ChunkReplay(chunks.chunk_bytes, chunks.count, capacity, belady, lru))
     return min(found, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)

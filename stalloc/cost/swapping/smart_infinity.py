@@ -11,8 +11,8 @@ one way of the link that the drives share.
 from dataclasses import dataclass
 
 from stalloc.cost.host_rates import DISK_READ_BYTES_PER_SECOND, DISK_WRITE_BYTES_PER_SECOND
-from stalloc.cost.layer_costs import LinkCost
-from stalloc.cost.swapping.model_data import ModelData
+from stalloc.cost.swapping.layers import LinkCost
+from stalloc.cost.swapping.recorded_model import ModelData
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ the next is that of the rank that asked first, or of the one that is most behind
 Without turns each rank has its part of the link's rate all the time that it copies.
 """
 
-import heapq
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
 from stalloc.cost.disjoint_sets import DisjointSets
-from stalloc.cost.layer_costs import LinkCost
-from stalloc.cost.swapping.saved_tensors import SavedTensor, SavedTensors, Use
+from stalloc.cost.swapping.layers import LinkCost
+from stalloc.cost.swapping.recorded_model import SavedTensor, SavedTensors, Use
 
 _SHARES = 256  # ratios that are tried
 
@@ -68,12 +67,9 @@ def share_link(saved: SavedTensors, budget_bytes: int, num_ranks: int, link: Lin
         room_bytes = budget_bytes  # all of it
     same, others = (_choose(saved, room_bytes, count) for count in (1, num_ranks))
     part = LinkCost(link.bytes_per_second / num_ranks)
-    ways = [
-        _simulated(saved, sets, budget_bytes, link, last_first=last_first)
-        for sets in (others, same * num_ranks)
-        for last_first in (False, True)
-    ]
-    at_once = _simulated(saved, same, budget_bytes, part, num_alike=num_ranks)
+    orders = [(sets, last_first) for sets in (others, same * num_ranks) for last_first in (False, True)]
+    ways = [_simulated(_Step(saved, sets, budget_bytes, link, last_first)) for sets, last_first in orders]
+    at_once = _simulated(_Step(saved, same, budget_bytes, part, last_first=False), num_alike=num_ranks)
     return LinkSharing(num_ranks, saved.tensors, saved.seconds, at_once, min(ways, key=lambda one: one.seconds))
 
 
@@ -95,20 +91,11 @@ def _choose(saved: SavedTensors, room_bytes: int, num_ranks: int) -> list[list[i
     return chosen
 
 
-def _simulated(
-    saved: SavedTensors,
-    sets: list[list[int]],
-    budget_bytes: int,
-    link: LinkCost,
-    *,
-    num_alike: int = 1,
-    last_first: bool = False,
-) -> RanksSwap:
-    """`num_alike` ranks do what each of these does, at the same moments."""
-    step = _Step(saved, sets, budget_bytes, link, last_first)
-    late = step.run()
+def _simulated(step: "_Step", num_alike: int = 1) -> RanksSwap:
+    """What a step comes to in which `num_alike` ranks do what each of its ranks does, at the same moments."""
+    step.run()
+    sets, sizes, late = step.sets, step.sizes, max(rank.late for rank in step.ranks)
     uses = Counter(number for one in sets for number in one)
-    sizes = [one.size_bytes for one in saved.tensors]
     return RanksSwap(
         sets=tuple(map(tuple, sets * num_alike)),
         swapped_bytes=min(sum(sizes[number] for number in one) for one in sets),
@@ -116,7 +103,7 @@ def _simulated(
         common_bytes=sum(sizes[number] for number, count in uses.items() if count * num_alike > 1),
         most_at_once=num_alike if step.slots else 0,
         waited_seconds=late,
-        seconds=saved.seconds + late,
+        seconds=step.saved.seconds + late,
         slots=tuple(step.slots),
     )
 
@@ -140,43 +127,39 @@ class _Step:
     def __init__(
         self, saved: SavedTensors, sets: list[list[int]], budget_bytes: int, link: LinkCost, last_first: bool
     ) -> None:
-        self._last_first = last_first
-        self._sizes = [one.size_bytes for one in saved.tensors]
-        self._budget_bytes, self._link = budget_bytes, link
-        self._events = saved.events
-        needed = [number for _, kind, number in self._events if kind is Use.NEEDED]
-        self.ranks = []
-        for chosen in map(frozenset, sets):
-            self.ranks.append(_Rank(chosen, [number for number in reversed(needed) if number in chosen]))
-        self._need_place = {number: at for at, (_, kind, number) in enumerate(self._events) if kind is Use.NEEDED}
-        self._save_places = [at for at, (_, kind, _) in enumerate(self._events) if kind is Use.SAVED]
+        self.saved, self._budget_bytes, self._link, self._last_first = saved, budget_bytes, link, last_first
+        self.sets, self.sizes = sets, [one.size_bytes for one in saved.tensors]
+        self._need_place = {number: at for at, (_, kind, number) in enumerate(saved.events) if kind is Use.NEEDED}
+        saves = (at for at, (_, kind, _) in enumerate(saved.events) if kind is Use.SAVED)
+        self._save_places = [*saves, len(saved.events)]
+        needed = [*reversed(self._need_place)]
+        self.ranks = [_Rank(one, [number for number in needed if number in one]) for one in map(frozenset, sets)]
         self.slots: list[Slot] = []
         self._waiting: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []  # by way: rank, tensor
-        self._copying: list[Slot | None] = [None, None]
-        self._agenda: list[tuple[float, int, int]] = []  # moment, rank, way in which a copy of it ends; -1: it goes on
+        self._copying: list[Slot | None] = [None, None]  # by way
 
-    def run(self) -> float:
-        """Until every rank has ended; how late the last one is."""
-        for rank in range(len(self.ranks)):
-            self._go_on(rank, 0.0)
-        while self._agenda:
-            now, rank, way = heapq.heappop(self._agenda)
-            if way >= 0:
-                self._copied(way)
-                self._serve(way, now)
-            self._go_on(rank, now)
-        assert all(rank.place == len(self._events) for rank in self.ranks), "a rank waits for what never comes"
-        return max(rank.late for rank in self.ranks)
+    def run(self) -> None:
+        """Until every rank has ended."""
+        now, events = 0.0, self.saved.events
+        while True:
+            for number in range(len(self.ranks)):
+                self._go_on(number, now)
+                for slot in self._copying:
+                    if slot and slot.rank == number and slot.end <= now:
+                        self._copied(slot, now)
+            begins = [events[rank.place][0] + rank.late for rank in self.ranks if rank.place < len(events)]
+            coming = [moment for moment in begins if moment > now] + [slot.end for slot in self._copying if slot]
+            if not coming:
+                break
+            now = min(coming)
+        assert all(rank.place == len(events) for rank in self.ranks), "a rank waits for what never comes"
 
     def _go_on(self, number: int, now: float) -> None:
-        """Let a rank do what it can."""
         rank = self.ranks[number]
-        while rank.place < len(self._events):
-            moment, kind, tensor = self._events[rank.place]
-            if moment + rank.late > now:
-                heapq.heappush(self._agenda, (moment + rank.late, number, -1))
-                return
-            if kind is Use.SAVED and rank.held_bytes + self._sizes[tensor] > self._budget_bytes:
+        while rank.place < len(self.saved.events):
+            moment, kind, tensor = self.saved.events[rank.place]
+            is_full = rank.held_bytes + self.sizes[tensor] > self._budget_bytes
+            if moment + rank.late > now or (kind is Use.SAVED and is_full):
                 return
             if kind is not Use.SAVED:
                 self._bring(number, now)
@@ -184,34 +167,28 @@ class _Step:
                 return
             rank.late = max(rank.late, now - moment)
             rank.place += 1
-            self._use(number, kind, tensor, now)
-
-    def _use(self, number: int, kind: Use, tensor: int, now: float) -> None:
-        rank = self.ranks[number]
-        if kind is Use.SAVED:
-            rank.held_bytes += self._sizes[tensor]
-            rank.here.add(tensor)
-            if tensor in rank.swapped:
-                self._ask(number, tensor, 0, now)
-        elif kind is Use.OVER:
-            rank.here.discard(tensor)
-            rank.held_bytes -= self._sizes[tensor]
-        elif tensor in rank.to_bring:  # it has not left yet, and stays
-            rank.to_bring.remove(tensor)
-            rank.here.discard(tensor)
+            if kind is Use.SAVED:
+                rank.held_bytes += self.sizes[tensor]
+                rank.here.add(tensor)
+                if tensor in rank.swapped:
+                    self._ask(number, tensor, 0, now)
+            elif kind is Use.OVER:
+                rank.here.discard(tensor)
+                rank.held_bytes -= self.sizes[tensor]
+            elif tensor in rank.to_bring:  # it has not left yet, and stays
+                rank.to_bring.remove(tensor)
+                rank.here.discard(tensor)
 
     def _bring(self, number: int, now: float) -> None:
         """Ask for what backward needs next, as far as there is room, and before anything else is saved."""
         rank = self.ranks[number]
-        following = bisect_left(self._save_places, rank.place)
-        until = self._save_places[following] if following < len(self._save_places) else len(self._events)
-        while rank.to_bring and rank.to_bring[-1] in rank.in_host:
-            tensor = rank.to_bring[-1]
-            if rank.held_bytes + self._sizes[tensor] > self._budget_bytes or self._need_place[tensor] > until:
+        until = self._save_places[bisect_left(self._save_places, rank.place)]
+        while rank.to_bring and (tensor := rank.to_bring[-1]) in rank.in_host:
+            if rank.held_bytes + self.sizes[tensor] > self._budget_bytes or self._need_place[tensor] > until:
                 return
             rank.to_bring.pop()
             rank.in_host.discard(tensor)
-            rank.held_bytes += self._sizes[tensor]
+            rank.held_bytes += self.sizes[tensor]
             self._ask(number, tensor, 1, now)
 
     def _ask(self, rank: int, tensor: int, way: int, now: float) -> None:
@@ -219,24 +196,23 @@ class _Step:
         self._serve(way, now)
 
     def _serve(self, way: int, now: float) -> None:
-        """Somebody who waits has his turn."""
         waiting = self._waiting[way]
         if self._copying[way] is not None or not waiting:
             return
         at = max(range(len(waiting)), key=lambda at: self.ranks[waiting[at][0]].late) if self._last_first else 0
         rank, tensor = waiting.pop(at)
-        slot = Slot(rank, tensor, way == 1, now, now + self._link.seconds(self._sizes[tensor]))
+        slot = Slot(rank, tensor, way == 1, now, now + self._link.seconds(self.sizes[tensor]))
         self._copying[way] = slot
         self.slots.append(slot)
-        heapq.heappush(self._agenda, (slot.end, rank, way))
 
-    def _copied(self, way: int) -> None:
-        slot, self._copying[way] = self._copying[way], None
-        assert slot is not None
+    def _copied(self, slot: Slot, now: float) -> None:
         rank = self.ranks[slot.rank]
         if slot.to_device:
             rank.here.add(slot.tensor)
         elif slot.tensor in rank.here:  # and backward has not asked for it meanwhile
             rank.here.discard(slot.tensor)
             rank.in_host.add(slot.tensor)
-            rank.held_bytes -= self._sizes[slot.tensor]
+            rank.held_bytes -= self.sizes[slot.tensor]
+        self._copying[slot.to_device] = None
+        self._serve(int(slot.to_device), now)
+        self._go_on(slot.rank, now)

@@ -1,9 +1,40 @@
-"""Layers in a row that are cut into stretches: what some of them need at once, and which cuts cost least."""
+"""Layers and the link to the host; layers in a row that are cut into stretches: what these need, which cost least."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from stalloc.cost.layer_costs import LayerCost
+from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, or several in a row."""
+
+    parameter_bytes: int
+    saved_bytes: int  #: activations that its forward pass leaves for its backward pass
+    boundary_bytes: int  #: what it hands to the next layer
+    forward_seconds: float
+    backward_seconds: float
+    forward_work_bytes: int = 0  #: the most that its forward pass has at once of what it makes, beyond what it saves
+    backward_work_bytes: int = 0  #: the same of its backward pass, beyond the gradients of its parameters
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Copies over one link."""
+
+    bytes_per_second: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second of a copy that is under way."""
+        return LINK_SHARE * self.bytes_per_second
+
+    def seconds(self, num_bytes: int) -> float:
+        """Seconds of one copy of `num_bytes`; 0 for no bytes."""
+        return LINK_START + num_bytes / self.rate if num_bytes else 0.0
+
 
 Stretch = tuple[int, int]
 """Layers [begin, end)."""
@@ -27,9 +58,8 @@ def together(layers: Sequence[LayerCost]) -> LayerCost:
 
 def forward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
     """What the forward pass of layers [begin, end) needs, one computing at a time and nothing kept for backward."""
-    rows = [(one, _handed(layers, row)) for row, one in enumerate(layers)][begin:end]
-    widest = max(handed + one.saved_bytes + one.forward_work_bytes for one, handed in rows)
-    return sum(one.parameter_bytes for one, _ in rows) + widest
+    works = (_handed(layers, at) + layers[at].saved_bytes + layers[at].forward_work_bytes for at in range(begin, end))
+    return sum(one.parameter_bytes for one in layers[begin:end]) + max(works)
 
 
 def backward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
@@ -42,9 +72,8 @@ def backward_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
 
 def least_budget(layers: Sequence[LayerCost]) -> tuple[int, int, str]:
     """(bytes, layer, pass) of the layer that needs most: from there on stretches of one layer each fit."""
-    needs = [(forward_bytes(layers, row, row + 1), row, "forward") for row in range(len(layers))]
-    needs += [(backward_bytes(layers, row, row + 1), row, "backward") for row in range(len(layers))]
-    return max(needs)
+    ways = (("forward", forward_bytes), ("backward", backward_bytes))
+    return max((needed(layers, row, row + 1), row, name) for name, needed in ways for row in range(len(layers)))
 
 
 def _handed(layers: Sequence[LayerCost], row: int) -> int:
