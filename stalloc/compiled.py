@@ -52,11 +52,9 @@ class _Compiling(event.Listener):
 
     @property
     def time(self) -> CompileTime:
-        """How long this thread has compiled so far."""
         return getattr(self._thread, "time", CompileTime())
 
     def on_start(self, started: event.Event) -> None:
-        """A function is about to be compiled, maybe for another one that is; the cache on disk does not hold it."""
         if not _is_ours(started):
             return
         thread, now = self._thread, time.monotonic()
@@ -70,7 +68,6 @@ class _Compiling(event.Listener):
             say(f"compiling for this machine, up to half a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
-        """A function is compiled: count the time that it took."""
         thread = self._thread
         if getattr(thread, "depth", 0) == 0 or not _is_ours(ended):
             return
@@ -91,12 +88,10 @@ event.register("numba:compile", _compiling)
 
 
 def compile_time() -> CompileTime:
-    """What this thread has spent compiling."""
     return _compiling.time
 
 
 def _tie(compiled: Any, function: Callable[..., Any], sources: Collection[str] = ()) -> None:
-    """Keep what is compiled, tied to its sources; where there is no place for it, every process compiles."""
     source = function.__code__.co_filename
     stamps = {stamp_of(one) for one in {source, *sources}}
     compiled._cache = KeptCode(function, Path(source).parent, " ".join(sorted(stamps)))
@@ -136,7 +131,6 @@ class _Inner:
 
     @cached_property
     def dispatcher(self) -> Any:
-        """numba's."""
         made = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | self._options)(self.py_func)
         _compile_once(made)
         return made

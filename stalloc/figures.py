@@ -36,12 +36,10 @@ def fragmentation(allocated_peak_bytes: int, reserved_peak_bytes: int) -> float:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 segment`, `1,234 segments`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """A small table for a notebook; what it is given may hold anything."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>"
         for label, text in rows

@@ -17,7 +17,6 @@ def await_use(start: "Callable[[], object]") -> None:
 
 
 def is_awaited() -> bool:
-    """Whether stalloc is to be started and was not needed so far."""
     return bool(_awaited)
 
 

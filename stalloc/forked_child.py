@@ -49,7 +49,6 @@ class ForkedChild:
         self._watched = os.pidfd_open(self._pid)
 
     def fileno(self) -> int:
-        """Readable once the child has ended."""
         return self._watched
 
     def starved_seconds(self) -> float:
@@ -61,7 +60,6 @@ class ForkedChild:
         return 1e-9 * waited
 
     def end(self) -> None:
-        """Kill it if it is there still."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -75,7 +73,6 @@ class ForkedChild:
         os.close(self._watched)
 
     def check_room(self) -> None:
-        """End it if what it has written takes too much room."""
         if self._sandbox is not None and not self.overrun and (overrun := self._sandbox.overrun()):
             self.overrun = overrun
             os.kill(self._pid, signal.SIGKILL)
@@ -98,7 +95,6 @@ class ForkedChild:
 
 
 def first_ended(children: Sequence[ForkedChild], limit_seconds: float | None = None) -> list[ForkedChild]:
-    """Wait until one has ended, and return all that have; none if the time is over."""
     until = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
     while True:
         left = max(0.0, min(until - time.monotonic(), _WATCH_SECONDS))

@@ -70,7 +70,6 @@ def uninterrupted(function: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
-    """Put handlers back; what one of them raises meanwhile comes when all are there."""
     try:
         for number, handler in handlers.items():
             if signal.getsignal(number) is note:
@@ -81,7 +80,6 @@ def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
 
 
 def _raise_again(numbers: list[int]) -> None:
-    """Let the handlers of signals run, whatever those before raise."""
     if numbers:
         try:
             signal.raise_signal(numbers[0])

@@ -34,18 +34,14 @@ _KINDS = (
 class SupportsRead(Protocol):
     """Anything that bytes are read from."""
 
-    def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes, none at the end."""
-        ...
+    def read(self, size: int, /) -> bytes: ...
 
 
 def memory_limit_bytes() -> int:
-    """What the contents of one file may take: a quarter of the machine's memory, at most MAX_BYTES."""
     return min(MAX_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
 
 
 def is_standard_input(name: str | os.PathLike[str]) -> bool:
-    """Whether a name asks for standard input."""
     return os.fspath(name) in _STANDARD_INPUT
 
 

@@ -96,26 +96,22 @@ def _usable(place: Path, mode: int = 0o700) -> Path | str:
 
 
 def _of(place: Path, sentence: str) -> str:
-    """A sentence about a folder below `place`, said of `place`: the same for all of them."""
     _, _, rest = sentence.partition(" is not used")
     return f"{place} is not used{rest}"
 
 
 @cache
 def _shipped() -> Path | None:
-    """The folder of compiled code that came with the wheel, if any did."""
     return _SHIPPED if _SHIPPED.is_dir() else None
 
 
 @cache
 def _no_code() -> bytes:
-    """LLVM's code of nothing."""
     empty: bytes = binding.parse_assembly("").as_bitcode()
     return empty
 
 
 def _names_in(library: Any) -> set[str]:
-    """The names of the functions and variables that a library defines."""
     module = library._get_module_for_linking()
     return {one.name for one in (*module.functions, *module.global_variables) if not one.is_declaration}
 
@@ -145,14 +141,12 @@ class KeptCode(FunctionCache):
 
     @property
     def cache_path(self) -> str:
-        """The folder of the files; empty where there is no place for them."""
         return str(folder_for(self._sources) or "")
 
     def _file_name(self, key: object) -> str:
         return f"{self._ours}.{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}{_SUFFIX}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function for a signature, or None."""
         rtsys.initialize(target_context)  # what compiled code calls; numba loads here what it needs to compile, too
         key = self._index_key(sig, target_context.codegen())
         triple, *_ = key[1]
@@ -175,7 +169,6 @@ class KeptCode(FunctionCache):
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled function, and remove what was made of other sources."""
         folder = folder_for(self._sources)
         if folder is None or data.library.has_dynamic_globals or not all(lifted.can_cache for lifted in data.lifted):
             return

@@ -70,7 +70,6 @@ class LiveFile:
         self._map[: _HEAD.size] = _HEAD.pack(_MAGIC, self._counter, len(text))
 
     def remove(self) -> None:
-        """Show nothing any more."""
         with contextlib.suppress(OSError):
             self.path.unlink()
 

@@ -14,7 +14,6 @@ _Result = TypeVar("_Result")
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name has a scheme."""
     return _SCHEME.match(name) is not None
 
 

@@ -41,7 +41,6 @@ def sources_of(source: str) -> list[str]:
 
 @cache
 def _read(source: str) -> tuple[bytes, list[str]]:
-    """A digest of a file's content, and the files that it imports."""
     with open(source, "rb") as file:
         content = file.read()
     imported = []

@@ -34,7 +34,6 @@ class Allowance:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the program had allocated so far."""
         return self._peak_with(0)
 
     def _peak_with(self, size_bytes: int) -> int:
@@ -47,7 +46,6 @@ class Allowance:
         return max(self._peak_bytes, now)
 
     def held_bytes(self, size_bytes: int) -> int:
-        """What may be held in all for a request of so many bytes."""
         peak = self._peak_with(size_bytes)
         return max(decisions.allowed_bytes(peak, self._parts), self._rest_bytes if self._is_planned else 0)
 
@@ -57,7 +55,6 @@ class Allowance:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the program marks steps."""
         return self._step_began > 0
 
     @property
@@ -70,11 +67,9 @@ class Allowance:
         self._parts = self._least = decisions.least_parts(repeats=False)
 
     def begin_plan(self) -> None:
-        """A plan is put in force, for which pages move now and rest then."""
         self._parts, self._restless, self._rest_bytes = self._least, 0, 0
 
     def note_move(self, size_bytes: int) -> None:
-        """So many bytes of pages move for a request."""
         self._moved_bytes += size_bytes
 
     def note_step(self, free_bytes: Callable[[], int]) -> None:
@@ -90,7 +85,6 @@ class Allowance:
                 self._let_rest(free_bytes, most_parts)
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by in which no page moved."""
         self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
 
     def _let_rest(self, free_bytes: Callable[[], int], most_parts: int) -> None:

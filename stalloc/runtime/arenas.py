@@ -53,7 +53,6 @@ class Arenas:
         return True
 
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
-        """Serve the schedule that was just installed from fresh memory."""
         self.arena = memory
         self.state.arena.count(arena_bytes)
         self.state.arena.serve(memory.ptr, arena_bytes)
@@ -134,7 +133,6 @@ class Arenas:
         return True
 
     def back(self, position: int) -> None:
-        """Map what the place of a schedule's entry lacks, if there is memory for it."""
         if self.arena is not None and self.memory.source.paged:
             self.memory.paging.back(position)
         if self.state.record.triggers.ask_after_iterations:  # iterations are counted in which pages move
@@ -164,13 +162,11 @@ class Arenas:
         return True
 
     def give_back(self) -> None:
-        """Give back the arena of a plan that was dropped; it must be empty."""
         if self.arena is not None:
             self.memory.release_unused()
         assert self.arena is None
 
     def before_release(self) -> None:
-        """Give back the arena if nothing is served from it and nothing lives in it."""
         arena_bytes = self.state.arena.forget() if self.arena is not None else 0
         if arena_bytes:
             memory, self.arena = self.arena, None
@@ -182,7 +178,6 @@ class Arenas:
             self.memory.let_go(memory)
 
     def match(self) -> None:
-        """Make the memory that is held agree with the core's tables after an interrupted call."""
         state = self.state
         bases, sizes = (column.tolist() for column in state.heap.segments())
         if state.record.plan.arena_bytes and self.arena is None:

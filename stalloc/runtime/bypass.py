@@ -69,7 +69,6 @@ class Bypass:
 
     @property
     def _leaves_out(self) -> bool:
-        """Whether much of what is planned for this step was not asked for."""
         follow = self._state.record.follow
         return decisions.leaves_out_much(follow.left_out, follow.cycle_end - follow.cycle_start)
 
@@ -129,11 +128,9 @@ class Bypass:
 
     @property
     def is_far(self) -> bool:
-        """Whether the last step was served as far as it was planned."""
         return not (self._has_moved or self._in_a_row)
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by as planned."""
         self._place, self._allocated_bytes = steps.place, steps.allocated_bytes
 
     def _note_place(self) -> None:

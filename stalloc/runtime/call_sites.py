@@ -50,17 +50,14 @@ class CallSites:
 
     @property
     def malloc_word(self) -> int:
-        """The address of the word that holds the malloc's address."""
         return ctypes.addressof(self._word)
 
     @property
     def malloc(self) -> int:
-        """The address of the malloc that serves now."""
         return self._word.value
 
     @property
     def is_on(self) -> bool:
-        """Whether requests are noted."""
         return self._is_on
 
     @property
@@ -69,7 +66,6 @@ class CallSites:
         return self._num_calls.value
 
     def begin(self) -> None:
-        """Note stacks from here on."""
         if not self._sited:
             self._calls = np.zeros((self._max_calls, 4), np.int64)  # takes memory as far as it is written
             self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
@@ -79,7 +75,6 @@ class CallSites:
         self._serve()
 
     def end(self) -> None:
-        """Note no more."""
         self._is_on = False
         self._serve()
 
@@ -158,7 +153,6 @@ class CallSites:
         return collector.columns(number[site], number[event_stack])
 
     def stacks_at(self, state: int, addresses: Sequence[int]) -> list[Stack]:
-        """The stacks of what lives at these addresses of a device, each as torch writes them; empty: not known."""
         number = self._numbers_at(state)
         return [self._stacks[number[at] - 1] if number.get(at) else [] for at in addresses]
 
@@ -177,7 +171,6 @@ class CallSites:
         return self.is_on and self.num_calls - self._kept_at > self._max_calls // 4
 
     def keep_live(self, live: Mapping[int, Sequence[int]]) -> None:
-        """Keep who has asked for what lives now, given the addresses by state, before the ring loses it."""
         calls, kept = self.num_calls, {}
         for state, addresses in live.items():
             number = self._numbers_at(state)
@@ -185,7 +178,6 @@ class CallSites:
         self._kept, self._kept_at = kept, calls
 
     def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
-        """The names of the call sites that asked for what lives at these addresses of a device."""
         names: dict[int, str] = {}
         stacks = self.stacks_at(state, addresses)
         for stack in stacks:
@@ -195,7 +187,6 @@ class CallSites:
 
 
 def this_call_site() -> str:
-    """The line of the program that this thread is in."""
     return site_name([Frame(code.co_filename, line, code.co_name) for code, line in _stack(sys._getframe(1))])
 
 

@@ -64,7 +64,6 @@ class Captures:
         self._counted[me] = False
 
     def end(self) -> None:
-        """The capture is over; what it allocated stays where it is."""
         with self._memory.lock:
             if self._is_seen and self._state.record.hot.private_kind:
                 self.loans.let_lend(int(self._state.record.hot.private_kind))

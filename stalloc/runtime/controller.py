@@ -214,12 +214,10 @@ class Controller:
         self.state.record.policy.expects_marks = expects
 
     def mark(self, kind: int, name: str) -> None:
-        """Note a mark of the program (trace.MARK_STEP, …)."""
         if kind != MARK_STEP or not self.steady.ends_step(name):
             self.hear_mark(kind, name)
 
     def hear_mark(self, kind: int, name: str) -> None:
-        """Note a mark that ends no steady step; at the mark of any other step, look for a plan."""
         with self.lock, self.memory.serving():
             self.steady.end()
             if kind != MARK_STEP:
@@ -296,7 +294,6 @@ class Controller:
             self.recording.end(self.status.settings)
 
     def watch_anew(self) -> None:
-        """Watch from here on, whatever there was before."""
         with self.lock:
             self.steady.end()
             self.status.note = ""
@@ -332,13 +329,11 @@ class Controller:
         self._next_plan.make(job, cursor, is_sure=is_sure)
 
     def _follow_recorded(self, trace: "Trace", job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
-        """Follow a cycle that was found in `trace`, which is of the record and is kept."""
         self.status.observed_steps = job.schedule.covered_requests // job.schedule.period_requests
         self.recording.kept = KeptTrace(trace)
         self._follow(job, cursor, is_sure=is_sure)
 
     def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
-        """Follow a cycle that was found in the record, and the marks of its steps if there are any."""
         self._follow_recorded(found.trace, job, cursor, is_sure=found.is_sure)
         if self.recording.marks:
             self.steps.follow_marks(found.trace, job.schedule, found.sizable, found.first)
@@ -387,7 +382,6 @@ class Controller:
         self._observe(anew=not self._validation.leave() or not is_part)
 
     def rest(self, note: str) -> None:
-        """Any phase -> RESTING: leave everything to the heap, and say why."""
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_schedule()
         self.memory.paging.end_gathering()
@@ -407,11 +401,9 @@ class Controller:
 
     @property
     def is_settled(self) -> bool:
-        """So many steps were seen without one that repeats that no plan is expected soon."""
         return self._tidying.settled
 
     def _look(self) -> None:
-        """See whether a step repeats in the record, or a plan is there: at marks and every so often."""
         if (note := self._why_search_ends()) is not None:
             self.rest(note)
         if self._first_kinds_are_ready():
@@ -566,7 +558,6 @@ class Controller:
             self.state.triggers.at_boundary()
 
     def _tries_again(self, refusal: Refusal, job: PlanJob) -> bool:
-        """Whether the plan that was made and refused, or another of its cycle, is to be tried at a later boundary."""
         if refusal.for_now:
             self._next_plan.job = job  # the schedule is followed on, and the boundary after the next mark tries again
         elif refusal.lacks_room and job.may_share:
@@ -576,7 +567,6 @@ class Controller:
         return True
 
     def _switch(self, job: PlanJob) -> Refusal | None:
-        """Put the plan of a cycle in force, which a job has made."""
         schedule, plan, record = job.admitted, job.plan, self.state.record
         if schedule is None or plan is None:
             return Refusal(job.error or "planning failed")
@@ -607,7 +597,6 @@ class Controller:
         )
 
     def note_observed(self) -> None:
-        """Keep what the steps before the plan were like, and end watching."""
         state = self.state
         self.status.observed = Observed(
             allocated_peak_bytes=state.allocated_peak_bytes,
@@ -680,7 +669,6 @@ class Controller:
         return refusal
 
     def _serve_ready_kinds(self) -> Refusal | None:
-        """Put plans of kinds of steps in force that were made meanwhile."""
         ready = self.steps.take_ready()
         return self._serve_kinds(ready) if ready is not None else None
 
@@ -821,7 +809,6 @@ class Controller:
         self.memory.eviction.begin(cap_bytes, evict)
 
     def end_cap(self) -> None:
-        """Have the device again, as far as the program allows itself."""
         self.memory.eviction.end()
         self.memory.keep_within(0)
 

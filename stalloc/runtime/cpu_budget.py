@@ -29,7 +29,6 @@ class CpuBudget:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """A context in which this thread's processor time counts against the budget."""
         began, compiled = time.thread_time_ns(), compile_time().processor_ns
         try:
             yield
@@ -37,13 +36,11 @@ class CpuBudget:
             self._spent_ns += time.thread_time_ns() - began - (compile_time().processor_ns - compiled)
 
     def note_step(self) -> None:
-        """The program marked a step."""
         if self._num_steps == 0:
             self._began_ns = time.process_time_ns()
         self._num_steps += 1
 
     def skip(self, steps: "SteadySteps") -> None:
-        """More steps went by."""
         self._num_steps += steps.count
 
     def note_plan(self) -> None:
@@ -63,5 +60,4 @@ class CpuBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is to be looked for now."""
         return self.left_seconds < 0

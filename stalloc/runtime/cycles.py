@@ -35,14 +35,12 @@ class CycleWatch:
         self.forget()
 
     def forget(self) -> None:
-        """The plan is given up."""
         self._found: Cycle | None = None  # to be put in force
         self._search_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
         self._waited = 0
         self.begin_plans()
 
     def begin_plans(self) -> None:
-        """Plans of kinds are put in force."""
         self._looked_for_moves = False
 
     def ends(self, search: "KindSearch") -> bool:
@@ -58,13 +56,11 @@ class CycleWatch:
         return False
 
     def take(self) -> "Cycle | None":
-        """The cycle whose plan is to take the place of those in force, once."""
         cycle, self._found = self._found, None
         return cycle
 
     @property
     def is_found(self) -> bool:
-        """Whether a cycle was found."""
         return self._found is not None
 
     @property
@@ -102,7 +98,6 @@ class Cycle:
 
     @property
     def arena_bytes(self) -> int:
-        """What its plan needs; 0 if there is none."""
         return self.job.admitted.arena_bytes if self.job.admitted is not None else 0
 
 

@@ -33,12 +33,10 @@ def needed_coverage(*, is_part: bool) -> float:
 
 
 def shows_longer_cycle(length: int, covered: int, cycle_length: int, requests: int) -> bool:
-    """Whether a cycle of a record is longer than the one in force, and most of the record."""
     return length > cycle_length and covered >= t.WHOLE_COVERAGE * requests
 
 
 def shows_kinds(requests: int, least_requests: int) -> bool:
-    """Whether an unmarked record is long enough for several kinds of steps."""
     return requests >= t.LEAST_REPEATS * least_requests
 
 
@@ -58,7 +56,6 @@ def overdue_requests(longest_step: int) -> int:
 
 
 def least_repeats(observe_steps: int) -> int:
-    """How often an unmarked cycle has to come, of which so many steps are to be seen at least."""
     return max(t.LEAST_REPEATS, observe_steps)
 
 
@@ -81,7 +78,6 @@ def may_wait_for_lifespans(waited: int) -> bool:
 
 
 def may_recur_in_any_order(steps: int) -> bool:
-    """Whether so many whole steps without a cycle are enough to look for kinds of them."""
     return steps >= t.LEAST_STEPS
 
 
@@ -100,7 +96,6 @@ def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
 
 
 def may_align_some(steps: int) -> bool:
-    """Whether to align some of so many steps only: before, kinds of steps may not have come twice each yet."""
     return steps >= t.MANY_STEPS
 
 
@@ -110,7 +105,6 @@ def first_aligned(steps: int) -> int:
 
 
 def is_static_enough(share: float) -> bool:
-    """Whether steps that are aligned are planned, by the share of their bytes that they have in common."""
     return t.MAJOR_ONE_IN * share > 1
 
 
@@ -126,7 +120,6 @@ def _is_doubled(count: int, least: int) -> bool:
 
 
 def is_settled(steps: int) -> bool:
-    """Whether no plan is expected soon, after so many marked steps without one."""
     return steps >= t.MANY_STEPS
 
 
@@ -136,7 +129,6 @@ def is_unknown(share: float) -> bool:
 
 
 def lacks_places(without: int, requests: int) -> bool:
-    """Whether plans of kinds have no places for much that their steps ask for."""
     return t.NEGLIGIBLE_ONE_IN * without > requests
 
 
@@ -157,7 +149,6 @@ def num_affordable(lengths: Sequence[int], seconds: float) -> int:
 
 
 def is_cycle_affordable(requests: int, seconds: float) -> bool:
-    """Whether a cycle can be planned in the processor time that is left."""
     return requests * t.PLANNING_SECONDS <= seconds
 
 
@@ -172,7 +163,6 @@ def first_needed(step: int) -> int:
 
 
 def num_planned_kinds(kinds: int) -> int:
-    """How many of so many kinds are planned together."""
     return min(kinds, t.MOST_KINDS)
 
 
@@ -187,7 +177,6 @@ def counts_in_pause(*, is_unknown: bool) -> int:
 
 
 def is_record_long(events: int) -> bool:
-    """Whether a record beside a plan begins anew."""
     return events > t.MOST_EVENTS
 
 
@@ -210,7 +199,6 @@ def most_misses(requests: int) -> int:
 
 
 def is_bad(missed: int, requests: int) -> bool:
-    """Whether a step is bad, of which so many requests were not served."""
     return t.MAJOR_ONE_IN * missed > requests
 
 
@@ -230,7 +218,6 @@ def misses_much(misses: int, hits: int) -> bool:
 
 
 def was_no_step(misses: int, hits: int) -> bool:
-    """Whether an unmarked cycle that was given up was no step."""
     return t.MAJOR_ONE_IN * misses > hits
 
 
@@ -248,7 +235,6 @@ def has_fitted(iterations: int) -> bool:
 
 
 def allowed_bytes(peak_bytes: int, parts: int) -> int:
-    """What may be held."""
     return peak_bytes + max(t.SPARE_BYTES, parts * (peak_bytes // t.PEAK_SHARE))
 
 
@@ -280,7 +266,6 @@ def is_plan_to_blame(steps: int) -> bool:
 
 
 def most_parts(*, alike_in_part: bool) -> int:
-    """Parts of the peak that may be held where pages are restless; `alike_in_part`: steps are, and planned so."""
     return t.DYNAMIC_PARTS if alike_in_part else t.LOOSE_PARTS
 
 
@@ -299,7 +284,6 @@ def is_wasteful(step_peak_bytes: int, reserved_bytes: int) -> bool:
 
 
 def is_dearer(needed_bytes: int, held_bytes: int) -> bool:
-    """Whether a switch would hold far more than what came before it."""
     return needed_bytes > t.DEARER_RATIO * held_bytes + t.SPARE_BYTES
 
 
@@ -315,7 +299,6 @@ def next_move_wait(iterations_since_due: int, wait: int) -> int:
 
 
 def moves_in_each_iteration(iterations: int) -> bool:
-    """Whether pages moved in so many iterations in a row that they will go on to."""
     return iterations >= t.MANY_STEPS
 
 
@@ -343,7 +326,6 @@ def idle_iterations(iterations: int) -> int:
 
 
 def fills_device(peak_bytes: int, device_bytes: int) -> bool:
-    """Whether a peak is most of the device."""
     return peak_bytes > device_bytes - device_bytes // t.MAJOR_ONE_IN
 
 
@@ -353,7 +335,6 @@ def is_at_brim(peak_bytes: int, device_bytes: int) -> bool:
 
 
 def may_fill(peak_bytes: int, device_bytes: int) -> bool:
-    """Whether a peak is more than half of the device."""
     return 2 * peak_bytes > device_bytes
 
 
@@ -368,17 +349,14 @@ def is_planned_for_capture(requests: int) -> bool:
 
 
 def range_bytes(size_bytes: int, device_bytes: int) -> int:
-    """How long a range of addresses for a request is."""
     return max(size_bytes, t.ADDRESS_TIMES * device_bytes)
 
 
 def needs_more(peak_bytes: int, highest_bytes: int) -> bool:
-    """Whether a step needs clearly more than those before."""
     return peak_bytes > highest_bytes + highest_bytes // t.NEGLIGIBLE_ONE_IN
 
 
 def fits_beside(held_bytes: int, device_bytes: int) -> bool:
-    """Whether an arena with what lives is no more than the device has."""
     return held_bytes + t.SPARE_BYTES <= device_bytes
 
 
@@ -394,7 +372,6 @@ def is_left(lost: int) -> bool:
 
 
 def num_recent_steps() -> int:
-    """Steps whose peaks are remembered: as many as a plan waits for."""
     return t.MANY_STEPS
 
 
@@ -419,12 +396,10 @@ def leaves_out_much(left_out: int, cycle_requests: int) -> bool:
 
 
 def is_half_lost(lost: int, hits: int) -> bool:
-    """Whether many requests are not as planned, and for each of them no more than one is."""
     return lost >= _SHOWN_REQUESTS and lost > hits
 
 
 def is_third_lost(lost: int, hits: int) -> bool:
-    """Whether many requests are not as planned, a third of all."""
     return lost >= _SHOWN_REQUESTS and 2 * lost > hits
 
 
@@ -434,17 +409,14 @@ def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
 
 
 def has_begun(place: int) -> bool:
-    """Whether an iteration is so far that it shows which step it is."""
     return place >= _SHOWN_REQUESTS
 
 
 def may_bypass(steps: int) -> bool:
-    """Whether a plan may leave one more step to the heap, after so many in a row."""
     return steps < t.MANY_STEPS
 
 
 def is_little_left(allocated_bytes: int, reserved_bytes: int) -> bool:
-    """Whether little is free of what is held."""
     return t.MAJOR_ONE_IN * allocated_bytes > (t.MAJOR_ONE_IN - 1) * reserved_bytes
 
 

@@ -35,7 +35,6 @@ class Deferred:
         self._state.write(frees_in_python=1)
 
     def add_events(self) -> None:
-        """Make events for more blocks; they are never given back, since the core asks for them as long as it serves."""
         import cupy
 
         runtime = cupy.cuda.runtime
@@ -45,7 +44,6 @@ class Deferred:
         self._state.give_events(events)
 
     def poll(self) -> None:
-        """Free the waiting blocks that other streams are done with; not while a graph is captured."""
         import cupy
 
         with AtDevice(self._device), relaxed_capture():  # what has no event yet gets it on a stream of this device

@@ -33,7 +33,6 @@ class Eviction:
         self._state.triggers.above(cap_bytes)
 
     def end(self) -> None:
-        """Call nobody any more."""
         self._evict = None
         self._state.triggers.above(0)
 
@@ -61,7 +60,6 @@ class Eviction:
             self._is_busy = False
 
     def told(self, size_bytes: int) -> str:
-        """What an out-of-memory error says about it, for a request (bytes) that was refused."""
         if self._evict is None:
             return ""
         enough = human_bytes(self._state.record.statistics.reserved_bytes + whole_pages(size_bytes))

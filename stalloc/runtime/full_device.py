@@ -30,7 +30,6 @@ class FullDevice:
         self._peaks: deque[int] = deque(maxlen=decisions.num_recent_steps())
 
     def note_step(self) -> None:
-        """The program marks a step."""
         peak_bytes = self._state.take_peak_bytes()
         self._num_settled += 1
         if decisions.needs_more(peak_bytes, self._highest_bytes):
@@ -39,7 +38,6 @@ class FullDevice:
         self._peaks.append(peak_bytes)
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by that were like the last."""
         self._num_settled += steps.count
         self._peaks.extend(steps.count * [self._peaks[-1]])
 
@@ -52,7 +50,6 @@ class FullDevice:
         return fits and decisions.covers(held_bytes, self._peaks, self._num_settled)
 
     def begin_plan(self, most_misses: int) -> None:
-        """A plan is put in force; elsewhere it is left once misses outnumber hits by so many."""
         self._state.triggers.after_misses(self.most_misses(most_misses))
         self._note_peak()
 
@@ -73,7 +70,6 @@ class FullDevice:
         return self._memory.source.paged and self._memory.paging.fills_device()
 
     def may_fill(self) -> bool:
-        """Whether the program has needed so much that it may come to fill the device."""
         return self._memory.source.paged and self._memory.paging.fills_half()
 
     @contextmanager

@@ -28,14 +28,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def driver_status(error: BaseException) -> int:
-    """What the driver says, if the error is one of it, else 0."""
     import cupy
 
     return int(error.status) if isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What a handler of signals runs; None if that is no Python code."""
     function = getattr(handler, "func", handler)  # of functools.partial
     function = getattr(function, "__func__", function)  # of a method
     if not hasattr(function, "__code__"):

@@ -47,24 +47,20 @@ class KindSearch:
 
     @property
     def served(self) -> ArenaSchedule:
-        """The plans, as they are served; to be asked for when there are any."""
         assert self.admitted is not None
         return self.admitted
 
     @property
     def plan(self) -> "Plan":
-        """What reports speak of."""
         assert self.schedules is not None
         return self.schedules.largest_plan
 
     @property
     def longest(self) -> int:
-        """Requests of the longest kind of step."""
         assert self.schedules is not None
         return max(len(kind.size) for kind in self.schedules.kinds)
 
     def start(self, trace: "Trace") -> None:
-        """Begin, in a thread."""
         start_thread(self._run, trace)
 
     @property
@@ -89,7 +85,6 @@ class KindSearch:
         load_for_moves()
 
     def search(self, trace: "Trace") -> None:
-        """Plan the kinds of steps that recur together with those that are known."""
         from stalloc.lifespans.units import recurring_steps
         from stalloc.planner.kind_plans import plan_steps
         from stalloc.runtime.admission import admit
@@ -116,7 +111,6 @@ class KindSearch:
         return name_of(kind.size, kind.stream)
 
     def _kinds_of_cycle(self) -> "list[StepKind]":
-        """The steps of the cycle in force."""
         from stalloc.lifespans.units import recurring_steps
 
         if self.in_force is None:

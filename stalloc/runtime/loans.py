@@ -53,7 +53,6 @@ class Loans:
         return int(graph_loans.begin_borrowing(self._address, threading.get_ident())) == 0
 
     def end(self) -> None:
-        """This thread does not borrow any more; what it has borrowed lives on until it is freed, or a replay."""
         graph_loans.end_borrowing(self._address)
 
     def _order(self, stream: int) -> None:
@@ -114,7 +113,6 @@ class Loans:
             raise
 
     def end_launch(self) -> None:
-        """What `begin_replay` or `begin_capture` began is over."""
         graph_loans.end_launch(self._address)
 
     def _error(self, what: str) -> GraphMemoryError:

@@ -64,7 +64,6 @@ class DeviceMemory:
         return self._is_captured or self.state.record.hot.private_kind != 0
 
     def is_captured_now(self) -> bool:
-        """Whether a graph is being captured, for callers outside a request."""
         with self.lock, self.serving():
             return self.is_capturing
 
@@ -117,7 +116,6 @@ class DeviceMemory:
         self.paging.forget_room()
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
         return size_bytes <= self.source.free_bytes()
 
     def take_segment(self, pool: int, size_bytes: int) -> bool:
@@ -163,14 +161,12 @@ class DeviceMemory:
         self.source.collect()
 
     def holder_of(self, base: int) -> Any:
-        """What keeps the segment that begins at an address, even if an interruption kept it from being noted."""
         if base in self.segments:
             return self.segments[base]
         ranges = self.source.ranges
         return next((one for one in ranges if one.ptr <= base < one.ptr + one.size_bytes), self.arenas.arena)
 
     def let_go(self, memory: Any) -> None:
-        """Memory is not used any more; it waits until no graph is captured."""
         if self.is_capturing:
             self.kept.append(memory)
             return
@@ -180,13 +176,11 @@ class DeviceMemory:
             self.paging.sweep()
 
     def wait_for_deferred(self) -> None:
-        """Free what was freed while other streams use it, once they are done; nothing while a graph is captured."""
         with self.lock, self.serving():  # torch.cuda.empty_cache() calls this from any thread
             if not self.is_capturing:  # a capture must not wait for events
                 self.deferred.wait()
 
     def free_deferred(self) -> bool:
-        """Free what waited for other streams and they are done with; whether there was any."""
         before = self.state.record.hot.num_deferred
         if before == 0 or self.is_capturing:
             return False  # events must not be asked for while a graph is captured

@@ -32,7 +32,6 @@ class _Step:
 
     @cached_property
     def distinct(self) -> frozenset[int]:
-        """The distinct `keys`."""
         return frozenset(self.keys.tolist())
 
     def without_others(self, other: "_Step") -> Column | None:
@@ -54,11 +53,9 @@ class NoiseRequests:
         self._last: Column = np.empty(0, np.int64)  # the requests of the last step that was looked at
 
     def forget_record(self) -> None:
-        """The record begins anew; kinds of steps stay known."""
         self._recent.clear()
 
     def leave_out(self) -> bool:
-        """No recorded step recurs: leave noise out from here on if most steps recur without; whether they do."""
         steps = [*itertools.pairwise(self._recording.step_events)]
         found = [one for begin, end in steps for one in self._found(begin, end)]
         if 2 * len(found) <= len(steps):
@@ -79,7 +76,6 @@ class NoiseRequests:
             self._leave_out(step.begin, step.end, ~kept)
 
     def _leave_out(self, begin: int, end: int, chosen: Column) -> None:
-        """Leave out some requests of those of the events [begin, end) that are not left out so far."""
         *_, is_noise = self._state.recorded_requests(begin, end)
         rows = np.flatnonzero(is_noise == 0)
         if len(rows) != len(chosen):

@@ -66,7 +66,6 @@ def out_of_memory_text(
 
 
 def _why(size_bytes: int, free: int, pieces: list[int], page_bytes: int) -> str:
-    """What is free, and why that does not serve the request."""
     inside, usable = sum(pieces), free // page_bytes * page_bytes
     found = f"Free: {human_bytes(free)} on the device"
     if free and not usable:
@@ -101,7 +100,6 @@ def largest_holders(
 
 
 def _holders(state: DeviceState, blocks: list[HeapBlock], call_sites: CallSites | None) -> str:
-    """The sentence about who holds most."""
     sited = call_sites is not None and call_sites.is_on
 
     def by(name: str, count: int) -> str:

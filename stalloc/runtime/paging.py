@@ -50,7 +50,6 @@ class StitchedSegments:
         return False
 
     def _shares(self, memory: Any, address: int, remnant: tuple[int, int]) -> bool:
-        """Give a page the memory of the one that a remnant (address and bytes) is in, if there is a remnant."""
         return remnant[1] == 0 or memory.share(address, self._memory.paging.range_of(remnant[0]), remnant[0])
 
     def end(self) -> bool:
@@ -83,7 +82,6 @@ class Paging:
 
     @property
     def _arena(self) -> Any:
-        """The memory of the arena in place, None if there is none."""
         return self._memory.arenas.arena
 
     def grow(self, pool: int, size_bytes: int) -> bool:
@@ -113,7 +111,6 @@ class Paging:
         return False
 
     def _stitch(self, pool: int, size_bytes: int) -> bool:
-        """Serve a request from what other pages have left over; False if that is not enough either."""
         if self._memory.is_capturing:
             return False
         self._leave(_ALL, spares_arena=True)
@@ -130,7 +127,6 @@ class Paging:
         return False
 
     def fill(self, address: int, size_bytes: int) -> bool:
-        """Map what a place in a segment lacks; False if there is no memory, or no row. While a graph is captured."""
         lacking = self.range_of(address).lacking(address, address + size_bytes)
         return self._has_room(_bytes_of(lacking)) and all(self._add_pages(*one) for one in lacking)
 
@@ -187,13 +183,11 @@ class Paging:
         self._unmap(found)
 
     def end_gathering(self) -> None:
-        """What has not been needed meanwhile goes back."""
         if self._gathers and not self._memory.is_capturing:
             self._gathers = False
             self._source.collect()
 
     def _collect(self) -> None:
-        """Give back pages that were given up and not needed."""
         if not self._gathers and not self._memory.is_capturing:
             self._source.collect()
 
@@ -231,28 +225,22 @@ class Paging:
                     memory.unmap(page, GRANULE)
 
     def range_of(self, address: int) -> Any:
-        """The address range that an address lies in."""
         return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
     @property
     def device_bytes(self) -> int:
-        """What the program can have of the device."""
         return self._state.record.statistics.reserved_bytes + self._source.free_bytes()
 
     def forget_room(self) -> None:
-        """The program may have less of the device from now on."""
         self._sure_bytes = 0
 
     def fills_device(self) -> bool:
-        """Whether the program's peak is most of what the device has."""
         return self._holds(decisions.fills_device)
 
     def fills_half(self) -> bool:
-        """Whether the program's peak is more than half of what the device has."""
         return self._holds(decisions.may_fill)
 
     def fills_part(self) -> bool:
-        """Whether the program's peak is a large part of the device."""
         return self._holds(decisions.is_large_part)
 
     def _holds(self, exceeds: Callable[[int, int], bool]) -> bool:
@@ -264,7 +252,6 @@ class Paging:
         return exceeds(peak, sure_bytes) and exceeds(peak, self.device_bytes)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Unmap what is free where the device lacks so many bytes; whether it has them then."""
         return self._make_room(size_bytes, _ALL)
 
     def _make_room(
@@ -348,7 +335,6 @@ class Paging:
         return done
 
     def _unmap(self, ranges: Ranges) -> None:
-        """Unmap what the core has ceased to serve from."""
         if not ranges:
             return
         with self._source.at_device(capturing=False):

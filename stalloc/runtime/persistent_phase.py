@@ -36,7 +36,6 @@ class PersistentPhase:
             self._state.write(allocating_persistent=1)
 
     def end_step(self) -> None:
-        """The program marks a step."""
         if self._state.record.policy.allocating_persistent:
             self._state.write(allocating_persistent=0)
             self._make_free()  # what did not last, for the next step
@@ -44,7 +43,6 @@ class PersistentPhase:
             self._memory.paging.end_gathering()
 
     def end(self) -> None:
-        """What comes now is not meant to last."""
         if self._state.record.policy.allocating_persistent:
             self._state.write(allocating_persistent=0)
             self._memory.release_unused()  # what did not last

@@ -37,11 +37,9 @@ class PlanValidation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the plan has been in force for so long that it is known what its cycle is of."""
         return self.is_on and self._state.record.total.num_allocs >= self._state.record.triggers.doubt_at
 
     def end(self) -> None:
-        """The plan stays, or there are marks now: what was recorded is not needed."""
         if self.is_on:
             self.is_on = False
             self._state.forget_record()

@@ -48,7 +48,6 @@ class PlanJob:
 
     @property
     def periods(self) -> int:
-        """How many periods the cycle has."""
         return self.schedule.cycle_length // self.schedule.period_requests
 
     @property
@@ -62,7 +61,6 @@ class PlanJob:
         return self.streams == "separate" and several and ordering() is not None
 
     def start(self, planner: "Planner | None", observed: KeptTrace | None, cpu_budget: CpuBudget) -> None:
-        """Begin, in a thread; `planner` stands in for `plan_schedule`. The trace is packed afterwards."""
         start_thread(self._run, planner, observed, cpu_budget)
 
     def _run(self, planner: "Planner | None", observed: KeptTrace | None, cpu_budget: CpuBudget) -> None:
@@ -95,7 +93,6 @@ class NextPlan:
     """The plan that is being made for one device, and the cycle that is followed meanwhile."""
 
     def __init__(self, status: Status, state: DeviceState, recording: Recording, planner: "Planner | None") -> None:
-        """`planner` stands in for `plan_schedule`."""
         self._status, self._state, self._recording = status, state, recording
         self._planner = planner
         self.job: PlanJob | None = None  #: that makes it; None: no plan is in the making
@@ -104,7 +101,6 @@ class NextPlan:
         self._shared: tuple[Schedule, PlanJob] | None = None
 
     def forget(self) -> None:
-        """No plan is in the making any more."""
         self.job = self._shared = None
 
     def make(self, job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
@@ -158,7 +154,6 @@ class NextPlan:
         return job
 
     def take_made(self) -> PlanJob | None:
-        """At a boundary: the job, if it is done; once it is waited for."""
         job = self.job
         if job is None:
             return None

@@ -103,33 +103,28 @@ class Runtime:
         os.register_at_fork(after_in_child=self._forked)
 
     def begin_call_sites(self) -> None:
-        """Note from here on which line of the program makes each request."""
         if not self.call_sites.is_on:
             self.call_sites.begin()
             for controller in self.controllers:
                 controller.recording.name_call_sites(self.call_sites)
 
     def end_call_sites(self) -> None:
-        """Note it no more, unless this was asked for from the start."""
         if not self._always_sited:
             self.call_sites.end()
 
     def begin_borrowing(self) -> None:
-        """Note from here on where memory of CUDA graphs is borrowed, until `end_borrowing`."""
         with self._loan_lock:
             self._num_borrowing += 1
             self._loan_sites.begin()
             self.call_sites.stand_in(self._loan_sites.malloc)
 
     def end_borrowing(self) -> None:
-        """One block of the program that borrowed is over."""
         with self._loan_lock:
             self._num_borrowing -= 1
             if self._num_borrowing == 0:
                 self.call_sites.stand_in(0)
 
     def _places_of(self, state: int, addresses: list[int]) -> list[str]:
-        """The lines of the program that asked for blocks of a device."""
         sites = self.call_sites if self.call_sites.is_on else self._loan_sites
         return sites.names_at(state, addresses)
 
@@ -146,7 +141,6 @@ class Runtime:
         return 0
 
     def serve_requests(self) -> None:
-        """Serve again."""
         self._refusal = ""
         self.call_sites.refuse(0)
 
@@ -162,7 +156,6 @@ class Runtime:
             self.watch.forked()
 
     def _cannot_serve(self) -> bool:
-        """Whether this is a child of fork on a real device."""
         return os.getpid() != self.pid and self.controllers[0].device.kind == "cuda"
 
     def try_plans(self, plans: list[Plan]) -> None:
@@ -184,13 +177,11 @@ class Runtime:
                 controller.status.note = f"the plan of the last run was not used: {error}"
 
     def rest(self) -> None:
-        """Serve from the heap only, on all devices, until `resume`."""
         for controller in self.controllers:
             controller.drop_plan()
             controller.memory.release_unused()
 
     def resume(self) -> None:
-        """Watch for steps anew on the devices that rest."""
         for controller in self.controllers:
             if controller.status.phase is Phase.RESTING:
                 controller.watch_anew()
@@ -288,13 +279,11 @@ class Runtime:
                 controller.persistent.end()
 
     def recorded(self) -> "list[Trace]":
-        """What was recorded so far, of each device of which something was."""
         for one in self.controllers:
             one.steady.end()
         return [one.recording.trace() for one in self.controllers if one.state.record.log.num_events]
 
     def reports(self) -> list[Report]:
-        """One report for each device that the program has used, or tried to use."""
         used = (
             one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.statistics.num_ooms
         )
@@ -326,7 +315,6 @@ def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner
 
 
 def current() -> Runtime | None:
-    """The runtime of this process, None before it was started."""
     return _runtime
 
 

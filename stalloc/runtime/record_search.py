@@ -32,13 +32,11 @@ class Found:
 
     @property
     def first(self) -> int:
-        """Which of the sizable requests is the cycle's first."""
         assert self.schedule is not None
         return int(np.searchsorted(self.sizable, self.schedule.row[self.schedule.num_prologue]))
 
     @property
     def cursor(self) -> int:
-        """The entry of the cycle that comes next."""
         assert self.schedule is not None
         return (len(self.sizable) - self.first) % self.schedule.cycle_length
 
@@ -63,7 +61,6 @@ class RecordSearch:
         self._waited = 0  # scans, for lifespans
 
     def begin(self) -> None:
-        """The record begins anew."""
         self._waited = self._scan_at = 0
 
     def was_misled(self, *, is_part: bool) -> None:
@@ -85,7 +82,6 @@ class RecordSearch:
 
     @property
     def is_long(self) -> bool:
-        """Whether the record beside such a cycle is long enough for kinds of steps."""
         return decisions.shows_kinds(self._state.record.log.num_sizable, decisions.least_record(self._cycle_length))
 
     @property
@@ -94,11 +90,9 @@ class RecordSearch:
 
     @property
     def shows_kinds(self) -> bool:
-        """Whether the record is long enough for kinds of steps that no mark tells apart."""
         return decisions.shows_kinds(self._state.record.log.num_sizable, self._min_record)
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
-        """Whether to scan now."""
         state, marks, num_steps = self._state, self._recording.marks, len(self._recording.step_events)
         if not decisions.scans_at_each_mark(num_steps) and state.record.log.num_sizable < self._scan_at:
             return False
@@ -123,7 +117,6 @@ class RecordSearch:
         return may_repeat(size * constants.MAX_STREAMS + stream)
 
     def find(self, settings: Settings) -> Found | None:
-        """What repeats in the record; None if another step may show how long the rest of its requests live."""
         from stalloc.lifespans.periods import find_step_period
         from stalloc.lifespans.repeating_schedule import fold
 

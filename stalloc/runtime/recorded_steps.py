@@ -46,13 +46,11 @@ class RecordedSteps:
         self._missed = 0, 0  # of the step that was not on the plan, nor recorded, but began the record
 
     def forget(self) -> None:
-        """The record begins anew."""
         self._begin_to_count()
         self._noise.forget_record()
         self.num_records += 1
 
     def begin_anew(self) -> None:
-        """Record from here on, where a step begins."""
         self._recording.begin_at_step()
         self.forget()
 
@@ -61,7 +59,6 @@ class RecordedSteps:
         self._missed = self._last_asked
 
     def note(self, followed: bytes | None) -> None:
-        """Count the step that just ended, if it is in the record from its begin; its name, if it is known."""
         record, before = self._state.record, self._asked
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
@@ -107,7 +104,6 @@ class RecordedSteps:
         return True
 
     def _name(self, begin: int, end: int) -> bytes:
-        """The name of the step of the recorded events [begin, end)."""
         size, stream = self._recording.requests(begin, end)
         name = name_of(size, stream)
         if len(self._times_seen) >= _MAX_REMEMBERED:
@@ -132,15 +128,12 @@ class RecordedSteps:
 
     @property
     def names(self) -> set[bytes]:
-        """The kinds that the record shows."""
         return {*self._of_kind}
 
     def times_seen(self, name: bytes) -> int:
-        """How often a kind was seen, in the record or before."""
         return self._times_seen.get(name, 0)
 
     def first_of(self, names: set[bytes]) -> int:
-        """Which of the whole steps in the record is the first of any of these kinds, which it shows."""
         return min(self._of_kind[name].first for name in names)
 
     def is_shown(self, name: bytes) -> bool:
@@ -149,12 +142,10 @@ class RecordedSteps:
         return recorded is not None and recorded.first + 1 < self.count
 
     def comes_twice(self, name: bytes) -> bool:
-        """Whether the record shows a kind twice."""
         return name in self._of_kind and self._of_kind[name].count > 1
 
     @property
     def recurring(self) -> set[bytes]:
-        """Names of the kinds in the record that were seen twice, there or before."""
         return {name for name in self._of_kind if self.times_seen(name) > 1}
 
     @property
@@ -166,5 +157,4 @@ class RecordedSteps:
 
     @property
     def num_recurring(self) -> int:
-        """Steps in the record that are of such kinds."""
         return sum(self._of_kind[name].count for name in self.recurring)

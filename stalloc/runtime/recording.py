@@ -42,11 +42,9 @@ class Refusals:
         self._noted: list[tuple[int, int]] = []  # events before each of them, bytes that were free then
 
     def forget(self) -> None:
-        """The record begins anew."""
         self._noted.clear()
 
     def note(self, free_bytes: int) -> None:
-        """A request is refused, with so much free on the device."""
         self._noted.append((int(self._state.record.log.num_events), free_bytes))
 
     def with_free_bytes(self, action: Column, address: Column) -> Column:
@@ -89,13 +87,11 @@ class Recording:
         self._state.triggers.at_recorded(decisions.first_scan_at())
 
     def begin_beside(self) -> None:
-        """Begin anew while a plan is in force that was found without marks."""
         self._forget(begins=False)
         self._reserved_start = self._state.record.statistics.reserved_bytes
         self._state.record_anew()
 
     def begin_at_step(self) -> None:
-        """Begin anew at the mark of a step."""
         self._forget(begins=True)
         self._state.record_anew()
 
@@ -125,12 +121,10 @@ class Recording:
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
 
     def name_call_sites(self, call_sites: "CallSites") -> None:
-        """The call sites of requests are noted from here on."""
         self.call_sites = call_sites
         self._sited_from = int(self._state.record.log.num_events), call_sites.num_calls
 
     def note_mark(self, kind: int, name: str) -> None:
-        """The program sets a mark (trace.MARK_STEP, …)."""
         if kind == MARK_STEP:
             self.step_times_ns.append(time.monotonic_ns())
             before, self._allocs_before = self._allocs_before, self._state.record.total.num_allocs
@@ -142,7 +136,6 @@ class Recording:
                 self.step_events.append(self.marks[-1][0])
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by."""
         self._allocs_before = steps.num_requests
         if self._state.record.hot.recording:
             self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]
@@ -150,12 +143,10 @@ class Recording:
 
     @property
     def overdue_requests(self) -> int:
-        """Requests after which a mark of a step should have come, if there are to be any."""
         return decisions.overdue_requests(self.longest_step)
 
     @property
     def marks_are_overdue(self) -> bool:
-        """Whether the program has ceased to mark steps."""
         since = self._state.record.total.num_allocs - self._allocs_before
         return self._allocs_before >= 0 and since >= self.overdue_requests
 
@@ -165,11 +156,9 @@ class Recording:
         return not self._state.record.hot.recording or self._state.first_event > 0
 
     def _marks_from(self, begin: int) -> list[tuple[int, int, str]]:
-        """The marks of a record that begins at an event."""
         return [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
 
     def last_step(self) -> tuple[int, int] | None:
-        """Events [begin, end) between the last two marks of steps; None if there are not two."""
         return (self.step_events[-2], self.step_events[-1]) if len(self.step_events) > 1 else None
 
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
@@ -179,13 +168,11 @@ class Recording:
         return size[kept], stream[kept]
 
     def requests_before_marks(self) -> tuple[Column, Column]:
-        """Sizes and streams of the requests before the first mark of a step, without noise."""
         if self._before_marks is None:
             self._before_marks = self.requests(0, self.step_events[0])
         return self._before_marks
 
     def trace(self) -> "Trace":
-        """What was recorded so far, as a Trace."""
         first, events = self._state.first_event, self._state.recorded()
         marks = self._marks_from(first)
         held = segments(self._state)
@@ -254,7 +241,6 @@ class Recording:
         return max(0, int(self._state.record.statistics.reserved_bytes) - more + less)
 
     def _with_call_sites(self, trace: "Trace", events: np.ndarray) -> "Trace":
-        """The trace of all events, with the call sites that are known."""
         if self.call_sites is None:
             return trace
         action, (first_event, first_call) = events["action"] & 0xFF, self._sited_from
@@ -268,7 +254,6 @@ class Recording:
 
     @property
     def observed_trace(self) -> "Trace | None":
-        """What was recorded when the plan was made; None if there was no plan."""
         return self.kept.trace() if self.kept is not None else None
 
 

@@ -70,7 +70,6 @@ class Shortage:
         return False
 
     def _grow(self, pool: int, size_bytes: int) -> bool:
-        """Map pages for a request of a pool, after evicting and collecting garbage if need be; False without any."""
         paging = self._memory.paging
         if paging.grow(pool, size_bytes):
             return True
@@ -101,7 +100,6 @@ class Shortage:
         return self._memory.eviction.makes_room(size_bytes)
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
-        """Say why a request of `size_bytes` is not served: a table is full, or (table 0) it is too large."""
         if table:
             self._state.set_out_of_memory_text(full_table_text(self._state, FULL_TABLES[table], size_bytes))
         else:
@@ -128,7 +126,6 @@ class Shortage:
         self._state.set_out_of_memory_text(text)
 
     def explain_failure(self, size_bytes: int, error: BaseException) -> None:
-        """Say that an error stopped the search for memory."""
         status, advice = driver_status(error), "try it again"
         if status in _CONTEXT_LOST:
             advice = (
@@ -146,7 +143,6 @@ class Shortage:
     # --- room for an arena, made by moving what lives
 
     def forget_arena(self) -> None:
-        """Nothing is to be put in force any more."""
         self._lacks_arena = False
 
     def ask_for_arena(self, arena_bytes: int, *, may_move: bool) -> bool:

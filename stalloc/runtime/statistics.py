@@ -76,12 +76,10 @@ class Report:
 
     @property
     def fragmentation(self) -> float:
-        """1 - allocated peak / reserved peak, over the whole run."""
         return fragmentation(self.run_allocated_peak_bytes, self.run_reserved_peak_bytes)
 
 
 def _planned_steps(controller: "Controller") -> list[Step]:
-    """The whole iterations over the cycle, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
     hits = state.record.follow.hits - state.record.iterations.hits_before
     seen = hits + state.record.iterations.iteration_misses
@@ -127,13 +125,11 @@ def run_peaks(controller: "Controller") -> tuple[int, int]:
 
 
 def run_counts(controller: "Controller") -> tuple[int, int]:
-    """Requests that plans have served over the whole run, and those that they did not while they were in force."""
     state, status = controller.state, controller.status
     return status.earlier_hits + state.record.follow.hits, status.earlier_misses + state.num_unserved
 
 
 def report(controller: "Controller") -> Report:
-    """The figures of a device so far."""
     state, plan, observed = controller.state, controller.status.plan, controller.status.observed
     steps = _planned_steps(controller) if plan is not None else []
     counted = steps[1:] or steps

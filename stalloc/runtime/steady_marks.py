@@ -35,7 +35,6 @@ class SteadySteps:
 
     @property
     def count(self) -> int:
-        """How many."""
         return len(self.num_events)
 
 
@@ -124,7 +123,6 @@ class SteadyMarks:
         self._steps.recorded.skip(steps, self._kinds[: steps.count])
 
     def _learn(self, num_steps: int) -> None:
-        """So many of the steps came that were expected: see how many are worth expecting."""
         if num_steps:
             self._heard = 0
             self._num_wanted = decisions.next_passed_steps(num_steps, self._num_expected)

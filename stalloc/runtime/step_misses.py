@@ -30,10 +30,8 @@ class StepMisses:
         return missed, missed / max(hits + missed, 1)
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by of which hardly anything was missed."""
         self._counts, self._bad = (steps.hits, steps.lost), 0
 
     @property
     def are_few(self) -> bool:
-        """Whether there was a step not long ago of which most was served."""
         return decisions.are_bad_steps_few(self._bad)

@@ -31,7 +31,6 @@ class KindOrder:
         self._last_two = -1, -1
 
     def copy(self) -> "KindOrder":
-        """A copy of this order as it is now, to look ahead with."""
         one = copy(self)
         one._followers, one._runs = self._followers.copy(), self._runs.copy()
         return one
@@ -66,7 +65,6 @@ class StepPlaces:
         self.forget()
 
     def forget(self) -> None:
-        """No schedule is followed."""
         self._places: dict[int, bytes] = {}  # in one period of a cycle: requests from its begin -> the step's name
         self._positions: list[int] = []  # of marks in all periods of the cycle
         self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
@@ -84,7 +82,6 @@ class StepPlaces:
         self._places = dict(sorted(places.items()))
 
     def unroll(self, cycle_length: int, period_requests: int) -> None:
-        """The cycle that is followed has so many requests, and one period so many of them."""
         turns = range(0, cycle_length, period_requests)
         self._positions = [turn + place for turn in turns for place in self._places]
         self._names = [*self._places.values()] * len(turns)
@@ -103,11 +100,9 @@ class StepPlaces:
 
     @property
     def num_in_cycle(self) -> int:
-        """Steps in the cycle that is followed; 0 where that is not known."""
         return len(self._positions)
 
     def find(self) -> None:
-        """A step begins: tell the core where the schedule goes on."""
         record = self._state.record
         if self._begins:
             begin, end = self.expected_after(record.follow.cycle_start)
@@ -168,7 +163,6 @@ class StepPlaces:
             yield StepAhead(cursor, (positions[at] - before - 1) % length + 1, (begin, end, cursor)), name
 
     def skip(self, steps: "SteadySteps") -> None:
-        """So many of the steps that were expected went by."""
         ahead = self._ahead[: steps.count]
         if self._begins:
             for step in ahead:

@@ -31,20 +31,16 @@ class StepWatch:
             self._next_pause = decisions.watch_left(0)
 
     def end(self) -> None:
-        """Nothing is watched now."""
         self._steps = 0
 
     def pause(self) -> None:
-        """The watch was of no use."""
         self._steps, self._pause = 0, self._next_pause
 
     @property
     def num_left(self) -> int:
-        """Steps for which this watch goes on."""
         return decisions.watch_left(self._steps) if self._steps else 0
 
     def skip(self, steps: "SteadySteps") -> None:
-        """Note that steps went by, all of them known."""
         if self._steps:
             self._steps += steps.count
         else:

@@ -50,7 +50,6 @@ class Steps:
         self.keep_plan = False  #: the plan in force is the one that a budget was tried with: no other is looked for
 
     def forget(self) -> None:
-        """The plan is given up, and the record begins anew."""
         self.schedules, self.search, self.keep_plan = None, None, False
         self.watch.end()
         self.cycles.forget()
@@ -117,17 +116,14 @@ class Steps:
         return missed, is_unknown
 
     def note_step(self) -> None:
-        """Count the step that just ended, if it is in the record from its begin."""
         self.recorded.note(self.places.name_of_followed())
 
     def await_search(self, seconds: float) -> None:
-        """Wait for a search that was just started: the program would go on without its plans meanwhile."""
         if self.search is not None:
             self.search.done.wait(seconds)
 
     @property
     def may_be_planned(self) -> bool:
-        """Whether the record may show a cycle of steps, or kinds of steps that recur in any order."""
         return self.recorded.make_a_cycle or self._recur_in_any_order
 
     @property
@@ -174,7 +170,6 @@ class Steps:
 
     @property
     def recur(self) -> bool:
-        """Whether half of the recorded steps, or more, are of kinds that were seen twice."""
         return 2 * self.recorded.num_recurring >= max(1, self.recorded.count)
 
     def search_for_more(self, *, pages_move: bool) -> bool:
@@ -229,7 +224,6 @@ class Steps:
         search.start(trace)
 
     def are_planned(self, search: KindSearch) -> None:
-        """The plans of a search are about to be put in force: what they are of is known from here on."""
         assert search.schedules is not None
         self.planned = {name_of(kind.size, kind.stream) for kind in search.schedules.kinds}
 
@@ -239,13 +233,11 @@ class Steps:
         self._refused |= self.planned
 
     def follow_unmarked(self, search: KindSearch) -> None:
-        """The plans of a search are in force, and no mark says when a step begins."""
         self.places.forget()
         self.schedules = search.schedules
         self.watch.end()
 
     def follow(self, search: KindSearch) -> None:
-        """The plans of a search are in force."""
         assert search.schedules is not None
         kinds = search.schedules.kinds
         names = [name_of(kind.size, kind.stream) for kind in kinds]

@@ -24,7 +24,6 @@ class Tidying:
         self.settled = False  #: no plan is expected soon
 
     def begin_plan(self) -> None:
-        """A plan is put in force."""
         if self._arenas.memory.source.paged:
             self._arenas.memory.paging.allowance.begin_plan()
         self._iterations = self._segments_kept = self._growths_seen = 0

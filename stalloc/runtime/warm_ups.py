@@ -75,7 +75,6 @@ class WarmUps:
         self._places: list[tuple[int, int]] = []  # they had in the capture before this one: address and bytes
 
     def look(self) -> None:
-        """Look at what was recorded since the last capture, and tell the core what to expect of the next."""
         action, address, size = self._take_unseen()
         sizes = np.array(sorted(self._requested - self._freed), np.int64)
         self._state.write(persistent_sizes=sizes.ctypes.data, num_persistent_sizes=len(sizes))
@@ -121,7 +120,6 @@ class WarmUps:
         return [last[place] for place in live if place in last]
 
     def skip(self) -> None:
-        """A capture is over: what it requested is no warm-up of the next one."""
         self._state.write(capture_plan_length=0, num_persistent_sizes=0)
         self._take_unseen()
 
