@@ -7,7 +7,7 @@ import pytest
 
 from stalloc.core.constants import GENERAL_KIND, PERSISTENT_KIND
 from stalloc.runtime import decisions as d
-from stalloc.runtime.segment_sizes import segment_bytes
+from stalloc.runtime.shortage import segment_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

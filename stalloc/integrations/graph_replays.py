@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stalloc.runtime import Runtime
-from stalloc.runtime.loans import Loans
+from stalloc.runtime.captures import Loans
 
 _RAW = "raw_cuda_graph", "raw_cuda_graph_exec"  # in versions of torch that have them
 

@@ -94,7 +94,7 @@ class Showing:
 
     def _ask_holders(self, served: "list[Controller]") -> list[list[Any]]:
         """Device, name, bytes and number of what holds most: call sites where they are known, else sizes."""
-        from stalloc.runtime.out_of_memory_text import largest_holders
+        from stalloc.runtime.shortage import largest_holders
 
         sites = self.runtime.call_sites if self.runtime is not None else None
         return [

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from stalloc.runtime.entries import persistent_entry
+from stalloc.runtime.interruptions import persistent_entry
 
 _FUNCTION = "_ZN5torch4cuda22CUDAPluggableAllocator22CUDAPluggableAllocator9cacheInfoE{}Pm"
 _INDEX_TYPES = {"a": 0x7F, "i": 0x7FFF_FFFF}  # a device's index is a byte, before torch 2.3 an int

@@ -21,26 +21,20 @@ from stalloc.errors import PlanError
 from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
-from stalloc.runtime.bypass import Bypass
+from stalloc.runtime.bypass import Bypass, FullDevice
 from stalloc.runtime.captures import Captures
-from stalloc.runtime.cpu_budget import CpuBudget
-from stalloc.runtime.eviction import Evict
-from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.interruptions import is_interruption, is_passing
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.persistent_phase import PersistentPhase
-from stalloc.runtime.plan_validation import PlanValidation
 from stalloc.runtime.planning_job import NextPlan, PlanJob
-from stalloc.runtime.record_search import Found, RecordSearch
+from stalloc.runtime.record_search import Found, PlanValidation, RecordSearch
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.runtime_settings import Observed, Phase, Settings
-from stalloc.runtime.shortage import Shortage
+from stalloc.runtime.runtime_settings import CpuBudget, Observed, Phase, Settings, Status
+from stalloc.runtime.shortage import Evict, Shortage
 from stalloc.runtime.sources import Source
-from stalloc.runtime.status import Status
 from stalloc.runtime.steady_marks import SteadyMarks
 from stalloc.runtime.steps import Steps
-from stalloc.runtime.tidying import Tidying
+from stalloc.runtime.tidying import PersistentPhase, Tidying
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
@@ -133,7 +127,7 @@ class Controller:
                     self._look()
             elif reason == constants.OVER_CAP:
                 if not self.memory.is_capturing:
-                    self.memory.eviction.keep_cap(argument)
+                    self.shortage.eviction.keep_cap(argument)
             elif reason == constants.STALE:
                 self._doubt_plan()
             elif reason == constants.NEED_EVENTS:
@@ -806,10 +800,10 @@ class Controller:
         """Take no more than a cap from the device, `evict` what does not fit; 0: as much as the device has."""
         if cap_bytes:
             self.memory.keep_within(cap_bytes)
-        self.memory.eviction.begin(cap_bytes, evict)
+        self.shortage.eviction.begin(cap_bytes, evict)
 
     def end_cap(self) -> None:
-        self.memory.eviction.end()
+        self.shortage.eviction.end()
         self.memory.keep_within(0)
 
     def serve_recording(self, schedule: ArenaSchedule) -> bool:

@@ -6,7 +6,12 @@ meant for the program, and reaches it.
 
 import signal
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from stalloc.core.entry import Handler, free_by, slow_entry
+
+if TYPE_CHECKING:
+    from stalloc.poison.poison_watch import Watch
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -39,3 +44,20 @@ def _code(handler: Any) -> CodeType | None:
     if not hasattr(function, "__code__"):
         function = type(function).__call__
     return getattr(function, "__code__", None)
+
+
+def persistent_entry(handler: Handler) -> int:
+    """A `slow_entry` for what has to be done as a whole, whatever interrupts it, and may be done twice.
+
+    An error of its own is raised where the thread's Python code goes on.
+    """
+
+    def again(first: int, second: int, third: int, errors: list[BaseException]) -> int:
+        return handler(first, second, third) if is_interruption(errors[-1]) else 0
+
+    return slow_entry(handler, again)
+
+
+def checked_entries(watch: "Watch") -> tuple[int, int]:
+    """The core's entries by way of Python, for STALLOC_POISON."""
+    return slow_entry(watch.allocate), free_by(slow_entry(watch.free))

@@ -7,21 +7,71 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stalloc.core.arena_schedule import ArenaSchedule
+from stalloc.core.constants import TINY
 from stalloc.core.device_arena import load_for_moves
 from stalloc.core.host_memory import trim
 from stalloc.runtime import decisions
-from stalloc.runtime.cpu_budget import CpuBudget
-from stalloc.runtime.kind_names import name_of
+from stalloc.runtime.planning_job import PlanJob
+from stalloc.runtime.record_search import Found
+from stalloc.runtime.recorded_steps import name_of
+from stalloc.runtime.runtime_settings import CpuBudget
 from stalloc.runtime.threads import start_thread
+from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout, Plan
     from stalloc.planner.kind_plans import KindPlans
-    from stalloc.runtime.cycles import Cycle
     from stalloc.trace import Trace
     from stalloc.trace.packing import KeptTrace
+
+
+@dataclass(frozen=True, eq=False)
+class Cycle:
+    """A cycle, and its plan."""
+
+    found: Found
+    job: PlanJob
+    record: int  #: the number of the record that it was found in
+
+    @classmethod
+    def planned(cls, found: Found, record: int) -> "Cycle":
+        """Make the plan, in this thread. Raises what planning raises."""
+        assert found.schedule is not None
+        job = PlanJob(found.schedule)
+        job.make(None)
+        job.done.set()
+        return cls(found, job, record)
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.job.admitted.arena_bytes if self.job.admitted is not None else 0
+
+
+def find_cycle(trace: "Trace", schedules: "KindPlans", *, of_any_places: bool = False) -> Found | None:
+    """The cycle that the steps of a record make, if its cycle has places for twice as much as the plans of kinds.
+
+    With `of_any_places` it need not, if there is a place for everything.
+    """
+    from stalloc.lifespans.periods import find_step_period, sequence_rows
+    from stalloc.lifespans.repeating_schedule import fold
+
+    longest = max(len(kind.size) for kind in schedules.kinds)
+    period = find_step_period(trace, min_length=longest + 1, at_end=True)
+    sizable = sequence_rows(trace, TINY + 1)
+    if period is None or period.first + period.covered < len(sizable):
+        return None
+    marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
+    if not decisions.makes_a_cycle(int((marks >= period.first).sum())):
+        return None
+    schedule = fold(trace, with_prologue=False, period=period)
+    if schedule is None:
+        return None
+    has_more = 2 * np.mean(~schedule.planned) <= np.mean(schedules.offset < 0)
+    return Found(trace, schedule, sizable) if has_more or (of_any_places and schedule.planned.all()) else None
 
 
 @dataclass
@@ -119,7 +169,6 @@ class KindSearch:
         return [kind for kind in found if self._name(kind) in self.in_force_kinds and (kind.end > 0).any()]
 
     def _look_for_cycle(self, trace: "Trace", record: int) -> None:
-        from stalloc.runtime.cycles import Cycle, find_cycle
 
         schedules = self.schedules or self.before
         found = find_cycle(trace, schedules, of_any_places=self.pages_move) if schedules is not None else None

@@ -1,26 +1,106 @@
-"""The segments of one device, and what goes back to it.
+"""The segments of one device, what goes back to it, and freed blocks that other streams still use (record_stream).
 
 Contract: what the core's tables name is held here, and what is held is named there, whatever ends a call in the middle;
-`release_unused` gives back whatever holds no live block.
+`release_unused` gives back whatever holds no live block. A block that other streams use is handed out again only after
+every stream that was recorded for it has done all the work it had when the block was freed. The host never blocks for
+it, unless memory has run out. The core does the rest (core/shared_blocks.py).
 """
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stalloc.core import constants
+import numpy as np
+
+from stalloc.core import constants, shared_blocks
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.device.capture import is_captured
-from stalloc.runtime.deferred import Deferred
-from stalloc.runtime.eviction import Eviction
+from stalloc.device.capture import is_captured, relaxed_capture
+from stalloc.device.current_device import AtDevice
+from stalloc.device.ordering import ordering
 from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
     from stalloc.core.arena_schedule import ArenaSchedule
     from stalloc.poison.poison_watch import Watch
+
+_FIRST_EVENTS = 64  # each time as many are added as there are
+
+
+class Deferred:
+    """The shared blocks of one device, and the freed ones that wait for events."""
+
+    def __init__(self, state: DeviceState, device: int) -> None:
+        self._state = state
+        self._device = device
+        self._on_end: Callable[[list[int]], None] | None = None
+        if (functions := ordering()) is not None:
+            state.order_streams(functions)
+
+    def tell_first(self, on_end: Callable[[list[int]], None]) -> None:
+        """Have something be called with the addresses of blocks that waited before they are free."""
+        self._on_end = on_end
+        self._state.write(frees_in_python=1)
+
+    def add_events(self) -> None:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        with AtDevice(self._device), relaxed_capture():
+            number = max(_FIRST_EVENTS, self._state.record.shared.stream_uses_used - 1)
+            events = [int(runtime.eventCreateWithFlags(runtime.eventDisableTiming)) for _ in range(number)]
+        self._state.give_events(events)
+
+    def poll(self) -> None:
+        import cupy
+
+        with AtDevice(self._device), relaxed_capture():  # what has no event yet gets it on a stream of this device
+            if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
+                num_idle = self._state.record.shared.num_unrecorded
+                _, streams = self._state.awaited()
+                if not any(map(is_captured, streams)) and all(
+                    cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams
+                ):
+                    self._ask(num_idle)
+
+    def wait(self) -> None:
+        """Wait for all that other streams have been given, since memory has run out."""
+        if not self._state.record.hot.num_deferred:
+            return
+        import cupy
+
+        with AtDevice(self._device), relaxed_capture():
+            self._ask()
+            num_idle = self._state.record.shared.num_unrecorded
+            events, streams = self._state.awaited()
+            for event in events:
+                cupy.cuda.runtime.eventSynchronize(event)
+            if any(map(is_captured, streams)):  # what they were given is done once the graph is launched
+                num_idle, streams = 0, []
+            for stream in streams:
+                cupy.cuda.runtime.streamSynchronize(stream)
+            self._ask(num_idle)
+
+    def _ask(self, num_idle: int = 0) -> bool:
+        """Free the blocks of which the driver says that their uses are over; whether it knew of all.
+
+        The first `num_idle` uses ever of which it cannot know are over: their streams were seen idle since.
+        """
+        address = self._state.address
+        if self._on_end is None:
+            while (answer := shared_blocks.poll(address, num_idle)) == shared_blocks.BUSY:
+                time.sleep(0)
+            return bool(answer == shared_blocks.KNOWN)
+        found = np.empty(self._state.record.shared.stream_uses_used, np.int64)
+        while (asked := shared_blocks.ask(address, num_idle, found))[0] == shared_blocks.BUSY:
+            time.sleep(0)
+        if asked[0]:
+            self._on_end(found[: asked[0]].tolist())
+            shared_blocks.release_those_over(address)
+        return bool(asked[1])
 
 
 class ArenaHolder(Protocol):
@@ -46,7 +126,6 @@ class DeviceMemory:
         self.segments: dict[int, Any] = {}  #: base address -> what keeps it
         self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
         self.paging = Paging(self)
-        self.eviction = Eviction(self.state)
         self.kept: list[Any] = []  #: what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self.deferred = Deferred(self.state, device.index)

@@ -1,22 +1,105 @@
-"""Which pages the segments and the arena of one device have: mapped where they are needed, unmapped where free.
+"""Which pages the segments and the arena of one device have, and how much may be held before free ones move.
 
-Contract: no more is held than the program had allocated at its peak, and a little, as long as pages lie free: those
-move first. Memory is mapped before the core serves from it, and unmapped after the core has ceased to and the device is
-done with it; never while a graph is captured. `match` repairs what an interruption left half done.
+Contract: no more is held than is allowed as long as pages lie free: those move first. Memory is mapped before the core
+serves from it, and unmapped after the core has ceased to and the device is done with it; never while a graph is
+captured. `match` repairs what an interruption left half done. Allowed is the peak, and a little; more where pages would
+never rest, as each move waits for the device.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stalloc.core.constants import GRANULE, PRIVATE_KINDS, SMALL_KIND
+from stalloc.core.constants import GRANULE, MODE_PLANNED, PRIVATE_KINDS, SMALL_KIND
 from stalloc.core.snapshot import segments
+from stalloc.core.state import DeviceState
 from stalloc.device.mapped_pages import page_runs
 from stalloc.runtime import decisions
-from stalloc.runtime.allowance import Allowance
-from stalloc.sizes import whole_pages
+from stalloc.runtime.runtime_settings import SteadySteps
+from stalloc.sizes import PAGE_BYTES, whole_pages
 
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
+
+
+class Allowance:
+    """How many bytes one device's program may hold, so that its pages need not move."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state, self._record = state, state.record
+        self._parts = self._least = decisions.least_parts(repeats=True)
+        self._moved_bytes = self._peak_bytes = 0
+        self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
+        self._step_began = self._restless = 0  # requests until then; steps
+        self._rest_bytes = 0  # with which all of its places have pages, once they are to rest so; 0: they are not
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_with(0)
+
+    def _peak_with(self, size_bytes: int) -> int:
+        total, (asked_bytes, num_allocs, num_ooms) = self._record.total, self._asked
+        was_served = total.num_allocs > num_allocs and self._record.statistics.num_ooms == num_ooms
+        peaks = asked_bytes if was_served else 0, self._state.told_peak_bytes, self._state.allocated_peak_bytes
+        self._peak_bytes = max(self._peak_bytes, *peaks)
+        now = total.allocated_bytes + self._record.shared.deferred_bytes + size_bytes
+        self._asked = now, total.num_allocs, self._record.statistics.num_ooms
+        return max(self._peak_bytes, now)
+
+    def held_bytes(self, size_bytes: int) -> int:
+        peak = self._peak_with(size_bytes)
+        return max(decisions.allowed_bytes(peak, self._parts), self._rest_bytes if self._is_planned else 0)
+
+    @property
+    def _is_planned(self) -> bool:
+        return bool(self._record.hot.mode == MODE_PLANNED)
+
+    @property
+    def is_marked(self) -> bool:
+        return self._step_began > 0
+
+    @property
+    def never_rests(self) -> bool:
+        """Whether pages move in step after step that a plan serves, although as much is held as may be."""
+        return self._is_planned and decisions.is_plan_to_blame(self._restless)
+
+    def loosen(self) -> None:
+        """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
+        self._parts = self._least = decisions.least_parts(repeats=False)
+
+    def begin_plan(self) -> None:
+        self._parts, self._restless, self._rest_bytes = self._least, 0, 0
+
+    def note_move(self, size_bytes: int) -> None:
+        self._moved_bytes += size_bytes
+
+    def note_step(self, free_bytes: Callable[[], int]) -> None:
+        """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
+        num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
+        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, planned=planned)
+        self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
+        self._restless = max(0, self._restless - 1) if rests else self._restless + 1
+        if decisions.is_restless(self._restless) and not rests:
+            most_parts = decisions.most_parts(alike_in_part=planned and self._record.tables.gaps != 0)
+            self._parts = min(self._parts + 1, most_parts)
+            if planned:
+                self._let_rest(free_bytes, most_parts)
+
+    def skip(self, steps: SteadySteps) -> None:
+        self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
+
+    def _let_rest(self, free_bytes: Callable[[], int], most_parts: int) -> None:
+        """Allow what gives all places of the plan pages, if that is no more than so many parts of the peak.
+
+        Or twice as many, as streams that are kept apart cost: PyTorch's allocator passes no memory from one to another.
+        """
+        record = self._record
+        lacking_bytes = int(record.plan.arena_bytes - record.plan.arena_mapped_bytes)
+        needed_bytes = int(record.statistics.reserved_bytes) + lacking_bytes
+        if self._rest_bytes < needed_bytes:
+            has_streams = record.plan.interval_streams & (record.plan.interval_streams - 1) != 0
+            figures = needed_bytes, lacking_bytes, self.peak_bytes, free_bytes()
+            rest_bytes = decisions.rest_bytes(*figures, most_parts=most_parts, has_streams=has_streams)
+            self._rest_bytes = max(self._rest_bytes, rest_bytes)
 
 
 class StitchedSegments:

@@ -17,9 +17,8 @@ from stalloc.core.state import DeviceState
 from stalloc.device.ordering import ordering
 from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
-from stalloc.runtime.cpu_budget import CpuBudget
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.status import Status
+from stalloc.runtime.runtime_settings import CpuBudget, Status
 from stalloc.runtime.threads import start_thread
 from stalloc.trace.packing import KeptTrace
 

@@ -25,8 +25,7 @@ from stalloc.planner import Plan
 from stalloc.printable import printable
 from stalloc.runtime.call_sites import CallSites
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.entries import checked_entries
-from stalloc.runtime.interruptions import driver_status, is_interruption
+from stalloc.runtime.interruptions import checked_entries, driver_status, is_interruption
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.sources import PoolSource
 from stalloc.runtime.statistics import Report, report

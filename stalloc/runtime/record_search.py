@@ -1,7 +1,8 @@
-"""When a record is searched for a repeating step, and what is found in it.
+"""When a record is searched for a repeating step, what is found in it, and whether a plan without marks is of a step.
 
 Contract: without marks only what fills most of the record is a step, since layers and microbatches repeat too; a scan
-costs the program time, so the record has to have grown by a quarter since the last one.
+costs the program time, so the record has to have grown by a quarter since the last one. While a plan without marks is
+validated, what the program does is recorded beside it, so that a longer cycle can be looked for at once.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from stalloc.core.schedule_cursor import SURE
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.runtime_settings import Settings
+from stalloc.runtime.runtime_settings import Settings, Status
 
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
@@ -149,3 +150,43 @@ class RecordSearch:
             self._state.triggers.at_recorded(self._scan_at)
         self._waited += waits
         return waits
+
+
+class PlanValidation:
+    """Whether the plan in force on one device is being validated, and until when."""
+
+    def __init__(self, status: Status, state: DeviceState, recording: Recording) -> None:
+        self._status, self._state, self._recording = status, state, recording
+        self.is_on = False
+        self.went_on = False  #: since its cycle seemed to be of a part
+
+    def begin(self) -> None:
+        """The plan in force, of a cycle that was found without marks, is to be judged."""
+        record = self._state.record
+        length = record.follow.cycle_end - record.follow.cycle_start
+        self._state.triggers.after_requests(decisions.judged_after(length, has_kinds=False))
+        self.went_on = False
+        if not self._status.settings.keep_recording:
+            self.is_on = True
+            self._recording.begin_beside()
+            self._state.triggers.at_boundary()
+
+    def go_on(self) -> None:
+        """What was recorded does not show yet what the program repeats: a quarter more of it may."""
+        self._state.triggers.after_requests(self._state.record.log.num_sizable // 4)
+        self._state.triggers.at_boundary()
+        self.went_on = True
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_on and self._state.record.total.num_allocs >= self._state.record.triggers.doubt_at
+
+    def end(self) -> None:
+        if self.is_on:
+            self.is_on = False
+            self._state.forget_record()
+
+    def leave(self) -> bool:
+        """The plan goes; whether there is a record of the time for which it was in force."""
+        was_on, self.is_on = self.is_on, False
+        return was_on

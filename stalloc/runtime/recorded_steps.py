@@ -1,23 +1,138 @@
 """The kinds of steps that the record shows, by name, and how often each was seen, there or before.
 
-Contract: how often a kind was seen is kept, whatever becomes of records and plans.
+Contract: how often a kind was seen is kept, whatever becomes of records and plans. Noise are requests of any size, as
+for labels of any number, which keep steps from being equal: they are left out only if no step recurred with them and
+most do without, and of none that equals the one before. They are few, and of sizes that the step has in common with no
+other one. The heap serves them, as all that no plan knows of.
 """
 
+import hashlib
 import itertools
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.columns import Column
+from stalloc.core.constants import MAX_STREAMS, TINY
 from stalloc.core.state import DeviceState
-from stalloc.runtime.kind_names import name_of
-from stalloc.runtime.noise_requests import NoiseRequests
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.runtime_settings import SteadySteps
 
 if TYPE_CHECKING:
-    from stalloc.runtime.steady_marks import SteadySteps
+    from stalloc.trace import Trace
     from stalloc.trace.record import Column
+
+
+def name_of(size: "Column", stream: "Column") -> bytes:
+    """A short name for the kind of step that asks for these sizes on these streams."""
+    name = hashlib.blake2b(np.ascontiguousarray(size, np.int64).data, digest_size=16)
+    name.update(np.ascontiguousarray(stream, np.int64).data)
+    return name.digest()
+
+
+def recurring_names(trace: "Trace") -> set[bytes]:
+    """The names of the steps between a trace's marks that come twice."""
+    rows = np.flatnonzero(trace.size > TINY)
+    bounds = np.searchsorted(trace.start[rows], trace.mark_event).tolist()
+    size, stream = trace.size[rows], trace.stream[rows]
+    names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
+    return {name for name, count in names.items() if count > 1}
+
+
+_MOST = 8  # one request of a step in so many, at most
+_RECENT = 16  # steps like no other, with which the next one is compared
+_MAX_KINDS = 64  # that are remembered
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A recorded step, of the events [begin, end)."""
+
+    begin: int
+    end: int
+    keys: Column  #: (n,) sizes and streams of its requests
+
+    @cached_property
+    def distinct(self) -> frozenset[int]:
+        return frozenset(self.keys.tolist())
+
+    def without_others(self, other: "_Step") -> Column | None:
+        """(n,) bool: its requests of which another has the like; None if more others are left than may be noise."""
+        most = len(self.keys) // _MOST
+        if abs(len(other.keys) - len(self.keys)) > most or len(self.distinct - other.distinct) > most:
+            return None
+        kept = np.isin(self.keys, other.keys)
+        return kept if 0 < len(kept) <= np.count_nonzero(kept) + most else None
+
+
+class NoiseRequests:
+    """Finds noise among the steps of one device's record, and has it left out of them."""
+
+    def __init__(self, state: DeviceState, recording: Recording) -> None:
+        self._state, self._recording = state, recording
+        self._kinds: deque[_Step] = deque(maxlen=_MAX_KINDS)  # a step of each, without its noise
+        self._recent: deque[_Step] = deque(maxlen=_RECENT)
+        self._last: Column = np.empty(0, np.int64)  # the requests of the last step that was looked at
+
+    def forget_record(self) -> None:
+        self._recent.clear()
+
+    def leave_out(self) -> bool:
+        steps = [*itertools.pairwise(self._recording.step_events)]
+        found = [one for begin, end in steps for one in self._found(begin, end)]
+        if 2 * len(found) <= len(steps):
+            self._kinds.clear()
+            self._recent.clear()
+            return False
+        self._recording.leaves_out_noise = True
+        self._note(found)
+        return True
+
+    def look(self, begin: int, end: int) -> None:
+        """A step was recorded, as the events [begin, end): see what noise it has, where these are left out."""
+        if self._recording.leaves_out_noise:
+            self._note(self._found(begin, end))
+
+    def _note(self, found: list[tuple[_Step, Column]]) -> None:
+        for step, kept in found:
+            self._leave_out(step.begin, step.end, ~kept)
+
+    def _leave_out(self, begin: int, end: int, chosen: Column) -> None:
+        *_, is_noise = self._state.recorded_requests(begin, end)
+        rows = np.flatnonzero(is_noise == 0)
+        if len(rows) != len(chosen):
+            return  # the record began anew since that step
+        noise = np.zeros(len(is_noise), bool)
+        noise[rows[chosen]] = True
+        self._state.note_noise(begin, end, noise)
+
+    def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
+        """The step of these events, if it is like another one but for noise, and that one if it was like none so far.
+
+        With each of them which of its requests (n,) are no noise.
+        """
+        size, stream = self._recording.requests(begin, end)
+        step, last = _Step(begin, end, size * MAX_STREAMS + stream), self._last
+        self._last = step.keys
+        if np.array_equal(step.keys, last):
+            return []
+        for kind in self._kinds:
+            kept = step.without_others(kind)
+            if kept is not None and np.array_equal(step.keys[kept], kind.keys):
+                return [(step, kept)]
+        for other in self._recent:
+            kept, others = step.without_others(other), other.without_others(step)
+            if kept is not None and others is not None and np.array_equal(step.keys[kept], other.keys[others]):
+                self._kinds.append(_Step(begin, end, step.keys[kept]))
+                self._recent.remove(other)
+                return [(other, others), (step, kept)]
+        self._recent.append(step)
+        return []
+
 
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
@@ -71,7 +186,7 @@ class RecordedSteps:
         self.last = followed or self._name(*step)
         self._count(self.last)
 
-    def skip(self, steps: "SteadySteps", names: Sequence[bytes]) -> None:
+    def skip(self, steps: SteadySteps, names: Sequence[bytes]) -> None:
         """Steps went by, which had these names as far as they are in the record."""
         num_requests, requested_bytes = self._asked
         self._asked = steps.num_requests, steps.requested_bytes

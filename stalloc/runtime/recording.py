@@ -23,14 +23,13 @@ from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime import decisions
+from stalloc.runtime.runtime_settings import Settings, SteadySteps
 from stalloc.torch_release import known_release
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
-    from stalloc.runtime.runtime_settings import Settings
-    from stalloc.runtime.steady_marks import SteadySteps
     from stalloc.trace import Trace
 
 
@@ -95,7 +94,7 @@ class Recording:
         self._forget(begins=True)
         self._state.record_anew()
 
-    def go_on(self, settings: "Settings") -> None:
+    def go_on(self, settings: Settings) -> None:
         """Record from here on, if nothing is recorded; marks of events that were forgotten are no part of it."""
         if self._state.record.hot.recording:
             return
@@ -105,7 +104,7 @@ class Recording:
         self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
         self._state.write(recording=1)
 
-    def end(self, settings: "Settings", *, goes_on: bool = False) -> None:
+    def end(self, settings: Settings, *, goes_on: bool = False) -> None:
         """Nobody looks for steps from here on; the record ends unless the program keeps one, or it `goes_on`."""
         self._state.write(allocating_persistent=0, recording=int(settings.keep_recording or goes_on))
         self._state.triggers.at_recorded(0)
@@ -135,7 +134,7 @@ class Recording:
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
 
-    def skip(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: SteadySteps) -> None:
         self._allocs_before = steps.num_requests
         if self._state.record.hot.recording:
             self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]

@@ -9,33 +9,14 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from stalloc.core.device_steps import StepAhead
 from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.runtime_settings import SteadySteps
 from stalloc.runtime.steps import Steps
-
-
-@dataclass(frozen=True)
-class SteadySteps:
-    """Steps of one device that went by, and counts as of the mark that ended the last of them."""
-
-    names: list[str]  #: of their marks
-    num_events: list[int]  #: in the record, at each of these
-    place: int  #: entries of the schedule from where the cycle begins
-    hits: int
-    lost: int  #: misses and conflicts
-    followed: int  #: requests that the schedule was followed by
-    num_requests: int
-    requested_bytes: int
-    allocated_bytes: int
-
-    @property
-    def count(self) -> int:
-        return len(self.num_events)
 
 
 class Told(Protocol):

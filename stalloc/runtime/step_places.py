@@ -8,14 +8,11 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
 
 from stalloc.core.device_steps import StepAhead
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
-
-if TYPE_CHECKING:
-    from stalloc.runtime.steady_marks import SteadySteps
+from stalloc.runtime.runtime_settings import SteadySteps
 
 
 class KindOrder:
@@ -162,7 +159,7 @@ class StepPlaces:
             cursor, length = begin + positions[at], end - begin
             yield StepAhead(cursor, (positions[at] - before - 1) % length + 1, (begin, end, cursor)), name
 
-    def skip(self, steps: "SteadySteps") -> None:
+    def skip(self, steps: SteadySteps) -> None:
         ahead = self._ahead[: steps.count]
         if self._begins:
             for step in ahead:

@@ -13,15 +13,11 @@ import numpy as np
 
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
-from stalloc.runtime.cpu_budget import CpuBudget
-from stalloc.runtime.cycles import CycleWatch
-from stalloc.runtime.kind_names import name_of, recurring_names
-from stalloc.runtime.kind_search import KindSearch
-from stalloc.runtime.recorded_steps import RecordedSteps
+from stalloc.runtime.kind_search import Cycle, KindSearch
+from stalloc.runtime.recorded_steps import RecordedSteps, name_of, recurring_names
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.step_misses import StepMisses
+from stalloc.runtime.runtime_settings import CpuBudget, SteadySteps
 from stalloc.runtime.step_places import StepPlaces
-from stalloc.runtime.step_watch import StepWatch
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
@@ -30,6 +26,135 @@ if TYPE_CHECKING:
     from stalloc.planner.kind_plans import KindPlans
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
+
+
+class StepMisses:
+    """How many requests of each marked step on one device the plan did not serve."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
+        self._bad = 0
+
+    def of_step(self, num_plans: int) -> tuple[int, float]:
+        """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
+        counts = self._state.record.follow.hits, self._state.num_unserved
+        fresh = self._plans == num_plans
+        hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
+        self._counts, self._plans = counts, num_plans
+        self._bad = self._bad + 1 if decisions.is_bad(missed, hits + missed) else 0
+        return missed, missed / max(hits + missed, 1)
+
+    def skip(self, steps: SteadySteps) -> None:
+        self._counts, self._bad = (steps.hits, steps.lost), 0
+
+    @property
+    def are_few(self) -> bool:
+        return decisions.are_bad_steps_few(self._bad)
+
+
+class StepWatch:
+    """Decides when the steps of one device are recorded while a plan is in force."""
+
+    def __init__(self, state: DeviceState, recorded: RecordedSteps, cpu_budget: CpuBudget) -> None:
+        self._state, self._recorded, self._cpu_budget = state, recorded, cpu_budget
+        self._steps = self._pause = 0  # of this watch, and until the next one
+        self._next_pause = decisions.watch_left(0)
+
+    def begin(self, *, anew: bool) -> None:
+        """Watch from here on, in the record that there is; `anew`: pauses begin to be short again."""
+        self._steps = 1
+        if anew:
+            self._next_pause = decisions.watch_left(0)
+
+    def end(self) -> None:
+        self._steps = 0
+
+    def pause(self) -> None:
+        self._steps, self._pause = 0, self._next_pause
+
+    @property
+    def num_left(self) -> int:
+        return decisions.watch_left(self._steps) if self._steps else 0
+
+    def skip(self, steps: SteadySteps) -> None:
+        if self._steps:
+            self._steps += steps.count
+        else:
+            self._pause -= steps.count
+
+    def note_step(self, *, missed: bool, is_unknown: bool) -> None:
+        """A step ended of which something was missed, or of which little was served."""
+        if not self._steps:
+            self._pause -= decisions.counts_in_pause(is_unknown=is_unknown)
+            if missed and self._pause <= 0 and not self._cpu_budget.is_spent:
+                self._steps = 1
+                self._recorded.expect_last()
+                self._recorded.begin_anew()
+            return
+        self._steps += 1
+        if decisions.watch_left(self._steps) < 0:
+            self.pause()
+            self._next_pause *= 2
+            self._state.forget_record()
+            self._recorded.forget()
+        elif decisions.is_record_long(self._state.record.log.num_events) or not self._state.record.hot.recording:
+            self._recorded.begin_anew()
+
+
+_MANY = 1 << 30
+
+
+class CycleWatch:
+    """Watches the marked steps of one device for an order that repeats."""
+
+    def __init__(self, recorded: RecordedSteps) -> None:
+        self._recorded = recorded
+        self.forget()
+
+    def forget(self) -> None:
+        self._found: Cycle | None = None  # to be put in force
+        self._search_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
+        self._waited = 0
+        self.begin_plans()
+
+    def begin_plans(self) -> None:
+        self._looked_for_moves = False
+
+    def ends(self, search: KindSearch) -> bool:
+        """A search has ended: whether its plans do not matter, as there is a cycle, or is to be one step later."""
+        if search.lacks_places:
+            self._search_at = 2 * self._recorded.count
+        if search.awaits_cycle:
+            self._search_at, self._waited = self._recorded.count + 1, self._waited + 1
+            return True
+        if search.cycle is not None and search.cycle.record == self._recorded.num_records:
+            self._found = search.cycle
+            return True
+        return False
+
+    def take(self) -> Cycle | None:
+        cycle, self._found = self._found, None
+        return cycle
+
+    @property
+    def is_found(self) -> bool:
+        return self._found is not None
+
+    @property
+    def num_left(self) -> int:
+        """Recorded steps before the one after which a cycle is looked for; many if none is."""
+        return self._search_at - self._recorded.count - 1 if self._search_at else _MANY
+
+    def is_due(self, *, pages_move: bool) -> bool:
+        """Whether one is to be looked for in what was recorded so far; `pages_move` in every step of the plans."""
+        return 0 < self._search_at <= self._recorded.count or (pages_move and not self._looked_for_moves)
+
+    def note_search(self, *, pages_move: bool) -> bool:
+        """A search of all of the record begins; whether its cycle may wait for another step."""
+        self._search_at = 0
+        self._looked_for_moves |= pages_move
+        return decisions.may_wait_for_lifespans(self._waited)
 
 
 class Steps:
