@@ -11,7 +11,6 @@ from stalloc.sizes import GIB, MIB
 
 
 def human_bytes(num_bytes: int) -> str:
-    """Bytes for people: GiB and MiB with two decimals, below that bytes."""
     if abs(num_bytes) >= GIB:
         return f"{num_bytes / GIB:.2f} GiB"
     if abs(num_bytes) >= MIB // 10:
@@ -20,7 +19,6 @@ def human_bytes(num_bytes: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Seconds for people: s with two decimals, ms and us."""
     if seconds >= 1 or not seconds:
         return f"{seconds:.2f} s" if seconds else "0 s"
     if seconds >= 1e-3:

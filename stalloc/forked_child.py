@@ -78,7 +78,6 @@ class ForkedChild:
             os.kill(self._pid, signal.SIGKILL)
 
     def output(self) -> str:
-        """What it has printed, on both streams."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
         return ""

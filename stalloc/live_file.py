@@ -112,8 +112,6 @@ def running_programs() -> list[int]:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)  # signal 0 is none: it only asks whether the process is there
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -29,7 +29,6 @@ _OLD_SECONDS = 24 * 3600.0
 
 
 def is_installed(sources: Path) -> bool:
-    """Whether a folder of sources is one that a package manager made, and removes."""
     return any(part.endswith("-packages") for part in sources.parts)
 
 

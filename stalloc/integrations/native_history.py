@@ -15,9 +15,9 @@ from typing import Any
 from stalloc.imports import after_import
 from stalloc.integrations.cupy_requests import CupyRequests, Event
 from stalloc.integrations.step_times import StepTimes
-from stalloc.torch_release import known_release
 from stalloc.trace import Trace
 from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
+from stalloc.version import known_release
 
 MAX_EVENTS = 1 << 20  #: of a record, unless somebody asks for other
 

@@ -51,7 +51,7 @@ class Showing:
     """The file of this process, and the thread that writes it."""
 
     def __init__(self) -> None:
-        from stalloc.runtime.threads import start_thread
+        from stalloc.threads import start_thread
 
         self.pid = os.getpid()
         self.runtime: Runtime | None = None

@@ -83,12 +83,9 @@ class Bypass:
 
     @property
     def _lost_and_hit(self) -> tuple[int, int]:
-        """Requests of this iteration that are not as planned, and those that are."""
         record = self._state.record
-        return (
-            record.iterations.iteration_misses - record.iterations.iteration_unplanned,
-            record.follow.hits - record.iterations.hits_before,
-        )
+        lost = record.iterations.iteration_misses - record.iterations.iteration_unplanned
+        return lost, record.follow.hits - record.iterations.hits_before
 
     def _matters(self) -> bool:
         """Whether little of what is held is left and most of the iteration not as planned, or the step needs much."""
@@ -108,10 +105,8 @@ class Bypass:
         began = record.follow.cycle_start + self._place
         if schedule is None or schedule.ahead is None or max(began, record.follow.cursor) >= len(schedule.ahead):
             return False  # nobody knows
-        ahead_bytes, expected_bytes = (
-            int(schedule.ahead[record.follow.cursor]),
-            self._allocated_bytes + int(schedule.ahead[began]),
-        )
+        ahead_bytes = int(schedule.ahead[record.follow.cursor])
+        expected_bytes = self._allocated_bytes + int(schedule.ahead[began])
         needed_bytes = int(record.total.allocated_bytes) + ahead_bytes
         held_bytes = self._arenas.memory.paging.allowance.held_bytes(0)
         if not decisions.has_much_to_come(ahead_bytes, needed_bytes, held_bytes):
@@ -122,7 +117,6 @@ class Bypass:
         return decisions.is_third_lost(*self._lost_and_hit) and decisions.is_third_there(own_bytes, ahead_bytes)
 
     def end(self) -> None:
-        """The program marks a step, and where it is on its schedule is known."""
         if self._has_moved:
             self._has_moved = False
             self._state.write(bypassed=0)
@@ -182,7 +176,7 @@ class FullDevice:
 
     def _note_peak(self) -> None:
         """Have small blocks lie together if a step that needs more than those before may fill the device."""
-        if self._memory.source.paged and self._memory.paging.fills_part():
+        if self._memory.paging.peak_is(decisions.is_large_part):
             self._state.record.policy.small_apart = 1
 
     def most_misses(self, elsewhere: int) -> int:
@@ -193,11 +187,8 @@ class FullDevice:
         """
         return decisions.most_misses_where(elsewhere, may_fill=self.may_fill())
 
-    def _is_full(self) -> bool:
-        return self._memory.source.paged and self._memory.paging.fills_device()
-
     def may_fill(self) -> bool:
-        return self._memory.source.paged and self._memory.paging.fills_half()
+        return self._memory.paging.peak_is(decisions.may_fill)
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -216,7 +207,7 @@ class FullDevice:
             return False
         if self._memory.is_capturing:
             return False
-        return self._is_full() or self._goes_beyond(size_bytes)
+        return self._memory.paging.peak_is(decisions.fills_device) or self._goes_beyond(size_bytes)
 
     def _goes_beyond(self, size_bytes: int) -> bool:
         """Whether a step needs clearly more than those before, so that nobody knows how much it will be."""

@@ -36,7 +36,7 @@ class CallSites:
         """`malloc`: the address of what serves; `max_calls`: that are known, a power of two."""
         self._malloc, self._max_calls = malloc, max_calls
         self._sited = 0  # the address of the same with stacks, once it is made
-        self._is_on = False
+        self.is_on = False
         self._plain = malloc  # what serves while nothing is noted
         self._refusing = 0  # what answers instead, 0: nothing does
         self._word = ctypes.c_int64(malloc)
@@ -57,10 +57,6 @@ class CallSites:
         return self._word.value
 
     @property
-    def is_on(self) -> bool:
-        return self._is_on
-
-    @property
     def num_calls(self) -> int:
         """Requests noted so far, those included that the ring has lost."""
         return self._num_calls.value
@@ -71,11 +67,11 @@ class CallSites:
             self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
             self._sited = sited_malloc(self._malloc, self._table, self._calls, self._num_calls, self._enter)
             atexit.register(self.end)  # no thread is to wait for Python when it ends
-        self._is_on = True
+        self.is_on = True
         self._serve()
 
     def end(self) -> None:
-        self._is_on = False
+        self.is_on = False
         self._serve()
 
     def stand_in(self, malloc: int) -> None:
@@ -89,7 +85,7 @@ class CallSites:
         self._serve()
 
     def _serve(self) -> None:
-        self._word.value = self._refusing or (self._sited if self._is_on else self._plain)
+        self._word.value = self._refusing or (self._sited if self.is_on else self._plain)
 
     def _enter(self, key: int, *_: int) -> int:
         """The number, from 1 on, of the stack from which this is called, by its hash; 0 if there is no room for it."""
@@ -110,7 +106,6 @@ class CallSites:
         return len(self._stacks)
 
     def _noted(self, state: int, first_call: int) -> Column:
-        """(k, 4) what was noted of a device since a call."""
         end, room = self.num_calls, len(self._calls)
         if end <= room:
             rows = self._calls[first_call:end]
@@ -167,7 +162,6 @@ class CallSites:
 
     @property
     def is_look_due(self) -> bool:
-        """Whether it is time for `keep_live`, so that nothing is lost of what lives."""
         return self.is_on and self.num_calls - self._kept_at > self._max_calls // 4
 
     def keep_live(self, live: Mapping[int, Sequence[int]]) -> None:
@@ -178,11 +172,9 @@ class CallSites:
         self._kept, self._kept_at = kept, calls
 
     def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
-        names: dict[int, str] = {}
         stacks = self.stacks_at(state, addresses)
-        for stack in stacks:
-            if id(stack) not in names:
-                names[id(stack)] = site_name([Frame(**frame) for frame in stack])
+        distinct = {id(stack): stack for stack in stacks}
+        names = {key: site_name([Frame(**frame) for frame in stack]) for key, stack in distinct.items()}
         return [names[id(stack)] for stack in stacks]
 
 

@@ -8,7 +8,7 @@ together, and what has been counted is known.
 import bisect
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,26 +26,25 @@ from stalloc.runtime.memory import DeviceMemory
 from stalloc.sizes import aligned
 from stalloc.trace.sites import UNKNOWN
 
-if TYPE_CHECKING:
-    from stalloc.runtime.memory import DeviceMemory
-
 _ALL = 0  # no row of a GraphPool
 _MAX_NAMED = 3  # loans in an error
 
 
 class Loans:
-    """The loans of graph memory on one device. Streams are raw handles, kinds those of private pools."""
+    """The loans of graph memory on one device. Streams are raw handles, kinds those of private pools.
 
-    def __init__(self, memory: "DeviceMemory") -> None:
-        self._memory = memory
-        self._state = memory.state
-        self._address = memory.state.address
+    Contract: as in core/graph_loans.py. Whoever launches a graph says so first, and is refused while a loan of its pool
+    lives. The device is waited for where the order of work is not known to be that of one stream; never while a graph
+    is captured, when what would need it is refused, or lends nothing.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory, self._state, self._address = memory, memory.state, memory.state.address
         self._rows: dict[int, int] = {}  # kind -> row of its GraphPool, 0: the table is full
         #: names of the lines that asked for blocks, given their addresses
         self.places_of: Callable[[list[int]], list[str]] = lambda addresses: [UNKNOWN] * len(addresses)
 
     def let_lend(self, kind: int) -> None:
-        """Graphs whose replays are seen were captured in pools of this kind."""
         self._rows[kind] = int(graph_loans.let_lend(self._address, kind))
 
     def lend_no_more(self, kind: int) -> None:
@@ -57,18 +56,15 @@ class Loans:
 
     def begin(self, stream: int) -> bool:
         """Let this thread borrow on a stream until `end`; False: it or another thread does already."""
-        if not is_per_thread(stream):
-            self._order(stream)
+        uses = np.full(self._state.record.loans.graph_pools_capacity, -1, np.int64)
+        is_unordered = not is_per_thread(stream) and graph_loans.find_unordered(self._address, stream, uses)
+        if is_unordered and not self._memory.is_captured_now():
+            self._memory.source.wait()
+            graph_loans.order(self._address, stream, uses)
         return int(graph_loans.begin_borrowing(self._address, threading.get_ident())) == 0
 
     def end(self) -> None:
         graph_loans.end_borrowing(self._address)
-
-    def _order(self, stream: int) -> None:
-        uses = np.full(self._state.record.loans.graph_pools_capacity, -1, np.int64)
-        if graph_loans.find_unordered(self._address, stream, uses) and not self._memory.is_captured_now():
-            self._memory.source.wait()
-            graph_loans.order(self._address, stream, uses)
 
     def begin_replay(self, kind: int, stream: int) -> bool:
         """A graph is about to be launched: lend nothing until `end_launch`; False: nobody has to be told.
@@ -128,9 +124,8 @@ class Loans:
         addresses, sizes = np.zeros((2, _MAX_NAMED + 1), np.int64)
         count = graph_loans.find_loans(self._address, addresses, sizes)
         places = self.places_of(addresses[:count].tolist())
-        named = [
-            f"{human_bytes(size)} allocated at {place}" for size, place in zip(sizes.tolist(), places, strict=False)
-        ]
+        held = zip(sizes.tolist(), places, strict=False)
+        named = [f"{human_bytes(size)} allocated at {place}" for size, place in held]
         more = " and more" if count > _MAX_NAMED else ""
         return GraphMemoryError(
             f"stalloc: a CUDA graph was to be {what} while the program still holds what it borrowed from graphs by "
@@ -170,7 +165,6 @@ def last_run(action: Column, address: Column, size: Column) -> Requests:
 
 
 def _lowest_gap(used: list[tuple[int, int]], size_bytes: int) -> int:
-    """The lowest offset of so many bytes beside ascending ranges [low, high)."""
     offset = 0
     for low, high in used:
         if low - offset >= size_bytes:
@@ -180,7 +174,12 @@ def _lowest_gap(used: list[tuple[int, int]], size_bytes: int) -> int:
 
 
 class WarmUps:
-    """Reads what one device was asked for before a capture, and tells the core what to expect of it."""
+    """Reads what one device was asked for before a capture, and tells the core what to expect of it.
+
+    A wrong guess costs memory, never correctness. The warm-up's requests are planned, and the capture's get these
+    places, by size and order. A size of which nothing was ever freed is taken to last, as the workspace that a library
+    makes once does. Without a record a capture is served best fit.
+    """
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -203,12 +202,8 @@ class WarmUps:
         self._offset = self._offset[:0]
         self._run = last_run(action, address, size)
         is_planned = is_planned_for_capture(len(self._run.size))
-        self._state.write(
-            capture_plan_length=len(self._run.size) if is_planned else 0,
-            capture_plan_first=0,
-            capture_plan_base=0,
-            capture_plan_lacks=0,
-        )
+        length = len(self._run.size) if is_planned else 0
+        self._state.write(capture_plan_length=length, capture_plan_first=0, capture_plan_base=0, capture_plan_lacks=0)
 
     def plan(self, base: int, live: Iterable[tuple[int, int]]) -> int:
         """Plan the capture's requests from an address on, around what is `live`; how many bytes the plan reaches.
@@ -371,7 +366,6 @@ class Captures:
             record.capture.capture_is_unannounced = 1
 
     def release(self, graph_pool: tuple[int, int]) -> None:
-        """A graph is gone; with the last one of its pool the pool's memory may be given back."""
         me = threading.get_ident()
         with self._memory.lock:
             kind, users = self.pools.get(graph_pool, (0, 0))

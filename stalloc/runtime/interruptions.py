@@ -8,10 +8,10 @@ import signal
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from stalloc.core.entry import Handler, free_by, slow_entry
+from stalloc.core.entry import Handler, slow_entry
 
 if TYPE_CHECKING:
-    from stalloc.poison.poison_watch import Watch
+    pass
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -56,8 +56,3 @@ def persistent_entry(handler: Handler) -> int:
         return handler(first, second, third) if is_interruption(errors[-1]) else 0
 
     return slow_entry(handler, again)
-
-
-def checked_entries(watch: "Watch") -> tuple[int, int]:
-    """The core's entries by way of Python, for STALLOC_POISON."""
-    return slow_entry(watch.allocate), free_by(slow_entry(watch.free))

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
-    from stalloc.core.arena_schedule import ArenaSchedule
     from stalloc.poison.poison_watch import Watch
+    from stalloc.runtime.arenas import Arenas
 
 _FIRST_EVENTS = 64  # each time as many are added as there are
 
@@ -34,8 +34,7 @@ class Deferred:
     """The shared blocks of one device, and the freed ones that wait for events."""
 
     def __init__(self, state: DeviceState, device: int) -> None:
-        self._state = state
-        self._device = device
+        self._state, self._device = state, device
         self._on_end: Callable[[list[int]], None] | None = None
         if (functions := ordering()) is not None:
             state.order_streams(functions)
@@ -61,9 +60,8 @@ class Deferred:
             if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
                 num_idle = self._state.record.shared.num_unrecorded
                 _, streams = self._state.awaited()
-                if not any(map(is_captured, streams)) and all(
-                    cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams
-                ):
+                query = cupy.cuda.runtime.streamQuery
+                if not any(map(is_captured, streams)) and all(query(stream) == 0 for stream in streams):
                     self._ask(num_idle)
 
     def wait(self) -> None:
@@ -103,19 +101,6 @@ class Deferred:
         return bool(asked[1])
 
 
-class ArenaHolder(Protocol):
-    """Who has memory of the device beside the segments."""
-
-    arena: Any  #: the memory of the arena in place; None: there is none
-    schedule: "ArenaSchedule | None"  #: what is served by pages
-
-    def before_release(self) -> None:
-        """Segments without live blocks are about to go back."""
-
-    def match(self) -> None:
-        """Make the memory that is held agree with the core's tables after an interrupted call."""
-
-
 class DeviceMemory:
     """Segments of one device, from `source`."""
 
@@ -124,7 +109,7 @@ class DeviceMemory:
         self.state = DeviceState(device.index, slow_function)
         self.lock = threading.RLock()
         self.segments: dict[int, Any] = {}  #: base address -> what keeps it
-        self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
+        self.arenas: Arenas  #: who uses this memory; to be set before any of it is asked for
         self.paging = Paging(self)
         self.kept: list[Any] = []  #: what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
@@ -148,10 +133,7 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int]:
-        """Heed a capture of the stream that the last request was made on, by whomever: the stream, 0: none is captured.
-
-        With the lock held.
-        """
+        """Heed a capture of the stream that the last request was made on: the stream, 0: none. With the lock held."""
         was_captured, stream = self._is_captured, int(self.state.record.hot.last_stream)
         self._is_captured = is_captured(stream)
         try:
@@ -182,7 +164,6 @@ class DeviceMemory:
         return None
 
     def limit(self, fraction: float) -> None:
-        """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
         share_bytes = int(fraction * self.device.total_bytes)
         self.source.limit_bytes = min(share_bytes, self._budget_bytes) if self._budget_bytes else share_bytes
         self.paging.forget_room()
@@ -267,7 +248,6 @@ class DeviceMemory:
         return self.state.record.hot.num_deferred < before
 
     def forked(self) -> None:
-        """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
         self.state.write(is_asking=0)  # whoever asked is gone
         self._inherited = [self.segments, self.kept]

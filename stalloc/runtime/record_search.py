@@ -161,7 +161,6 @@ class PlanValidation:
         self.went_on = False  #: since its cycle seemed to be of a part
 
     def begin(self) -> None:
-        """The plan in force, of a cycle that was found without marks, is to be judged."""
         record = self._state.record
         length = record.follow.cycle_end - record.follow.cycle_start
         self._state.triggers.after_requests(decisions.judged_after(length, has_kinds=False))

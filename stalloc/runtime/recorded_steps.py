@@ -24,11 +24,9 @@ from stalloc.runtime.runtime_settings import SteadySteps
 
 if TYPE_CHECKING:
     from stalloc.trace import Trace
-    from stalloc.trace.record import Column
 
 
-def name_of(size: "Column", stream: "Column") -> bytes:
-    """A short name for the kind of step that asks for these sizes on these streams."""
+def name_of(size: Column, stream: Column) -> bytes:
     name = hashlib.blake2b(np.ascontiguousarray(size, np.int64).data, digest_size=16)
     name.update(np.ascontiguousarray(stream, np.int64).data)
     return name.digest()
@@ -99,16 +97,12 @@ class NoiseRequests:
 
     def _note(self, found: list[tuple[_Step, Column]]) -> None:
         for step, kept in found:
-            self._leave_out(step.begin, step.end, ~kept)
-
-    def _leave_out(self, begin: int, end: int, chosen: Column) -> None:
-        *_, is_noise = self._state.recorded_requests(begin, end)
-        rows = np.flatnonzero(is_noise == 0)
-        if len(rows) != len(chosen):
-            return  # the record began anew since that step
-        noise = np.zeros(len(is_noise), bool)
-        noise[rows[chosen]] = True
-        self._state.note_noise(begin, end, noise)
+            *_, is_noise = self._state.recorded_requests(step.begin, step.end)
+            rows = np.flatnonzero(is_noise == 0)
+            if len(rows) == len(kept):  # else the record began anew since that step
+                noise = np.zeros(len(is_noise), bool)
+                noise[rows[~kept]] = True
+                self._state.note_noise(step.begin, step.end, noise)
 
     def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
         """The step of these events, if it is like another one but for noise, and that one if it was like none so far.
@@ -156,7 +150,6 @@ class RecordedSteps:
         self._order: list[int] = []  # whole steps before the first of the kind of each step in the record
         self.count = 0  #: whole steps in the record
         self.num_records = 0  #: that were begun
-        self.last: bytes | None = None  #: the name of the step that just ended, if it is in the record
         self._asked = self._last_asked = 0, 0  # requests and bytes, when the last step ended, and of that step
         self._missed = 0, 0  # of the step that was not on the plan, nor recorded, but began the record
 
@@ -166,34 +159,26 @@ class RecordedSteps:
         self.num_records += 1
 
     def begin_anew(self) -> None:
-        self._recording.begin_at_step()
+        self._recording.begin_beside(at_step=True)
         self.forget()
 
     def expect_last(self) -> None:
-        """The record begins after the last step, which is not in it."""
         self._missed = self._last_asked
 
     def note(self, followed: bytes | None) -> None:
         record, before = self._state.record, self._asked
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
-        step = self._recording.last_step() if record.hot.recording else None
-        self.last = None
-        if step is None:
-            return
-        if followed is None:
-            self._noise.look(*step)
-        self.last = followed or self._name(*step)
-        self._count(self.last)
+        events = self._recording.step_events
+        if record.hot.recording and len(events) > 1:
+            if followed is None:
+                self._noise.look(events[-2], events[-1])
+            self._count(followed or self._name(events[-2], events[-1]))
 
     def skip(self, steps: SteadySteps, names: Sequence[bytes]) -> None:
-        """Steps went by, which had these names as far as they are in the record."""
-        num_requests, requested_bytes = self._asked
-        self._asked = steps.num_requests, steps.requested_bytes
-        self._last_asked = (
-            (steps.num_requests - num_requests) // steps.count,
-            (steps.requested_bytes - requested_bytes) // steps.count,
-        )
+        before, self._asked = self._asked, (steps.num_requests, steps.requested_bytes)
+        num_requests, requested_bytes = self._asked[0] - before[0], self._asked[1] - before[1]
+        self._last_asked = num_requests // steps.count, requested_bytes // steps.count
         for name in names:
             self._count(name)
 
@@ -227,26 +212,20 @@ class RecordedSteps:
             self._times_seen[name] = int(self._was_seen_before(size, stream))
         return name
 
-    def _was_seen_before(self, size: "Column", stream: "Column") -> bool:
-        """Whether a step that is recorded for the first time has occurred before.
-
-        It may have occurred before there were marks; or, to judge by its requests and bytes, recording began after it.
-        """
+    def _was_seen_before(self, size: Column, stream: Column) -> bool:
+        """Whether a step that is recorded first occurred before there were marks, or just before recording began."""
         if self._last_asked == self._missed:
             self._missed = 0, 0
             return True
         early_size, early_stream = self._recording.requests_before_marks()
-        tail = slice(len(early_size) - len(size), None)
         if not len(size) or len(early_size) < len(size) or early_size[-1] != size[-1]:
             return False
+        tail = slice(len(early_size) - len(size), None)
         return bool((early_size[tail] == size).all() and (early_stream[tail] == stream).all())
 
     @property
     def names(self) -> set[bytes]:
         return {*self._of_kind}
-
-    def times_seen(self, name: bytes) -> int:
-        return self._times_seen.get(name, 0)
 
     def first_of(self, names: set[bytes]) -> int:
         return min(self._of_kind[name].first for name in names)
@@ -261,7 +240,7 @@ class RecordedSteps:
 
     @property
     def recurring(self) -> set[bytes]:
-        return {name for name in self._of_kind if self.times_seen(name) > 1}
+        return {name for name in self._of_kind if self._times_seen.get(name, 0) > 1}
 
     @property
     def make_a_cycle(self) -> bool:

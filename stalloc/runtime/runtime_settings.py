@@ -56,8 +56,6 @@ class Observed:
 
     allocated_peak_bytes: int = 0
     reserved_peak_bytes: int = 0
-    num_requests: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,6 @@ class CpuBudget:
 
     @property
     def left_seconds(self) -> float:
-        """What may be spent now; below 0 if more was."""
         now = time.process_time_ns()
         step_seconds = (now - self._began_ns) / 1e9 / max(1, self._num_steps - 1)
         since_seconds = (now - self._planned_ns) / 1e9
@@ -143,6 +140,7 @@ class Status:
     earlier_misses: int = 0  #: the same, with planned requests whose place was still taken
     num_dropped: int = 0  #: plans that were given up since the program no longer followed them
     dropped_note: str = ""  #: why the last of those was
+    is_settled: bool = False  #: so many steps were seen without one that repeats that no plan is expected soon
     plans_in_a_row: int = 0  #: that were given up, or never put in force, with none between them that fitted
 
     def note_dropped(self, note: str, num_iterations: int) -> bool:

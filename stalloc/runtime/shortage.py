@@ -10,23 +10,11 @@ sentence). Segments are multiples of 2 MiB, the granularity in which the driver 
 import gc
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
 
 from stalloc.core import constants
-from stalloc.core.constants import (
-    BLOCK_FREE,
-    BLOCK_UNMAPPED,
-    GENERAL_KIND,
-    MAX_SHARED_SEGMENT,
-    PERSISTENT_KIND,
-    PRIVATE_KINDS,
-    SMALL_KIND,
-    SMALL_LIMIT,
-    WASTE_SHIFT,
-)
 from stalloc.core.snapshot import HeapBlock, segments
 from stalloc.core.state import DeviceState
-from stalloc.device import Device
 from stalloc.device.known_gpus import shown_with_memory
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
@@ -39,26 +27,23 @@ from stalloc.runtime.runtime_settings import Phase, Status
 from stalloc.sizes import PAGE_BYTES, whole_pages
 from stalloc.trace.sites import UNKNOWN
 
-if TYPE_CHECKING:
-    from stalloc.core.state import DeviceState
-
 
 def segment_bytes(kind: int, size_bytes: int) -> int:
     """The size of a new segment for a pool of `kind` that lacks room for a request of `size_bytes` (rounded)."""
-    if kind >= PRIVATE_KINDS:
-        kind = SMALL_KIND if size_bytes <= SMALL_LIMIT else GENERAL_KIND
-    if kind == SMALL_KIND:
+    if kind >= constants.PRIVATE_KINDS:
+        kind = constants.SMALL_KIND if size_bytes <= constants.SMALL_LIMIT else constants.GENERAL_KIND
+    if kind == constants.SMALL_KIND:
         return PAGE_BYTES
     if size_bytes >= thresholds.LARGE_BYTES:
         return whole_pages(size_bytes)
-    if kind != PERSISTENT_KIND:
+    if kind != constants.PERSISTENT_KIND:
         return thresholds.GENERAL_SEGMENT_BYTES
     return _for_several(size_bytes, thresholds.SLAB_BYTES, thresholds.SLAB_WASTE)
 
 
 def tight_segment_bytes(size_bytes: int) -> int:
     """The size of a new segment for a large request where memory is short: little is lost to rounding."""
-    return _for_several(size_bytes, max(size_bytes, MAX_SHARED_SEGMENT), 1 / (1 << WASTE_SHIFT))
+    return _for_several(size_bytes, max(size_bytes, constants.MAX_SHARED_SEGMENT), 1 / (1 << constants.WASTE_SHIFT))
 
 
 def _for_several(size_bytes: int, most_bytes: int, waste: float) -> int:
@@ -74,38 +59,6 @@ _NEXT = (
     "Next: `stalloc record -o run.trace.npz SCRIPT` and `stalloc top run.trace.npz` show who holds it; "
     "`stalloc dryrun SCRIPT` says on a virtual GPU what the program needs."
 )
-
-
-def out_of_memory_text(
-    device: Device,
-    state: DeviceState,
-    size_bytes: int,
-    free_bytes: int,
-    *,
-    limit_bytes: int = 0,
-    by_pages: bool = False,
-    call_sites: CallSites | None = None,
-) -> str:
-    """The sentences for a request of `size_bytes`, made from this thread, with `free_bytes` left on the device.
-
-    The program may have `limit_bytes`, or 0: all there is. `call_sites` names those who hold memory, if it is on.
-    """
-    record = state.record
-    asked_by = this_call_site()
-    blocks = [block for segment in segments(state) for block in segment.blocks]
-    pieces = [block.size_bytes for block in blocks if block.state == BLOCK_FREE]
-    name = shown_with_memory(device.kind, device.name, device.total_bytes)
-    limit = f", limited to {human_bytes(limit_bytes)}" if limit_bytes else ""
-    arena = f" ({human_bytes(record.plan.arena_bytes)} of it the plan's arena)" if record.plan.arena_bytes else ""
-    return (
-        f"CUDA out of memory. Tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
-        f"{f' at {asked_by}' if asked_by != UNKNOWN else ''}. "
-        f"stalloc: out of memory on device {device.index} ({name}{limit}). "
-        f"Allocated {human_bytes(record.total.allocated_bytes)}, "
-        f"reserved {human_bytes(record.statistics.reserved_bytes)}{arena}. "
-        f"{_why(size_bytes, free_bytes, pieces, PAGE_BYTES if by_pages else 1)} "
-        f"{_holders(state, blocks, call_sites)}{_NEXT}"
-    )
 
 
 def _why(size_bytes: int, free: int, pieces: list[int], page_bytes: int) -> str:
@@ -131,7 +84,11 @@ def largest_holders(
     """
     if blocks is None:
         blocks = [block for segment in segments(state) for block in segment.blocks]
-    live = [block for block in blocks if block.state not in (BLOCK_FREE, BLOCK_UNMAPPED) and block.requested_bytes]
+    live = [
+        block
+        for block in blocks
+        if block.state not in (constants.BLOCK_FREE, constants.BLOCK_UNMAPPED) and block.requested_bytes
+    ]
     if call_sites is not None and call_sites.is_on:
         names = call_sites.names_at(state.address, [block.address for block in live])
     else:
@@ -155,7 +112,7 @@ def _holders(state: DeviceState, blocks: list[HeapBlock], call_sites: CallSites 
     return f"Most is held: {told}. " if told else ""
 
 
-FULL_TABLES = {constants.FULL_STREAMS: "streams", constants.FULL_POOLS: "pools", constants.FULL_LIVE: "live blocks"}
+_FULL = {constants.FULL_STREAMS: "streams", constants.FULL_POOLS: "pools", constants.FULL_LIVE: "live blocks"}
 
 _ADVICE = {
     "streams": "it holds {most:,}, which all have memory: free what was allocated on streams that are done with",
@@ -172,8 +129,7 @@ _ADVICE = {
 }
 
 
-def full_table_text(state: "DeviceState", name: str, size_bytes: int) -> str:
-    """The sentence for a request of `size_bytes` that the table called `name` has no row for."""
+def full_table_text(state: DeviceState, name: str, size_bytes: int) -> str:
     most = {
         "streams": constants.MAX_STREAMS,
         "pools": state.record.heap.pools_used,
@@ -191,7 +147,13 @@ Evict = Callable[[int], int]
 
 
 class Eviction:
-    """Evicts what a program can do without from the memory of one device; before `begin`, nothing is evicted."""
+    """Evicts what a program can do without from the memory of one device; before `begin`, nothing is evicted.
+
+    Contract: who lets go is called with the lock of its device's memory held, and without that of the core: it may free
+    and copy, wait for streams and enter torch, but asks for no memory of the device. It is never called while a graph
+    is captured. What is allocated decides first, which is the same in each step that does the same, so that steps with
+    evictions can be planned. Where the device ran out before, by fragmentation, less may be allocated from then on.
+    """
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -210,11 +172,9 @@ class Eviction:
         self._state.triggers.above(0)
 
     def keep_cap(self, size_bytes: int) -> None:
-        """A request (bytes, rounded) is about to make more allocated than may be."""
         self._lets_go(self._state.record.total.allocated_bytes + size_bytes - self._most_bytes)
 
     def makes_room(self, size_bytes: int) -> bool:
-        """The device has no more for a request (bytes): have as much let go of; whether any was."""
         record = self._state.record
         if self._evict is not None and not self._is_busy:
             self._most_bytes = decisions.most_before_eviction(
@@ -253,7 +213,7 @@ class Shortage:
     """The segments that requests lack, on one device."""
 
     def __init__(self, arenas: Arenas, recording: Recording, status: Status) -> None:
-        self._arenas, self._memory, self._state = arenas, arenas.memory, arenas.state
+        self._memory, self._state = arenas.memory, arenas.state
         self._recording, self._status = recording, status
         self._lacks_arena = False
         self.eviction = Eviction(arenas.state)
@@ -266,7 +226,7 @@ class Shortage:
         state, memory = self._state, self._memory
         kind = state.heap.pool_kind(pool)
         if memory.source.paged:
-            if self._grow(pool, size_bytes):
+            if self._tries(partial(memory.paging.grow, pool, size_bytes), size_bytes):
                 return True
             if not memory.source.refusal:
                 return self._refuse(state.heap.full_table(), size_bytes)
@@ -275,37 +235,31 @@ class Shortage:
             wanted = tight_segment_bytes(size_bytes)
         if planned and kind == constants.GENERAL_KIND:
             wanted = least
-        if memory.take_segment(pool, wanted) or memory.take_segment(pool, least):
-            return True
-        while self._evicts(size_bytes):
-            if memory.take_segment(pool, least):
-                return True
-        if self._collects(size_bytes) and memory.take_segment(pool, least):
+        take_least = partial(memory.take_segment, pool, least)
+        if memory.take_segment(pool, wanted) or self._tries(take_least, size_bytes):
             return True
         full = state.heap.full_table()
         if full:
             memory.release_unused()  # segments without blocks take rows too
-            if memory.take_segment(pool, least):
+            if take_least():
                 return True
         return self._refuse(full, size_bytes)
 
+    def _tries(self, take: Callable[[], bool], size_bytes: int) -> bool:
+        if take():
+            return True
+        while self._evicts(size_bytes):  # before garbage is collected, which takes longer
+            if take():
+                return True
+        return self._collects(size_bytes) and take()
+
     def _refuse(self, full: str, size_bytes: int) -> bool:
-        """Say why a request is not served: a table is `full`, or (empty) there is no memory. False."""
         if full:
             self._state.set_out_of_memory_text(full_table_text(self._state, full, size_bytes))
         else:
             self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
             self._explain(size_bytes)
         return False
-
-    def _grow(self, pool: int, size_bytes: int) -> bool:
-        paging = self._memory.paging
-        if paging.grow(pool, size_bytes):
-            return True
-        while self._evicts(size_bytes):  # before garbage is collected, which takes longer
-            if paging.grow(pool, size_bytes):
-                return True
-        return self._collects(size_bytes) and paging.grow(pool, size_bytes)
 
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
@@ -330,24 +284,30 @@ class Shortage:
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
         if table:
-            self._state.set_out_of_memory_text(full_table_text(self._state, FULL_TABLES[table], size_bytes))
+            self._state.set_out_of_memory_text(full_table_text(self._state, _FULL[table], size_bytes))
         else:
             self._explain(size_bytes)
 
     def _explain(self, size_bytes: int) -> None:
-        device, source = self._memory.device, self._memory.source
-        free = max(0, source.free_bytes())
-        self._recording.refusals.note(free)
-        text = out_of_memory_text(
-            device,
-            self._state,
-            size_bytes,
-            free,
-            limit_bytes=source.limit_bytes,
-            by_pages=source.paged,
-            call_sites=self._recording.call_sites,
+        """Say who holds the memory that a request of this thread lacks."""
+        device, source, record = self._memory.device, self._memory.source, self._state.record
+        free, limit, arena = max(0, source.free_bytes()), source.limit_bytes, record.plan.arena_bytes
+        self._recording.note_refusal(free)
+        asked_by = this_call_site()
+        in_arena = f" ({human_bytes(arena)} of it the plan's arena)" if arena else ""
+        blocks = [block for segment in segments(self._state) for block in segment.blocks]
+        pieces = [block.size_bytes for block in blocks if block.state == constants.BLOCK_FREE]
+        text = (
+            f"CUDA out of memory. Tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
+            f"{f' at {asked_by}' if asked_by != UNKNOWN else ''}. stalloc: out of memory on device {device.index} "
+            f"({shown_with_memory(device.kind, device.name, device.total_bytes)}"
+            f"{f', limited to {human_bytes(limit)}' if limit else ''}). "
+            f"Allocated {human_bytes(record.total.allocated_bytes)}, "
+            f"reserved {human_bytes(record.statistics.reserved_bytes)}{in_arena}. "
+            f"{_why(size_bytes, free, pieces, PAGE_BYTES if source.paged else 1)} "
+            f"{_holders(self._state, blocks, self._recording.call_sites)}{_NEXT}"
+            f"{self.eviction.told(size_bytes)}"
         )
-        text += self.eviction.told(size_bytes)
         if self._memory.asleep_bytes:
             text += f" Of what is reserved, {human_bytes(self._memory.asleep_bytes)} are asleep, and not on the device."
         self._state.set_out_of_memory_text(text)

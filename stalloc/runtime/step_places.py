@@ -62,7 +62,6 @@ class StepPlaces:
         self.forget()
 
     def forget(self) -> None:
-        self._places: dict[int, bytes] = {}  # in one period of a cycle: requests from its begin -> the step's name
         self._positions: list[int] = []  # of marks in all periods of the cycle
         self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
         self._begins: list[int] = []  # where the schedules of all kinds begin, those of one turn after those of another
@@ -73,15 +72,11 @@ class StepPlaces:
         self._ahead: list[StepAhead] = []  # steps that were expected after the last mark
         self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its cycle begins
 
-    def follow_cycle(self, places: dict[int, bytes]) -> None:
-        """A cycle is followed: where steps begin in one of its periods, and their names."""
+    def follow_cycle(self, places: dict[int, bytes], cycle_length: int, period_requests: int) -> None:
         self.forget()
-        self._places = dict(sorted(places.items()))
-
-    def unroll(self, cycle_length: int, period_requests: int) -> None:
         turns = range(0, cycle_length, period_requests)
-        self._positions = [turn + place for turn in turns for place in self._places]
-        self._names = [*self._places.values()] * len(turns)
+        self._positions = [turn + place for turn in turns for place in sorted(places)]
+        self._names = [places[place] for place in sorted(places)] * len(turns)
 
     def follow_kinds(
         self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes], switches_buffers: Sequence[bool]
@@ -108,12 +103,8 @@ class StepPlaces:
             self._find_position(record.follow.cycle_start, record.follow.cycle_end, record.follow.cursor)
         else:
             self._seen = [*self._seen, record.follow.cursor - record.follow.cycle_start][-_REMEMBERED:]
-        self._since = (
-            record.follow.cursor,
-            record.follow.history_count,
-            record.iterations.misses,
-            record.follow.cycle_start,
-        )
+        follow = record.follow
+        self._since = follow.cursor, follow.history_count, record.iterations.misses, follow.cycle_start
 
     def expected_after(self, cycle_start: int) -> tuple[int, int]:
         """The schedule [begin, end) of the step that is expected after the one whose schedule begins there."""
@@ -136,11 +127,8 @@ class StepPlaces:
     def _kinds_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
         order, schedule = self._order.copy(), bisect.bisect_right(self._begins, self._since[3]) - 1
         while True:
-            begin, length, kind = (
-                self._begins[schedule],
-                self._ends[schedule] - self._begins[schedule],
-                schedule % len(self._names),
-            )
+            begin, kind = self._begins[schedule], schedule % len(self._names)
+            length = self._ends[schedule] - begin
             schedule = order.after(kind)
             following = self._begins[schedule], self._ends[schedule], self._begins[schedule]
             yield StepAhead(begin, length, following), self._names[kind]
@@ -193,10 +181,8 @@ class StepPlaces:
             return None
         if self._begins:
             schedule = bisect.bisect_right(self._begins, record.follow.cycle_start) - 1
-            is_whole = (
-                record.follow.cursor == self._begins[schedule]
-                and num_followed == self._ends[schedule] - self._begins[schedule]
-            )
+            begin, end = self._begins[schedule], self._ends[schedule]
+            is_whole = record.follow.cursor == begin and num_followed == end - begin
             return self._names[schedule % len(self._names)] if is_whole else None
         if not self._positions or cursor != cycle_start + self._positions[self._current]:
             return None

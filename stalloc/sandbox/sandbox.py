@@ -181,7 +181,7 @@ class Sandbox:
 
 
 def _compiled_folders() -> list[Path]:
-    """Where a checkout of stalloc keeps compiled code (kept_code.py), which would be compiled anew by each run."""
+    """Where a checkout of stalloc keeps compiled code (compiled.py), which would be compiled anew by each run."""
     ours = Path(stalloc.__file__).resolve().parent
     if private.is_installed(ours):
         return []

@@ -22,9 +22,9 @@ from stalloc.analysis.error_search import find_errors
 from stalloc.device import VirtualGPU
 from stalloc.errors import SetupError
 from stalloc.forked_child import ForkedChild, first_ended
-from stalloc.patient_threads import patient_threads
 from stalloc.sandbox import ProgramFiles
 from stalloc.sizing.run_work import HISTORY, RESULT, RanOut, RunWork, perform
+from stalloc.threads import patient_threads
 from stalloc.trace import Trace
 
 _LIBRARIES = ("torch", "cupy")
