@@ -4,84 +4,30 @@ Importing this package imports neither torch nor cupy nor numba: each name below
 For pytest: PYTEST_DONT_REWRITE, since a program under stalloc has imported it before pytest could.
 """
 
-from stalloc.errors import (
-    BadInputError,
-    CorruptionError,
-    DiskError,
-    GraphMemoryError,
-    OffloadError,
-    PlanError,
-    RecomputeError,
-    SetupError,
-    StallocError,
-    StreamError,
-)
 from stalloc.lazy import loaded_on_use
 
 __version__ = "0.2.0.dev0"
 
-_MODULES = {
-    "Trace": ".trace",
-    "load_traces": ".trace",
-    "save_traces": ".trace",
-    "Plan": ".planner",
-    "load_plans": ".planner",
-    "save_plans": ".planner",
-    "plan": ".planner",
-    "plan_joint": ".planner",
-    "replan": ".planner",
-    "validate": ".planner",
-    "install": ".integrations",
-    "uninstall": ".integrations",
-    "scope": ".integrations",
-    "exclusive_graphs": ".integrations.graph_pools",
-    "borrow_graph_memory": ".integrations.graph_pools",
-    "sleep": ".integrations.sleep_and_wake",
-    "tag": ".integrations.sleep_and_wake",
-    "wake": ".integrations.sleep_and_wake",
-    "mem_pool": ".integrations",
-    "step": ".integrations",
-    "statistics": ".integrations",
-    "flight_recorder": ".integrations",
-    "alloc_conf": ".integrations",
-    "watch": ".integrations.memory_figures",
-    "memory_scalars": ".integrations.memory_figures",
-    "load_ipython_extension": ".integrations.notebook",
-    "adopt": ".compaction",
-    "allow_compaction": ".compaction",
-    "compact": ".compaction",
-    "compact_when_full": ".compaction",
-    "contiguous_buffers": ".compaction",
-    "checkpoint": ".techniques",
-    "SharedLink": ".techniques",
-    "offload_activations": ".techniques",
-    "chunked_cross_entropy": ".techniques",
-    "page_optimizer": ".techniques",
-    "commit": ".techniques",
-    "committed": ".techniques",
-    "stream_layers": ".techniques",
-    "cache_experts": ".techniques",
-    "report": ".writers.reporting",
-    "budget": ".fitting",
-    "cap": ".fitting",
-    "fit": ".fitting",
-    "sweep": ".sizing.sweep",
+_NAMES = {
+    ".errors": "BadInputError CorruptionError DiskError GraphMemoryError OffloadError PlanError RecomputeError "
+    "SetupError StallocError StreamError",
+    ".trace": "Trace load_traces save_traces",
+    ".planner": "Plan load_plans save_plans plan plan_joint replan validate",
+    ".integrations": "install uninstall scope mem_pool step statistics flight_recorder alloc_conf",
+    ".integrations.graph_pools": "exclusive_graphs borrow_graph_memory",
+    ".integrations.sleep_and_wake": "sleep tag wake",
+    ".integrations.memory_figures": "watch memory_scalars",
+    ".integrations.notebook": "load_ipython_extension",
+    ".compaction": "adopt allow_compaction compact compact_when_full contiguous_buffers",
+    ".techniques": "checkpoint SharedLink offload_activations chunked_cross_entropy page_optimizer commit committed "
+    "stream_layers cache_experts",
+    ".writers.reporting": "report",
+    ".fitting": "budget cap fit",
+    ".sizing.sweep": "sweep",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "BadInputError",
-    "CorruptionError",
-    "DiskError",
-    "GraphMemoryError",
-    "OffloadError",
-    "PlanError",
-    "RecomputeError",
-    "SetupError",
-    "StallocError",
-    "StreamError",
-    "__version__",
-    *_MODULES,
-]
+__all__ = ["__version__", *_MODULES]
 
 __getattr__ = loaded_on_use(__name__, _MODULES)
 

@@ -47,7 +47,6 @@ def conf_in_force(
 
 
 def conf_text(settings: Mapping[str, str]) -> str:
-    """The settings as the variable has them."""
     return ",".join(f"{name}:{value}" for name, value in settings.items())
 
 
@@ -138,7 +137,6 @@ def parse_settings(text: str) -> TorchSettings:
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """Key and value of each pair; commas and colons within brackets belong to the value."""
     pairs = []
     for part in _split(text.removesuffix(",")) if text else ():
         match = _PAIR.fullmatch(part)

@@ -49,7 +49,6 @@ def _remembering_operators() -> Iterator[None]:
 
 
 def _remembered(func: Any, context: Any, args: Any, kws: Any) -> Any:
-    """What `types.Function.get_call_type` gives."""
     if kws:
         return types.BaseFunction.get_call_type(func, context, args, kws)
     key = context, func, tuple(args)
@@ -103,7 +102,6 @@ class _Part(JITCodeLibrary):
 
 
 def _with_parts(libraries: list[Any]) -> dict[Any, None]:
-    """Libraries and all that their parts call, each once."""
     found: dict[Any, None] = {}
     rest = list(reversed(libraries))
     while rest:
@@ -189,7 +187,6 @@ class _Passes(PassManager):
     """Passes that run one after the other, and nothing in between."""
 
     def run(self, state: Any) -> None:
-        """Run all of them."""
         with fewer_collections(), _remembering_operators():
             for one in self.passes:
                 run_pass = _pass_registry.get(one[0]).pass_inst
@@ -221,7 +218,6 @@ class PartCompiler(CompilerBase):
     """Compiles what only compiled code calls, up to where machine code would be made."""
 
     def define_pipelines(self) -> list[Any]:
-        """The passes."""
         return [_passes(True)]
 
 
@@ -229,5 +225,4 @@ class WholeCompiler(CompilerBase):
     """Compiles what is called from outside."""
 
     def define_pipelines(self) -> list[Any]:
-        """The passes."""
         return [_passes(False)]

@@ -11,7 +11,6 @@ from stalloc.sizes import GIB, MIB
 
 
 def human_bytes(num_bytes: int) -> str:
-    """Bytes for people: GiB and MiB with two decimals, below that bytes."""
     if abs(num_bytes) >= GIB:
         return f"{num_bytes / GIB:.2f} GiB"
     if abs(num_bytes) >= MIB // 10:
@@ -20,7 +19,6 @@ def human_bytes(num_bytes: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Seconds for people: s with two decimals, ms and us."""
     if seconds >= 1 or not seconds:
         return f"{seconds:.2f} s" if seconds else "0 s"
     if seconds >= 1e-3:
@@ -36,12 +34,10 @@ def fragmentation(allocated_peak_bytes: int, reserved_peak_bytes: int) -> float:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 segment`, `1,234 segments`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """A small table for a notebook; what it is given may hold anything."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>"
         for label, text in rows

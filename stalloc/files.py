@@ -57,7 +57,6 @@ def write_whole(
     error: type[StallocError] = BadInputError,
     private: bool = False,
 ) -> None:
-    """Write bytes, or text as UTF-8, to a file; arguments and errors as in `whole`."""
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     with whole(path, advice, error=error, private=private) as file:
         file.write(data)
@@ -137,7 +136,6 @@ def _is_replaced(place: Path) -> bool:
 
 
 def _make_scratch(place: Path, mode: int) -> tuple[str, int]:
-    """A new file beside `place`: its name and its descriptor."""
     name = os.path.join(place.parent, SCRATCH_PATTERN.replace("*", os.urandom(8).hex()))
     return name, os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 

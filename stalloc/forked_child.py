@@ -49,7 +49,6 @@ class ForkedChild:
         self._watched = os.pidfd_open(self._pid)
 
     def fileno(self) -> int:
-        """Readable once the child has ended."""
         return self._watched
 
     def starved_seconds(self) -> float:
@@ -61,7 +60,6 @@ class ForkedChild:
         return 1e-9 * waited
 
     def end(self) -> None:
-        """Kill it if it is there still."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -75,13 +73,11 @@ class ForkedChild:
         os.close(self._watched)
 
     def check_room(self) -> None:
-        """End it if what it has written takes too much room."""
         if self._sandbox is not None and not self.overrun and (overrun := self._sandbox.overrun()):
             self.overrun = overrun
             os.kill(self._pid, signal.SIGKILL)
 
     def output(self) -> str:
-        """What it has printed, on both streams."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
         return ""
@@ -98,7 +94,6 @@ class ForkedChild:
 
 
 def first_ended(children: Sequence[ForkedChild], limit_seconds: float | None = None) -> list[ForkedChild]:
-    """Wait until one has ended, and return all that have; none if the time is over."""
     until = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
     while True:
         left = max(0.0, min(until - time.monotonic(), _WATCH_SECONDS))

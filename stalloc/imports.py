@@ -1,13 +1,36 @@
-"""Do something right before or after a module is imported, without importing it."""
+"""Do something right before or after a module is imported, without importing it, or at the first use of CUDA.
+
+Contract of the first use: what `stalloc run` starts then is started once, by whoever comes first: the program, where it
+uses CUDA, or a call of stalloc's that needs the runtime. Until then no driver is asked for anything, so the environment
+is the program's to set.
+"""
 
 import sys
 from collections.abc import Callable, Collection
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # both are loaded at every start of Python under STALLOC=1, which typing and importlib.abc hold up
+if TYPE_CHECKING:  # typing and importlib.abc would hold up every start of Python under STALLOC=1
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
+
+_awaited: list[Callable[[], object]] = []  # one, or none
+
+
+def await_use(start: Callable[[], object]) -> None:
+    _awaited[:] = [start]
+
+
+def is_use_awaited() -> bool:
+    return bool(_awaited)
+
+
+def begin_use() -> bool:
+    """It is needed now: start it, if it is awaited; whether it was."""
+    start = _awaited.pop() if _awaited else None
+    if start is not None:
+        start()
+    return start is not None
 
 
 class _Loader:
@@ -18,9 +41,7 @@ class _Loader:
         self._action = action
 
     def __getattr__(self, name: str) -> "Any":
-        return getattr(
-            self._loader, name
-        )  # whoever asks before the import, such as for the source, asks the module's own
+        return getattr(self._loader, name)  # whoever asks for the source, say, asks the module's own
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         return self._loader.create_module(spec)

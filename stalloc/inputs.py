@@ -1,23 +1,72 @@
 """Files that a user names: opened in one place, so that no name makes a verb wait for ever or fill the memory.
 
 Contract: what is read is a regular file, standard input where the name is `-` or /dev/stdin, or a file on another
-machine where the name has a scheme (`remote.py`). Directories, named pipes, devices and sockets are refused in one
-sentence before anything is read from them, whatever takes the place of the name meanwhile; more than
-`memory_limit_bytes` is refused as well.
+machine where the name has a scheme that fsspec knows (s3://, gs://, https:// and others), which is imported only then,
+and asked for nothing but what the name says. Directories, named pipes, devices and sockets are refused in one sentence
+before anything is read from them, whatever takes the place of the name meanwhile; more than `memory_limit_bytes` is
+refused as well.
 """
 
 import functools
 import io
 import os
+import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from stalloc.errors import BadInputError
-from stalloc.remote import is_remote, read_remote
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_remote(name: str) -> bool:
+    return _SCHEME.match(name) is not None
+
+
+def read_remote(name: str, read: Callable[[BinaryIO], bytes]) -> bytes:
+    """What `read` makes of the open file. Raises BadInputError saying what is missing, or why it cannot be read."""
+    with _asking(name):
+        import fsspec
+
+        with fsspec.open(name, "rb") as file:
+            content = read(file)
+    return content
+
+
+def matching(pattern: str) -> list[str]:
+    """The names that match a pattern with a scheme, in no order."""
+    names: list[str] = []
+    with _asking(pattern):
+        import fsspec
+
+        files, path = fsspec.core.url_to_fs(pattern)
+        names += [files.unstrip_protocol(found) for found in files.glob(path)]
+    return names
+
+
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except BadInputError:
+        raise
+    except ImportError as error:
+        raise BadInputError(
+            f"{name} needs a package that is not installed ({error}): pip install 'stalloc[remote]', and what its "
+            "scheme needs, such as s3fs for s3:// and gcsfs for gs://."
+        ) from error
+    except FileNotFoundError as error:
+        raise BadInputError(f"{name} does not exist: check the name.") from error
+    except Exception as error:  # whatever a driver of another project raises
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise BadInputError(
+            f"cannot read {name}: {type(error).__name__}: {said}: check the name and your rights."
+        ) from error
+
 
 MAX_BYTES = 8 << 30
 _STANDARD_INPUT = ("-", "/dev/stdin")
@@ -34,23 +83,18 @@ _KINDS = (
 class SupportsRead(Protocol):
     """Anything that bytes are read from."""
 
-    def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes, none at the end."""
-        ...
+    def read(self, size: int, /) -> bytes: ...
 
 
 def memory_limit_bytes() -> int:
-    """What the contents of one file may take: a quarter of the machine's memory, at most MAX_BYTES."""
     return min(MAX_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
 
 
 def is_standard_input(name: str | os.PathLike[str]) -> bool:
-    """Whether a name asks for standard input."""
     return os.fspath(name) in _STANDARD_INPUT
 
 
 def shown_name(name: str | os.PathLike[str]) -> Path:
-    """What sentences and results call the file."""
     return Path("standard input") if is_standard_input(name) else Path(name)
 
 

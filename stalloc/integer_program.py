@@ -24,7 +24,6 @@ class IntegerProgram:
         self._rows: list[tuple[Terms, float, float]] = []
 
     def variable(self, cost: float, *, is_integer: bool = True, lowest: float = 0.0, highest: float = 1.0) -> int:
-        """A new variable, by its number."""
         self._columns.append((cost, is_integer, lowest, highest))
         return len(self._columns) - 1
 
@@ -55,7 +54,6 @@ class IntegerProgram:
 
 
 def find_solver() -> Any:
-    """SciPy's optimize. Raises SetupError where it is not installed."""
     try:
         return importlib.import_module("scipy.optimize")
     except ImportError as error:

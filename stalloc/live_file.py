@@ -70,7 +70,6 @@ class LiveFile:
         self._map[: _HEAD.size] = _HEAD.pack(_MAGIC, self._counter, len(text))
 
     def remove(self) -> None:
-        """Show nothing any more."""
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -113,8 +112,6 @@ def running_programs() -> list[int]:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)  # signal 0 is none: it only asks whether the process is there
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -11,7 +11,6 @@ from stalloc.printable import MAX_SENTENCE, encodable, printable
 
 
 def say(sentence: str) -> None:
-    """Print `stalloc: SENTENCE`; what cannot be printed is shown escaped."""
     if sys.stderr is None:
         return  # print would turn to standard output
     import contextlib  # not above: this module is loaded at every start of Python under STALLOC=1

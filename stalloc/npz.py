@@ -67,7 +67,6 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """Every column, in the order of the file."""
         return list(self._entries)
 
     def __contains__(self, name: str) -> bool:
@@ -95,7 +94,6 @@ class Columns:
 
 
 def _header(name: str, member: Any, member_bytes: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of a column, held against the size of its member."""
     version = np.lib.format.read_magic(member)
     if version != (1, 0):  # later ones are for longer headers, which columns do not have
         raise ValueError(f"{name[:40]} has the array format {version}")

@@ -29,7 +29,6 @@ _OLD_SECONDS = 24 * 3600.0
 
 
 def is_installed(sources: Path) -> bool:
-    """Whether a folder of sources is one that a package manager made, and removes."""
     return any(part.endswith("-packages") for part in sources.parts)
 
 
@@ -88,7 +87,6 @@ def _walk(path: Path, advice: str, mode: int | None) -> Path:
 
 
 def _check(path: Path, here: Path, status: os.stat_result, advice: str, *, is_last: bool) -> None:
-    """Raise SetupError unless a part of a path is out of everybody else's reach."""
     passable = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and not is_last
     reason, remedy = _weakness(here, status, passable=bool(passable))
     if reason:
@@ -108,7 +106,6 @@ def _weakness(here: Path, status: os.stat_result, *, passable: bool = False) -> 
 
 
 def _root_here() -> int:
-    """What root's files seem to belong to: in a user namespace of ours, whose maker has looked at them, to nobody."""
     if os.environ.get(SANDBOX_VARIABLE):
         with contextlib.suppress(OSError, ValueError):
             if Path("/proc/self/uid_map").read_text(encoding="ascii").split()[0] != "0":

@@ -13,7 +13,7 @@ from functools import cache
 from os.path import basename, curdir, dirname, isdir, isfile, join, relpath, sep
 
 _HERE = dirname(__file__)
-_MAKERS = [join(_HERE, name) for name in ("compiled.py", "compiler.py", "kept_code.py")]
+_MAKERS = [join(_HERE, name) for name in ("compiled.py", "compiler.py")]
 _IMPORT = re.compile(rb"^(?:from +([\w.]+) +import +(\([^)]*\)|.*)|import +(.*))", re.MULTILINE)
 _NAME = re.compile(rb"[\w.]+")
 _is_file, _is_folder = cache(isfile), cache(isdir)  # many files import the same ones
@@ -29,7 +29,6 @@ def stamp_of(source: str) -> str:
 
 
 def sources_of(source: str) -> list[str]:
-    """The file, the files that its imports lead to, and those that make compiled code, in order."""
     found, rest = {source, *_MAKERS}, [source]
     while rest:
         for path in _read(rest.pop())[1]:
@@ -41,7 +40,6 @@ def sources_of(source: str) -> list[str]:
 
 @cache
 def _read(source: str) -> tuple[bytes, list[str]]:
-    """A digest of a file's content, and the files that it imports."""
     with open(source, "rb") as file:
         content = file.read()
     imported = []
@@ -74,7 +72,6 @@ def _files(source: str, module: str, names: list[bytes]) -> list[str]:
 
 @cache
 def _root(folder: str) -> str:
-    """The folder that a package lies in; a folder without packages is its own."""
     while _is_file(join(folder, "__init__.py")):
         folder = dirname(folder)
     return folder

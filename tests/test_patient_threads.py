@@ -10,7 +10,7 @@ import pytest
 
 LOAD = """
 import ctypes, os, sys
-from stalloc.patient_threads import patient_threads
+from stalloc.threads import patient_threads
 with patient_threads():
     ctypes.CDLL(sys.argv[1])
 print("left", os.environ.get("OMP_WAIT_POLICY"))

@@ -117,7 +117,7 @@ def test_a_thread_is_stopped_in_silence_where_exceptions_can_only_be_reported(ru
     done = run_fresh(
         """
 import threading
-from stalloc.runtime.threads import start_thread
+from stalloc.threads import start_thread
 class Slow:
     def __del__(self):
         entered.set()
@@ -167,7 +167,7 @@ planners.append(plan_for_ever)
 def test_a_thread_that_compiles_is_stopped_once_it_has_compiled(run_fresh: Any) -> None:
     """Not in the middle: LLVM's text was given back twice where it came between giving it back and a note of that."""
     work = """
-from stalloc.held_signals import uninterrupted
+from stalloc.threads import uninterrupted
 def compile():
     entered.set()
     end = time.monotonic() + 0.4

@@ -5,8 +5,8 @@ import numpy as np
 from stalloc.core.constants import ACTION_ALLOC as ALLOC
 from stalloc.core.constants import ACTION_FREE_COMPLETED as FREE
 from stalloc.core.constants import ACTION_SEGMENT_MAP as MAP
+from stalloc.runtime.captures import Requests, last_run
 from stalloc.runtime.decisions import is_planned_for_capture
-from stalloc.runtime.warm_ups import Requests, last_run
 
 
 def run_of(*events: tuple[int, int, int]) -> list[tuple[int, int, int]]:

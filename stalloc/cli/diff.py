@@ -55,8 +55,8 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.guard.growth_limit import GrowthLimit, growth_limit
 from stalloc.printable import printable
-from stalloc.torch_release import other_release
 from stalloc.trace import Trace, load_traces
+from stalloc.version import other_release
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

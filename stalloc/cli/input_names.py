@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from stalloc.errors import BadInputError
-from stalloc.remote import is_remote, matching
+from stalloc.inputs import is_remote, matching
 
 _NUMBER = re.compile(r"(\d+)")
 

@@ -46,8 +46,8 @@ from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.files import check_writable
-from stalloc.torch_release import known_release
 from stalloc.trace import Trace
+from stalloc.version import known_release
 
 if TYPE_CHECKING:
     from stalloc.integrations.convolutions import SeenConvolutions

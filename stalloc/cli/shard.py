@@ -44,7 +44,7 @@ from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds
-from stalloc.patient_threads import patient_threads
+from stalloc.threads import patient_threads
 
 EXPORTS = ("fsdp2", "deepspeed", "accelerate", "torchtitan")
 _MOST_RANKS, _FORMULA_BYTES = 1 << 14, 16  # of a parameter in mixed precision with Adam (ZeRO, section 3.1)

@@ -18,7 +18,7 @@ from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
 from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, whole_pages
 
-_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
+_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/shortage.py)
 _MAX_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
 _MAX_BOUNCE_BYTES = 32 << 20
 _ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding

@@ -8,13 +8,14 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator
 
-from stalloc import first_use
 from stalloc.errors import SetupError
 from stalloc.imports import after_import
 from stalloc.integrations.installation import current, installation
+from stalloc.imports import after_import, begin_use, is_use_awaited
+from stalloc.integrations.installation import installation
 from stalloc.notices import say
 from stalloc.printable import printable
-from stalloc.torch_release import other_release, release_installed
+from stalloc.version import other_release, release_installed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # each would hold up every start of Python under STALLOC=1
@@ -51,7 +52,7 @@ def install(
     Raises SetupError (no device, no CuPy, torch has used CUDA already), BadInputError (no such plan file),
     PlanError (the plan does not fit).
     """
-    if first_use.begin() and (runtime := current()) is not None:
+    if begin_use() and (runtime := current()) is not None:
         return runtime  # as whoever started the program wants it
     runtime = current()
     if runtime is not None and installation.is_on:
@@ -152,7 +153,7 @@ def scope(*, device: "DeviceChoice" = "auto", gpu: "VirtualGPU | None" = None) -
 
     Raises SetupError if there is no device or no CuPy.
     """
-    outermost = installation.num_scopes == 0 and not installation.is_on and not first_use.is_awaited()
+    outermost = installation.num_scopes == 0 and not installation.is_on and not is_use_awaited()
     installation.num_scopes += 1
     try:
         torch = sys.modules.get("torch")
@@ -182,7 +183,7 @@ def _optimizer_stepped(devices: Collection[int]) -> None:
 def statistics() -> "list[Report]":
     """What the run was like so far, one report for each device that was used."""
     runtime = current()
-    if runtime is None and first_use.is_awaited():
+    if runtime is None and is_use_awaited():
         return []
     if runtime is None:
         raise SetupError("stalloc is not installed in this process: call stalloc.install() first.")

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from stalloc.errors import BadInputError, StallocError
 from stalloc.imports import after_import, before_import
 from stalloc.integrations.installation import current, installation
+from stalloc.imports import after_import, await_use, before_import
+from stalloc.integrations.installation import installation
 from stalloc.notices import say
 
 TYPE_CHECKING = False
@@ -224,7 +226,7 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
 
     An error of stalloc's ends the program, and is in the list that is returned.
     """
-    from stalloc import device, first_use
+    from stalloc import device
 
     device.check_cupy()
     errors: list[StallocError] = []
@@ -238,7 +240,7 @@ def start_at_first_use(start: "Callable[[bool, bool], object]") -> list[StallocE
             raise SystemExit(2) from None
 
     at_first_use(start_or_end)
-    first_use.await_use(start_now)
+    await_use(start_now)
     return errors
 
 

@@ -29,6 +29,7 @@ from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
 from stalloc.runtime.captures import Captures
 from stalloc.runtime.entries import persistent_entry
+from stalloc.runtime.interruptions import persistent_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
 _LOOK_EVERY = 64  # steps, after which the devices of an optimizer's parameters are looked up again

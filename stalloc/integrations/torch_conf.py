@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.allocator_conf import conf_in_force, conf_text, parse_settings, variables_read
 from stalloc.errors import BadInputError, SetupError
-from stalloc.torch_release import release_installed
+from stalloc.version import release_installed
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime

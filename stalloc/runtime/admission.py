@@ -90,7 +90,6 @@ def _judged(plan: Plan) -> Verdict:
 
 
 def _name_of(plan: Plan) -> bytes:
-    """A digest of all that is judged, but the peak."""
     digest = hashlib.sha256()
     columns: dict[int, str] = {}
     for one in dataclasses.fields(plan):
@@ -106,7 +105,6 @@ def _name_of(plan: Plan) -> bytes:
 
 
 def _check_servable(plan: Plan) -> None:
-    """What the runtime asks of a plan beside being valid. Raises PlanError."""
     if plan.kind != "program":
         raise PlanError(
             f"the plan for device {plan.device} lays out one recording and cannot be run: "

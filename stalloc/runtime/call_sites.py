@@ -36,7 +36,7 @@ class CallSites:
         """`malloc`: the address of what serves; `max_calls`: that are known, a power of two."""
         self._malloc, self._max_calls = malloc, max_calls
         self._sited = 0  # the address of the same with stacks, once it is made
-        self._is_on = False
+        self.is_on = False
         self._plain = malloc  # what serves while nothing is noted
         self._refusing = 0  # what answers instead, 0: nothing does
         self._word = ctypes.c_int64(malloc)
@@ -50,18 +50,11 @@ class CallSites:
 
     @property
     def malloc_word(self) -> int:
-        """The address of the word that holds the malloc's address."""
         return ctypes.addressof(self._word)
 
     @property
     def malloc(self) -> int:
-        """The address of the malloc that serves now."""
         return self._word.value
-
-    @property
-    def is_on(self) -> bool:
-        """Whether requests are noted."""
-        return self._is_on
 
     @property
     def num_calls(self) -> int:
@@ -69,18 +62,16 @@ class CallSites:
         return self._num_calls.value
 
     def begin(self) -> None:
-        """Note stacks from here on."""
         if not self._sited:
             self._calls = np.zeros((self._max_calls, 4), np.int64)  # takes memory as far as it is written
             self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
             self._sited = sited_malloc(self._malloc, self._table, self._calls, self._num_calls, self._enter)
             atexit.register(self.end)  # no thread is to wait for Python when it ends
-        self._is_on = True
+        self.is_on = True
         self._serve()
 
     def end(self) -> None:
-        """Note no more."""
-        self._is_on = False
+        self.is_on = False
         self._serve()
 
     def stand_in(self, malloc: int) -> None:
@@ -94,7 +85,7 @@ class CallSites:
         self._serve()
 
     def _serve(self) -> None:
-        self._word.value = self._refusing or (self._sited if self._is_on else self._plain)
+        self._word.value = self._refusing or (self._sited if self.is_on else self._plain)
 
     def _enter(self, key: int, *_: int) -> int:
         """The number, from 1 on, of the stack from which this is called, by its hash; 0 if there is no room for it."""
@@ -115,7 +106,6 @@ class CallSites:
         return len(self._stacks)
 
     def _noted(self, state: int, first_call: int) -> Column:
-        """(k, 4) what was noted of a device since a call."""
         end, room = self.num_calls, len(self._calls)
         if end <= room:
             rows = self._calls[first_call:end]
@@ -158,7 +148,6 @@ class CallSites:
         return collector.columns(number[site], number[event_stack])
 
     def stacks_at(self, state: int, addresses: Sequence[int]) -> list[Stack]:
-        """The stacks of what lives at these addresses of a device, each as torch writes them; empty: not known."""
         number = self._numbers_at(state)
         return [self._stacks[number[at] - 1] if number.get(at) else [] for at in addresses]
 
@@ -173,11 +162,9 @@ class CallSites:
 
     @property
     def is_look_due(self) -> bool:
-        """Whether it is time for `keep_live`, so that nothing is lost of what lives."""
         return self.is_on and self.num_calls - self._kept_at > self._max_calls // 4
 
     def keep_live(self, live: Mapping[int, Sequence[int]]) -> None:
-        """Keep who has asked for what lives now, given the addresses by state, before the ring loses it."""
         calls, kept = self.num_calls, {}
         for state, addresses in live.items():
             number = self._numbers_at(state)
@@ -185,17 +172,13 @@ class CallSites:
         self._kept, self._kept_at = kept, calls
 
     def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
-        """The names of the call sites that asked for what lives at these addresses of a device."""
-        names: dict[int, str] = {}
         stacks = self.stacks_at(state, addresses)
-        for stack in stacks:
-            if id(stack) not in names:
-                names[id(stack)] = site_name([Frame(**frame) for frame in stack])
+        distinct = {id(stack): stack for stack in stacks}
+        names = {key: site_name([Frame(**frame) for frame in stack]) for key, stack in distinct.items()}
         return [names[id(stack)] for stack in stacks]
 
 
 def this_call_site() -> str:
-    """The line of the program that this thread is in."""
     return site_name([Frame(code.co_filename, line, code.co_name) for code, line in _stack(sys._getframe(1))])
 
 

@@ -9,7 +9,6 @@ or would hold far more than the program needs without it, leaves what served bef
 """
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stalloc.core import constants
@@ -20,27 +19,18 @@ from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
-from stalloc.runtime.arenas import Arenas
-from stalloc.runtime.bypass import Bypass
+from stalloc.runtime.arenas import Arenas, PersistentPhase, Tidying
+from stalloc.runtime.bypass import Bypass, FullDevice
 from stalloc.runtime.captures import Captures
-from stalloc.runtime.cpu_budget import CpuBudget
-from stalloc.runtime.eviction import Evict
-from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.interruptions import is_interruption, is_passing
-from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.persistent_phase import PersistentPhase
-from stalloc.runtime.plan_validation import PlanValidation
 from stalloc.runtime.planning_job import NextPlan, PlanJob
-from stalloc.runtime.record_search import Found, RecordSearch
+from stalloc.runtime.record_search import Found, PlanValidation, RecordSearch
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.runtime_settings import Observed, Phase, Settings
-from stalloc.runtime.shortage import Shortage
+from stalloc.runtime.runtime_settings import CpuBudget, Observed, Phase, Settings, Status
+from stalloc.runtime.shortage import Evict, Shortage
 from stalloc.runtime.sources import Source
-from stalloc.runtime.status import Status
-from stalloc.runtime.steady_marks import SteadyMarks
-from stalloc.runtime.steps import Steps
-from stalloc.runtime.tidying import Tidying
+from stalloc.runtime.steps import SteadyMarks, Steps
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
@@ -51,15 +41,6 @@ if TYPE_CHECKING:
     from stalloc.poison.poison import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a plan was not put in force."""
-
-    note: str
-    lacks_room: bool = False  #: the arena does not fit
-    for_now: bool = False  #: there may be room at a later boundary
 
 
 class Controller:
@@ -92,12 +73,10 @@ class Controller:
         self._validation = PlanValidation(self.status, self.state, self.recording)
         self._next_plan = NextPlan(self.status, self.state, self.recording, planner)
         self._bypass = Bypass(self.status, self.arenas, self.recording)
-        self._separate: Schedule | None = (
-            None  # of the plan in force, if it keeps streams apart that could share memory
-        )
-        self._began = time.monotonic()
+        # of the plan in force, if it keeps streams apart that could share memory
+        self._separate: Schedule | None = None
         told = self.status.cpu_budget, self.memory.paging.allowance, self.full_device, self._bypass
-        self.steady = SteadyMarks(self.memory, self.recording, self.steps, told)
+        self.steady = SteadyMarks(self.memory, self.recording, self.steps, [part.skip for part in told])
         self.observe()
 
     # --- what the core asks for
@@ -133,7 +112,7 @@ class Controller:
                     self._look()
             elif reason == constants.OVER_CAP:
                 if not self.memory.is_capturing:
-                    self.memory.eviction.keep_cap(argument)
+                    self.shortage.eviction.keep_cap(argument)
             elif reason == constants.STALE:
                 self._doubt_plan()
             elif reason == constants.NEED_EVENTS:
@@ -163,7 +142,6 @@ class Controller:
         return served
 
     def _rest_if_refused(self) -> None:
-        """Follow no plan once the driver gives no pages any more: an arena would have none."""
         refusal = self.memory.source.refusal
         if refusal and self.status.phase is not Phase.RESTING:
             self.rest(f"the driver refused memory by pages: {refusal}")
@@ -214,12 +192,10 @@ class Controller:
         self.state.record.policy.expects_marks = expects
 
     def mark(self, kind: int, name: str) -> None:
-        """Note a mark of the program (trace.MARK_STEP, …)."""
         if kind != MARK_STEP or not self.steady.ends_step(name):
             self.hear_mark(kind, name)
 
     def hear_mark(self, kind: int, name: str) -> None:
-        """Note a mark that ends no steady step; at the mark of any other step, look for a plan."""
         with self.lock, self.memory.serving():
             self.steady.end()
             if kind != MARK_STEP:
@@ -229,7 +205,7 @@ class Controller:
             self._note_step()
             self.recording.note_mark(kind, name)
             try:
-                self._heed(self._end_step())
+                self._end_step()
                 self._bypass.end()
                 self._follow_cycle()
             except Exception as error:  # whatever it is, the program must not see it: it only marked a step
@@ -257,15 +233,9 @@ class Controller:
                 self.steps.forget()
                 self._next_plan.forget()
                 self.status.phase = Phase.OBSERVING
-        if self._is_planned and (note := self._why_plan_goes(is_first=is_first)):
-            self._drop_plan(note)
-
-    def _why_plan_goes(self, *, is_first: bool) -> str | None:
-        """At a mark: why the plan in force goes; None: it stays. `is_first`: it was found before there were marks."""
-        record = self.state.record
-        if is_first and decisions.misses_much(record.iterations.misses, record.follow.hits):
-            return "the first plan did not follow the steps that are marked now"
-        return None
+        misses, hits = self.state.record.iterations.misses, self.state.record.follow.hits
+        if self._is_planned and is_first and decisions.misses_much(misses, hits):
+            self._drop_plan("the first plan did not follow the steps that are marked now")
 
     def expect_persistent(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
@@ -296,7 +266,6 @@ class Controller:
             self.recording.end(self.status.settings)
 
     def watch_anew(self) -> None:
-        """Watch from here on, whatever there was before."""
         with self.lock:
             self.steady.end()
             self.status.note = ""
@@ -320,7 +289,7 @@ class Controller:
         self.status.phase = Phase.OBSERVING
         self._next_plan.forget()
         self._search.begin()
-        self._tidying.settled = False
+        self.status.is_settled = False
         if anew:
             self.recording.begin(persistent=self.persistent.begin(watching=self.status.settings.plan))
         else:
@@ -332,13 +301,11 @@ class Controller:
         self._next_plan.make(job, cursor, is_sure=is_sure)
 
     def _follow_recorded(self, trace: "Trace", job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
-        """Follow a cycle that was found in `trace`, which is of the record and is kept."""
         self.status.observed_steps = job.schedule.covered_requests // job.schedule.period_requests
         self.recording.kept = KeptTrace(trace)
         self._follow(job, cursor, is_sure=is_sure)
 
     def _follow_found(self, found: Found, job: PlanJob, cursor: int) -> None:
-        """Follow a cycle that was found in the record, and the marks of its steps if there are any."""
         self._follow_recorded(found.trace, job, cursor, is_sure=found.is_sure)
         if self.recording.marks:
             self.steps.follow_marks(found.trace, job.schedule, found.sizable, found.first)
@@ -356,6 +323,7 @@ class Controller:
                 return False
         status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
         self._separate, status.steps_per_cycle = None, 1
+        self.memory.paging.allowance.begin_plan()
         self._tidying.begin_plan()
         status.cpu_budget.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
@@ -373,11 +341,8 @@ class Controller:
         self.arenas.drop_schedule()
         record = self.state.record
         was_found = self.status.observed is not None and not self.recording.marks  # in this run
-        if (
-            follows_cycle
-            and was_found
-            and (is_part or decisions.was_no_step(record.iterations.misses, record.follow.hits))
-        ):
+        was_no_step = is_part or decisions.was_no_step(record.iterations.misses, record.follow.hits)
+        if follows_cycle and was_found and was_no_step:
             self._search.was_misled(is_part=is_part)
         if not goes_on:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
@@ -387,16 +352,11 @@ class Controller:
         self._observe(anew=not self._validation.leave() or not is_part)
 
     def rest(self, note: str) -> None:
-        """Any phase -> RESTING: leave everything to the heap, and say why."""
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_schedule()
         self.memory.paging.end_gathering()
-        self._tidying.settle()
+        self._settle()
         self.recording.end(self.status.settings)
-
-    def _heed(self, refusal: Refusal | None) -> None:
-        if refusal is not None:
-            self.rest(refusal.note)
 
     def _forget_plans(self) -> None:
         self._next_plan.forget()
@@ -405,20 +365,13 @@ class Controller:
 
     # --- looking for what repeats
 
-    @property
-    def is_settled(self) -> bool:
-        """So many steps were seen without one that repeats that no plan is expected soon."""
-        return self._tidying.settled
-
     def _look(self) -> None:
-        """See whether a step repeats in the record, or a plan is there: at marks and every so often."""
         if (note := self._why_search_ends()) is not None:
             self.rest(note)
         if self._first_kinds_are_ready():
-            ready = self.steps.take_ready()
-            refusal = self._serve_kinds(ready) if ready is not None else None
-            self.steps.places.find()
-            self._heed(refusal)
+            self._serve_ready_kinds()
+            if self.status.phase is not Phase.RESTING:
+                self.steps.places.find()
         if self.status.phase is Phase.PLANNING and self._next_plan.is_at_begin:
             self._at_boundary()
 
@@ -448,8 +401,8 @@ class Controller:
             return
         if marks and not self.steps.recorded.recurring and not self._recur_in_part():
             return
-        if marks and not self.steps.may_be_planned:
-            self._settle()
+        if marks and not (self.steps.recorded.make_a_cycle or self.steps.recur_in_any_order):
+            self._settle_in_time()
             return
         found = self._search.find(self.status.settings)
         if found is None:
@@ -458,11 +411,16 @@ class Controller:
             self.arenas.give_back()
             self._follow_found(found, PlanJob(found.schedule, self._streams), found.cursor)
         elif not marks:
-            self._look_for_unmarked_kinds(found.trace)
-        else:
-            if self.steps.look_for_kinds(found.trace):
+            # steps of several kinds: their plan needs memory by pages
+            may_be = self.memory.source.paged and self._search.shows_kinds
+            if may_be and self.steps.look_for_unmarked_kinds(found.trace):
                 self.steps.await_search(self.status.settings.plan_wait_seconds)
-            self._settle()
+                self.state.triggers.at_recorded(self.state.record.log.num_sizable + 1)
+        else:
+            if self.steps.recur_in_any_order:
+                self.steps.start_search(found.trace)
+                self.steps.await_search(self.status.settings.plan_wait_seconds)
+            self._settle_in_time()
 
     def _follow_aligned(self) -> bool:
         """No marked step recurs: whether the last ones are the same in a good part, which is planned then."""
@@ -500,16 +458,7 @@ class Controller:
     def _streams(self) -> "Streams":
         return self.status.settings.streams if ordering() is not None else "separate"
 
-    def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
-        """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
-        if not self.memory.source.paged or not self._search.shows_kinds:
-            return
-        if self.steps.look_for_unmarked_kinds(trace):
-            self.steps.await_search(self.status.settings.plan_wait_seconds)
-            self.state.triggers.at_recorded(self.state.record.log.num_sizable + 1)
-
     def _first_kinds_are_ready(self) -> bool:
-        """Whether plans of kinds of steps are made, and none is in force."""
         if self.status.phase is not Phase.OBSERVING or self.steps.search is None:
             return False
         if self.steps.search.done.is_set():
@@ -523,16 +472,22 @@ class Controller:
         num_marks = len(self.recording.step_events)
         is_doubted, may_be_aligned = decisions.is_doubted(num_marks), decisions.may_be_aligned(num_marks - 1)
         if not (is_doubted or may_be_aligned) or self.status.settings.keep_recording:
-            self._settle()
+            self._settle_in_time()
         elif self.steps.recorded.leave_out_noise():
             return True
         elif may_be_aligned:
             self._follow_aligned()
         return False
 
-    def _settle(self) -> None:
+    def _settle_in_time(self) -> None:
         if decisions.is_settled(len(self.recording.step_events)):
-            self._tidying.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        if not (self.status.is_settled or self.state.record.policy.memory_is_short):
+            self.status.is_settled = True
+            if not self.memory.source.paged:
+                self.state.write(allocating_persistent=0)
 
     # --- at a boundary: the cycle that is followed begins anew
 
@@ -550,9 +505,8 @@ class Controller:
             self._follow(job, 0)
         if self.status.phase is not Phase.PLANNING or (job := self._next_plan.take_made()) is None:
             return
-        refusal = self._switch(job)
-        if refusal is not None and not self._tries_again(refusal, job):
-            self._heed(refusal)
+        if (refusal := self._switch(job)) is not None:
+            self.rest(refusal)
         del job  # and with it the schedule, which is large
         trim()
 
@@ -565,29 +519,21 @@ class Controller:
         if self._validation.is_on:
             self.state.triggers.at_boundary()
 
-    def _tries_again(self, refusal: Refusal, job: PlanJob) -> bool:
-        """Whether the plan that was made and refused, or another of its cycle, is to be tried at a later boundary."""
-        if refusal.for_now:
-            self._next_plan.job = job  # the schedule is followed on, and the boundary after the next mark tries again
-        elif refusal.lacks_room and job.may_share:
-            self._follow(PlanJob(job.schedule, "share"), 0)  # a region for each stream is too much: with handovers
-        else:
-            return False
-        return True
-
-    def _switch(self, job: PlanJob) -> Refusal | None:
-        """Put the plan of a cycle in force, which a job has made."""
+    def _switch(self, job: PlanJob) -> str | None:
+        """Put a plan that was made in force, or try it, or another of its cycle, at a later boundary; else why not."""
         schedule, plan, record = job.admitted, job.plan, self.state.record
         if schedule is None or plan is None:
-            return Refusal(job.error or "planning failed")
+            return job.error or "planning failed"
         if not self.full_device.may_begin(schedule.arena_bytes):
             self.state.triggers.at_boundary()
-            return Refusal("", for_now=True)
+            self._next_plan.job = job  # the schedule is followed on, and the boundary after the next mark tries again
+            return None
         self.note_observed()
         if not record.hot.recording:
             self.state.forget_record()
         if self._ask_for_arena(schedule.arena_bytes):
-            return Refusal("", for_now=True)
+            self._next_plan.job = job
+            return None
         has_room = not self.memory.source.paged and self.memory.has_room(schedule.arena_bytes)
         if has_room and (dearer := self._dearer(schedule)):  # where pages move the switch holds no more than there was
             return dearer
@@ -600,21 +546,17 @@ class Controller:
             if not self.recording.step_times_ns:
                 self._validation.begin()
             return None
-        return Refusal(
+        if job.may_share:
+            self._follow(PlanJob(job.schedule, "share"), 0)  # a region for each stream is too much: with handovers
+            return None
+        return (
             f"an arena of {plan.peak_bytes} bytes does not fit beside the {record.statistics.reserved_bytes} bytes "
-            "that hold live blocks",
-            lacks_room=True,
+            "that hold live blocks"
         )
 
     def note_observed(self) -> None:
-        """Keep what the steps before the plan were like, and end watching."""
         state = self.state
-        self.status.observed = Observed(
-            allocated_peak_bytes=state.allocated_peak_bytes,
-            reserved_peak_bytes=state.reserved_peak_bytes,
-            num_requests=state.record.total.num_allocs,
-            seconds=time.monotonic() - self._began,
-        )
+        self.status.observed = Observed(state.allocated_peak_bytes, state.reserved_peak_bytes)
         self._release_unused()
         goes_on = bool(self.recording.marks) and self.steps.goes_on()
         self.recording.end(self.status.settings, goes_on=goes_on)
@@ -625,13 +567,12 @@ class Controller:
             self.memory.release_unused()
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
-        """Whether an arena waits for a mark at which there may be room."""
         if self.memory.source.paged:
             return False
         marked = bool(self.recording.marks or self.recording.step_times_ns)
         return self.shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
 
-    def _dearer(self, schedule: ArenaSchedule) -> Refusal | None:
+    def _dearer(self, schedule: ArenaSchedule) -> str | None:
         """Why the heap goes on serving, if the switch would hold far more than was needed so far; else None.
 
         What the steps carry over lies beside the arena until the next one is over, and keeps its segments. A part of
@@ -642,26 +583,24 @@ class Controller:
         held = self.status.observed.reserved_peak_bytes
         if not decisions.is_dearer(needed, held):
             return None
-        self._tidying.settled = True  # what the heap holds has served so far
-        return Refusal(f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it")
+        self.status.is_settled = True  # what the heap holds has served so far
+        return f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it"
 
     # --- at a mark: a step of the program ended
 
-    def _end_step(self) -> Refusal | None:
-        """What it was, where the schedule goes on, and whether there are kinds of steps to be planned."""
+    def _end_step(self) -> None:
         self.full_device.note_step()
-        refusal = self._serve_ready_kinds()
+        self._serve_ready_kinds()
         steps, state, settings = self.steps, self.state, self.status.settings
-        steps.note_step()
+        steps.recorded.note(steps.places.name_of_followed())
         if self._is_planned:
             records = settings.plan and not settings.keep_recording
-            missed, is_unknown = steps.at_planned_mark(self.status.num_plans, records=records)
-            if is_unknown and decisions.is_wasteful(
-                state.record.hot.iteration_allocated_peak, state.record.statistics.reserved_bytes
-            ):
+            missed, is_unknown = steps.watch.end_step(self.status.num_plans, records=records)
+            figures = state.record.hot.iteration_allocated_peak, state.record.statistics.reserved_bytes
+            if is_unknown and decisions.is_wasteful(*figures):
                 self._release_unused()  # no iteration over the plan ends, after which unused segments go back
             if state.record.tables.gaps and records and self._are_aligned_again(missed, is_unknown=is_unknown):
-                return refusal
+                return
             steps.places.find()
             if steps.schedules is not None and state.triggers.boundary_is_asked:
                 state.triggers.at_any_request()  # whichever kind of step comes
@@ -670,45 +609,39 @@ class Controller:
             if state.triggers.boundary_is_asked:
                 state.triggers.at_any_request()  # in whichever period of its cycle
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
-            return refusal
+            return
         if steps.search_for_more(pages_move=self.memory.paging.allowance.never_rests):
             steps.await_search(settings.plan_wait_seconds)
             before = self.status.num_plans
-            refusal = self._serve_ready_kinds()
+            self._serve_ready_kinds()
             if self.status.num_plans != before:
                 steps.places.find()
-        return refusal
 
-    def _serve_ready_kinds(self) -> Refusal | None:
-        """Put plans of kinds of steps in force that were made meanwhile."""
-        ready = self.steps.take_ready()
-        return self._serve_kinds(ready) if ready is not None else None
-
-    def _serve_kinds(self, search: KindSearch) -> Refusal | None:
-        """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""
-        if self.status.phase is Phase.RESTING:
-            return None
-        self.steps.are_planned(search)
+    def _serve_ready_kinds(self) -> None:
+        search = self.steps.take_ready()
+        if search is None or self.status.phase is Phase.RESTING:
+            return
+        self.steps.planned = {*search.names}
         self._release_unused()
-        arena_bytes = search.served.arena_bytes
+        admitted, longest = search.admitted, max(len(kind.size) for kind in search.planned.kinds)
+        assert admitted is not None
+        arena_bytes = admitted.arena_bytes
         if not self.full_device.may_begin(arena_bytes) or self._ask_for_arena(arena_bytes):
             self.steps.search = search  # the next mark tries again
-            return None
+            return
         if not self._is_planned:
             self.note_observed()
-        if not self.put_in_force(search.served, search.plan, ask_after_misses=decisions.most_misses(search.longest)):
+        most_misses = decisions.most_misses(longest)
+        if not self.put_in_force(admitted, search.planned.largest_plan, ask_after_misses=most_misses):
             self.steps.were_refused()
-            serves = self.state.record.hot.mode == constants.MODE_PLANNED
-            return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
-        if self.recording.marks:
-            self.steps.follow(search)
-        else:
-            self.steps.follow_unmarked(search)
-            self.state.triggers.after_requests(decisions.judged_after(search.longest, has_kinds=True))
-        return None
+            if self.state.record.hot.mode != constants.MODE_PLANNED:
+                self.rest("an arena for all kinds of steps does not fit beside live memory")
+            return
+        self.steps.follow(search, marked=bool(self.recording.marks))
+        if not self.recording.marks:
+            self.state.triggers.after_requests(decisions.judged_after(longest, has_kinds=True))
 
     def _follow_cycle(self) -> None:
-        """If the steps in force were found to make a cycle, serve it from the next request on."""
         cycle, state = self.steps.cycles.take(), self.state
         schedule = cycle.job.admitted if cycle is not None else None
         if cycle is None or schedule is None or not self._is_planned or state.record.hot.has_handovers:
@@ -738,7 +671,7 @@ class Controller:
         if record.triggers.ask_after_misses or self.full_device.may_fill():
             return False
         marked = bool(self.recording.step_times_ns) and not self.recording.marks_are_overdue
-        if self.steps.search is None and not (marked and self.steps.misses.are_few):
+        if self.steps.search is None and not (marked and self.steps.watch.may_be_patient):
             return False
         self.state.triggers.after_misses(2 * record.follow.misses_over_matches)
         return True
@@ -750,22 +683,16 @@ class Controller:
             self._drop_plan("its cycle was only a part of what the program repeats", is_part=True)
         return is_part
 
-    @property
-    def _seems_a_part(self) -> bool:
-        """Whether a cycle found without marks seems to be of a layer, not of a step: it does not know what comes by."""
-        record = self.state.record
-        lost = record.iterations.misses + (record.iterations.conflicts if self.steps.schedules is not None else 0)
-        return (
-            self._is_planned and not self.recording.step_times_ns and decisions.seems_a_part(lost, record.follow.hits)
-        )
-
     def _is_part(self) -> bool:
         """Whether a cycle found without marks is a part of what repeats; while nobody knows, validation goes on.
 
         The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
         Where it ended before anything was missed it begins again.
         """
-        seems, validation, record = self._seems_a_part, self._validation, self.state.record
+        validation, record = self._validation, self.state.record
+        lost = record.iterations.misses + (record.iterations.conflicts if self.steps.schedules is not None else 0)
+        may_be = self._is_planned and not self.recording.step_times_ns
+        seems = may_be and decisions.seems_a_part(lost, record.follow.hits)  # a layer's: it does not know what comes by
         if not (seems or validation.went_on):
             validation.end()
             return False
@@ -818,11 +745,10 @@ class Controller:
         """Take no more than a cap from the device, `evict` what does not fit; 0: as much as the device has."""
         if cap_bytes:
             self.memory.keep_within(cap_bytes)
-        self.memory.eviction.begin(cap_bytes, evict)
+        self.shortage.eviction.begin(cap_bytes, evict)
 
     def end_cap(self) -> None:
-        """Have the device again, as far as the program allows itself."""
-        self.memory.eviction.end()
+        self.shortage.eviction.end()
         self.memory.keep_within(0)
 
     def serve_recording(self, schedule: ArenaSchedule) -> bool:

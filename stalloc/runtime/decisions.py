@@ -3,28 +3,80 @@
 `requests`, `steps` and `iterations` are counts; bytes are named so. A function says yes or no, or how much.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stalloc.runtime import thresholds as t
+
+_SHOWN_REQUESTS = 2 * t.SOME_REQUESTS  # of an iteration, which show whether it is another step
+
+
+def _from(least: int) -> Callable[[int], bool]:
+    return lambda count: count >= least
+
+
+def _up_to(most: int) -> Callable[[int], bool]:
+    return lambda count: count <= most
+
+
+def _above(limit: int) -> Callable[[int], bool]:
+    return lambda count: count > limit
+
+
+def _below(limit: int) -> Callable[[int], bool]:
+    return lambda count: count < limit
+
+
+def _always(number: int) -> Callable[[], int]:
+    return lambda: number
+
+
+def _exceeds(one_in: int) -> Callable[[int, int], bool]:
+    """Whether a part is more than one in so many of a whole."""
+    return lambda part, whole: one_in * part > whole
+
+
+first_scan_at = _always(t.FIRST_SCAN_REQUESTS)  #: requests in a record at the first search, where no marks come
+num_recent_steps = _always(t.MANY_STEPS)  #: whose peaks are remembered: as many as a plan waits for
+quiet_iterations = _always(t.MANY_STEPS)  #: without a growth, before what the first one under a plan needed goes
+
+# --- counts of requests, steps or iterations that decide by one number
+
+scans_at_each_mark = _up_to(t.LONG_STEPS)  #: the record of so many steps; else it is when it has grown by a quarter
+may_wait_for_lifespans = _below(t.MOST_WAITS)  #: that are not known; scans, or steps of a cycle, that a plan waited for
+may_recur_in_any_order = _from(t.LEAST_STEPS)  #: so many whole steps without a cycle: kinds of them are looked for
+may_align_some = _from(t.MANY_STEPS)  #: of so many steps; before, kinds may not have come twice each yet
+is_settled = _from(t.MANY_STEPS)  #: no plan is expected soon, after so many marked steps without one
+makes_a_cycle = _above(t.CYCLE_STEPS)  #: the order of so many steps is no chance
+is_near_mark = _up_to(t.SOME_REQUESTS)  #: the cursor, so far from where a mark is; else it is set there
+is_record_long = _above(t.MOST_EVENTS)  #: of so many events, beside a plan: it begins anew
+are_bad_steps_few = _below(t.MANY_STEPS)  #: in a row: the plan stays
+has_fitted = _from(t.MANY_STEPS)  #: a plan that is given up after so many iterations was of steps
+is_restless = _above(t.MANY_STEPS)  #: pages moved in so many steps more than they rested in: more may be held
+is_plan_to_blame = _above(2 * t.MANY_STEPS)  #: pages were restless in so many steps: a smaller plan is looked for
+moves_in_each_iteration = _from(t.MANY_STEPS)  #: pages moved in so many in a row that they will go on to
+is_settling = _below(t.SETTLING_ITERATIONS)  #: whatever is free goes back after so many iterations over a plan
+is_left = _from(t.SOME_REQUESTS)  #: a plan that fills the device, by misses beyond hits, or displaced requests
+has_begun = _from(_SHOWN_REQUESTS)  #: an iteration is so far that it shows which step it is
+may_bypass = _below(t.MANY_STEPS)  #: a plan leaves one more step to the heap, after so many in a row
+
+# --- parts of a whole, in that order, that decide by one number
+
+lacks_places = _exceeds(t.NEGLIGIBLE_ONE_IN)  #: requests without a place in plans of kinds, and all
+is_bad = _exceeds(t.MAJOR_ONE_IN)  #: a step, by requests that were not served, and all
+seems_a_part = _exceeds(t.NEGLIGIBLE_ONE_IN)  #: of a step, an unmarked cycle: requests that were lost, and hits
+misses_much = _exceeds(t.MINOR_ONE_IN)  #: misses and hits: a plan is left for steps of several kinds, or for marks
+was_no_step = _exceeds(t.MAJOR_ONE_IN)  #: an unmarked cycle that was given up: misses and hits
+may_fill = _exceeds(2)  #: a peak and the device
+is_large_part = _exceeds(t.MAJOR_ONE_IN)  #: a peak and the device: a step that needs more than any before may fill it
+is_third_there = _exceeds(2)  #: of what a step needs for itself: what it has, and what is to come
 
 # --- looking for what repeats
 
 
-def first_scan_at() -> int:
-    """Requests in a record at the first search, where no marks come."""
-    return t.FIRST_SCAN_REQUESTS
-
-
 def next_scan_at(requests: int) -> int:
-    """Requests in an unmarked record at its next search."""
     if requests < t.SHORT_RECORD_REQUESTS:
         return min(requests + t.SCAN_AGAIN_REQUESTS, t.SHORT_RECORD_REQUESTS)
     return requests * 5 // 4 + t.SHORT_RECORD_REQUESTS
-
-
-def scans_at_each_mark(steps: int) -> bool:
-    """Whether the record is searched at each mark; else when it has grown by a quarter."""
-    return steps <= t.LONG_STEPS
 
 
 def needed_coverage(*, is_part: bool) -> float:
@@ -33,12 +85,10 @@ def needed_coverage(*, is_part: bool) -> float:
 
 
 def shows_longer_cycle(length: int, covered: int, cycle_length: int, requests: int) -> bool:
-    """Whether a cycle of a record is longer than the one in force, and most of the record."""
     return length > cycle_length and covered >= t.WHOLE_COVERAGE * requests
 
 
 def shows_kinds(requests: int, least_requests: int) -> bool:
-    """Whether an unmarked record is long enough for several kinds of steps."""
     return requests >= t.LEAST_REPEATS * least_requests
 
 
@@ -58,7 +108,6 @@ def overdue_requests(longest_step: int) -> int:
 
 
 def least_repeats(observe_steps: int) -> int:
-    """How often an unmarked cycle has to come, of which so many steps are to be seen at least."""
     return max(t.LEAST_REPEATS, observe_steps)
 
 
@@ -68,50 +117,15 @@ def least_period(misled_by: int) -> int:
 
 
 def least_record(cycle_requests: int) -> int:
-    """Requests of a record in which a step is looked for, after a cycle that was a part of one."""
     return t.MANY_STEPS * cycle_requests
-
-
-def may_wait_for_lifespans(waited: int) -> bool:
-    """Whether a plan waits for lifespans that are not known, after so many scans, or steps of a cycle, that it did."""
-    return waited < t.MOST_WAITS
 
 
 # --- marked steps
 
 
-def may_recur_in_any_order(steps: int) -> bool:
-    """Whether so many whole steps without a cycle are enough to look for kinds of them."""
-    return steps >= t.LEAST_STEPS
-
-
 def may_be_aligned(steps: int) -> bool:
     """Whether to see what so many marked steps have in common, none of which recurs: at each doubling of the least."""
     return _is_doubled(steps, t.LEAST_STEPS)
-
-
-def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
-    """Whether to see it again after so many steps, of the last of which the plan of what they had missed so many.
-
-    While they are few at once, if that is much of it.
-    """
-    is_due = may_be_aligned(steps) or steps % t.ALIGNED_STEPS == 0 or (is_unknown and steps < t.ALIGNED_STEPS)
-    return is_due and missed >= t.SOME_REQUESTS
-
-
-def may_align_some(steps: int) -> bool:
-    """Whether to align some of so many steps only: before, kinds of steps may not have come twice each yet."""
-    return steps >= t.MANY_STEPS
-
-
-def first_aligned(steps: int) -> int:
-    """The first step of a record of so many that is aligned with those after it."""
-    return max(0, steps - t.ALIGNED_STEPS)
-
-
-def is_static_enough(share: float) -> bool:
-    """Whether steps that are aligned are planned, by the share of their bytes that they have in common."""
-    return t.MAJOR_ONE_IN * share > 1
 
 
 def is_doubted(steps: int) -> bool:
@@ -120,29 +134,28 @@ def is_doubted(steps: int) -> bool:
 
 
 def _is_doubled(count: int, least: int) -> bool:
-    """Whether a count is the least one, or that doubled some times."""
     times, rest = divmod(count, least)
     return times > 0 and rest == 0 and times & (times - 1) == 0
 
 
-def is_settled(steps: int) -> bool:
-    """Whether no plan is expected soon, after so many marked steps without one."""
-    return steps >= t.MANY_STEPS
+def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
+    """Whether to see it again after so many steps, the last of which missed so many; early ones if it is much."""
+    is_due = may_be_aligned(steps) or steps % t.ALIGNED_STEPS == 0 or (is_unknown and steps < t.ALIGNED_STEPS)
+    return is_due and missed >= t.SOME_REQUESTS
+
+
+def first_aligned(steps: int) -> int:
+    """The first step of a record of so many that is aligned with those after it."""
+    return max(0, steps - t.ALIGNED_STEPS)
+
+
+def is_static_enough(share: float) -> bool:
+    return t.MAJOR_ONE_IN * share > 1
 
 
 def is_unknown(share: float) -> bool:
     """Whether a step is another one, of which such a share was not served from the plan."""
     return share * t.MINOR_ONE_IN > 1
-
-
-def lacks_places(without: int, requests: int) -> bool:
-    """Whether plans of kinds have no places for much that their steps ask for."""
-    return t.NEGLIGIBLE_ONE_IN * without > requests
-
-
-def makes_a_cycle(steps: int) -> bool:
-    """Whether the order of so many steps is no chance."""
-    return steps > t.CYCLE_STEPS
 
 
 def num_affordable(lengths: Sequence[int], seconds: float) -> int:
@@ -157,13 +170,7 @@ def num_affordable(lengths: Sequence[int], seconds: float) -> int:
 
 
 def is_cycle_affordable(requests: int, seconds: float) -> bool:
-    """Whether a cycle can be planned in the processor time that is left."""
     return requests * t.PLANNING_SECONDS <= seconds
-
-
-def is_near_mark(requests: int) -> bool:
-    """Whether the cursor may be so far from where a mark is; else it is set there."""
-    return requests <= t.SOME_REQUESTS
 
 
 def first_needed(step: int) -> int:
@@ -172,7 +179,6 @@ def first_needed(step: int) -> int:
 
 
 def num_planned_kinds(kinds: int) -> int:
-    """How many of so many kinds are planned together."""
     return min(kinds, t.MOST_KINDS)
 
 
@@ -182,17 +188,10 @@ def watch_left(steps: int) -> int:
 
 
 def counts_in_pause(*, is_unknown: bool) -> int:
-    """Steps of a pause that a step counts for."""
     return t.MANY_STEPS if is_unknown else 1
 
 
-def is_record_long(events: int) -> bool:
-    """Whether a record beside a plan begins anew."""
-    return events > t.MOST_EVENTS
-
-
 def next_passed_steps(came: int, expected: int) -> int:
-    """How many steady steps are expected next, after so many of those expected came."""
     return min(t.MOST_PASSED_STEPS, 2 * came) if came == expected else came
 
 
@@ -209,46 +208,15 @@ def most_misses(requests: int) -> int:
     return t.MANY_STEPS * requests + t.MANY_REQUESTS
 
 
-def is_bad(missed: int, requests: int) -> bool:
-    """Whether a step is bad, of which so many requests were not served."""
-    return t.MAJOR_ONE_IN * missed > requests
-
-
-def are_bad_steps_few(bad_steps: int) -> bool:
-    """Whether a plan keeps its patience after so many bad steps in a row."""
-    return bad_steps < t.MANY_STEPS
-
-
-def seems_a_part(lost: int, hits: int) -> bool:
-    """Whether an unmarked cycle seems to be of a part of a step."""
-    return t.NEGLIGIBLE_ONE_IN * lost > hits
-
-
-def misses_much(misses: int, hits: int) -> bool:
-    """Whether a plan misses so much that it is left for what may be steps of several kinds, or for marks that come."""
-    return t.MINOR_ONE_IN * misses > hits
-
-
-def was_no_step(misses: int, hits: int) -> bool:
-    """Whether an unmarked cycle that was given up was no step."""
-    return t.MAJOR_ONE_IN * misses > hits
-
-
 def judged_after(requests: int, *, has_kinds: bool) -> int:
     """Requests after which an unmarked plan is judged, whose cycle, or longest kind of step, has so many."""
     return max(t.MANY_STEPS * requests, t.MANY_REQUESTS if has_kinds else 0)
-
-
-def has_fitted(iterations: int) -> bool:
-    """Whether a plan that is given up after so many iterations was of steps."""
-    return iterations >= t.MANY_STEPS
 
 
 # --- what is held
 
 
 def allowed_bytes(peak_bytes: int, parts: int) -> int:
-    """What may be held."""
     return peak_bytes + max(t.SPARE_BYTES, parts * (peak_bytes // t.PEAK_SHARE))
 
 
@@ -269,18 +237,7 @@ def rests(requests: int, moved_pages: int, *, planned: bool) -> bool:
     return moved_pages == 0 if planned else requests >= t.NEGLIGIBLE_ONE_IN * moved_pages
 
 
-def is_restless(steps: int) -> bool:
-    """Whether pages moved in so many steps more than they rested in that more may be held."""
-    return steps > t.MANY_STEPS
-
-
-def is_plan_to_blame(steps: int) -> bool:
-    """Whether pages were restless in so many steps, while more and more was held, that a smaller plan is looked for."""
-    return steps > 2 * t.MANY_STEPS
-
-
 def most_parts(*, alike_in_part: bool) -> int:
-    """Parts of the peak that may be held where pages are restless; `alike_in_part`: steps are, and planned so."""
     return t.DYNAMIC_PARTS if alike_in_part else t.LOOSE_PARTS
 
 
@@ -294,12 +251,10 @@ def rest_bytes(
 
 
 def is_wasteful(step_peak_bytes: int, reserved_bytes: int) -> bool:
-    """Whether segments go back after a step that is not known."""
     return t.WASTE_RATIO * step_peak_bytes < reserved_bytes
 
 
 def is_dearer(needed_bytes: int, held_bytes: int) -> bool:
-    """Whether a switch would hold far more than what came before it."""
     return needed_bytes > t.DEARER_RATIO * held_bytes + t.SPARE_BYTES
 
 
@@ -314,26 +269,6 @@ def next_move_wait(iterations_since_due: int, wait: int) -> int:
     return min(2 * wait, t.LONG_STEPS) if soon else 1
 
 
-def moves_in_each_iteration(iterations: int) -> bool:
-    """Whether pages moved in so many iterations in a row that they will go on to."""
-    return iterations >= t.MANY_STEPS
-
-
-def quiet_iterations() -> int:
-    """Passes without a growth before what the first one under a plan needed goes."""
-    return t.MANY_STEPS
-
-
-def least_parts(*, repeats: bool) -> int:
-    """Parts of the peak that may be held from the start; none of those of a program that repeats."""
-    return 0 if repeats else t.LOOSE_PARTS
-
-
-def is_settling(iterations: int) -> bool:
-    """Whether whatever is free goes back after so many iterations over a plan."""
-    return iterations < t.SETTLING_ITERATIONS
-
-
 def idle_iterations(iterations: int) -> int:
     """Passes for which a block of CuPy's pool served nothing that goes back, after so many over a plan."""
     return 0 if is_settling(iterations) else t.SETTLING_ITERATIONS
@@ -343,7 +278,6 @@ def idle_iterations(iterations: int) -> int:
 
 
 def fills_device(peak_bytes: int, device_bytes: int) -> bool:
-    """Whether a peak is most of the device."""
     return peak_bytes > device_bytes - device_bytes // t.MAJOR_ONE_IN
 
 
@@ -352,33 +286,20 @@ def is_at_brim(peak_bytes: int, device_bytes: int) -> bool:
     return peak_bytes > device_bytes - device_bytes // t.MINOR_ONE_IN
 
 
-def may_fill(peak_bytes: int, device_bytes: int) -> bool:
-    """Whether a peak is more than half of the device."""
-    return 2 * peak_bytes > device_bytes
-
-
-def is_large_part(peak_bytes: int, device_bytes: int) -> bool:
-    """Whether a peak is such a part of the device that a step which needs more than any before may fill it."""
-    return t.MAJOR_ONE_IN * peak_bytes > device_bytes
-
-
 def is_planned_for_capture(requests: int) -> bool:
     """Whether a warm-up of so many requests is planned, for which the capture after it waits."""
     return 0 < requests <= t.MOST_CAPTURE_REQUESTS
 
 
 def range_bytes(size_bytes: int, device_bytes: int) -> int:
-    """How long a range of addresses for a request is."""
     return max(size_bytes, t.ADDRESS_TIMES * device_bytes)
 
 
 def needs_more(peak_bytes: int, highest_bytes: int) -> bool:
-    """Whether a step needs clearly more than those before."""
     return peak_bytes > highest_bytes + highest_bytes // t.NEGLIGIBLE_ONE_IN
 
 
 def fits_beside(held_bytes: int, device_bytes: int) -> bool:
-    """Whether an arena with what lives is no more than the device has."""
     return held_bytes + t.SPARE_BYTES <= device_bytes
 
 
@@ -388,29 +309,16 @@ def covers(held_bytes: int, peaks: Sequence[int], settled_steps: int) -> bool:
     return is_known and held_bytes >= t.WHOLE_COVERAGE * max(peaks, default=0)
 
 
-def is_left(lost: int) -> bool:
-    """Whether a program that fills the device has left its plan, by misses beyond hits, or displaced requests."""
-    return lost >= t.SOME_REQUESTS
-
-
-def num_recent_steps() -> int:
-    """Steps whose peaks are remembered: as many as a plan waits for."""
-    return t.MANY_STEPS
-
-
 def most_misses_where(elsewhere: int, *, may_fill: bool) -> int:
     """By how much misses may outnumber hits where a program may fill the device, and elsewhere."""
     return min(elsewhere, t.SOME_REQUESTS) if may_fill else elsewhere
 
 
 def is_memory_short(free_bytes: int, allocated_bytes: int) -> bool:
-    """Whether an optimizer's state may not fit."""
     return free_bytes < t.STATE_TIMES * allocated_bytes
 
 
 # --- a step that is not the planned one
-
-_SHOWN_REQUESTS = 2 * t.SOME_REQUESTS  # of an iteration, which show whether it is another step
 
 
 def leaves_out_much(left_out: int, cycle_requests: int) -> bool:
@@ -419,42 +327,22 @@ def leaves_out_much(left_out: int, cycle_requests: int) -> bool:
 
 
 def is_half_lost(lost: int, hits: int) -> bool:
-    """Whether many requests are not as planned, and for each of them no more than one is."""
     return lost >= _SHOWN_REQUESTS and lost > hits
 
 
 def is_third_lost(lost: int, hits: int) -> bool:
-    """Whether many requests are not as planned, a third of all."""
     return lost >= _SHOWN_REQUESTS and 2 * lost > hits
 
 
-def is_third_there(own_bytes: int, ahead_bytes: int) -> bool:
-    """Whether a third of what a step needs for itself is there."""
-    return 2 * own_bytes > ahead_bytes
-
-
-def has_begun(place: int) -> bool:
-    """Whether an iteration is so far that it shows which step it is."""
-    return place >= _SHOWN_REQUESTS
-
-
-def may_bypass(steps: int) -> bool:
-    """Whether a plan may leave one more step to the heap, after so many in a row."""
-    return steps < t.MANY_STEPS
-
-
 def is_little_left(allocated_bytes: int, reserved_bytes: int) -> bool:
-    """Whether little is free of what is held."""
     return t.MAJOR_ONE_IN * allocated_bytes > (t.MAJOR_ONE_IN - 1) * reserved_bytes
 
 
 def has_much_to_come(ahead_bytes: int, needed_bytes: int, held_bytes: int) -> bool:
-    """Whether a step will need much more than now, and nearly as much as any before."""
     return t.MINOR_ONE_IN * ahead_bytes > needed_bytes > held_bytes - held_bytes // t.MINOR_ONE_IN
 
 
 def is_unexpected(needed_bytes: int, expected_bytes: int) -> bool:
-    """Whether that is more than was expected when the step began."""
     return needed_bytes > expected_bytes + max(t.SPARE_BYTES, expected_bytes // t.NEGLIGIBLE_ONE_IN)
 
 

@@ -6,7 +6,12 @@ meant for the program, and reaches it.
 
 import signal
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from stalloc.core.entry import Handler, slow_entry
+
+if TYPE_CHECKING:
+    pass
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -28,16 +33,26 @@ def is_passing(error: BaseException) -> bool:
 
 
 def driver_status(error: BaseException) -> int:
-    """What the driver says, if the error is one of it, else 0."""
     import cupy
 
     return int(error.status) if isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What a handler of signals runs; None if that is no Python code."""
     function = getattr(handler, "func", handler)  # of functools.partial
     function = getattr(function, "__func__", function)  # of a method
     if not hasattr(function, "__code__"):
         function = type(function).__call__
     return getattr(function, "__code__", None)
+
+
+def persistent_entry(handler: Handler) -> int:
+    """A `slow_entry` for what has to be done as a whole, whatever interrupts it, and may be done twice.
+
+    An error of its own is raised where the thread's Python code goes on.
+    """
+
+    def again(first: int, second: int, third: int, errors: list[BaseException]) -> int:
+        return handler(first, second, third) if is_interruption(errors[-1]) else 0
+
+    return slow_entry(handler, again)

@@ -1,39 +1,104 @@
-"""The segments of one device, and what goes back to it.
+"""The segments of one device, what goes back to it, and freed blocks that other streams still use (record_stream).
 
 Contract: what the core's tables name is held here, and what is held is named there, whatever ends a call in the middle;
-`release_unused` gives back whatever holds no live block.
+`release_unused` gives back whatever holds no live block. A block that other streams use is handed out again only after
+every stream that was recorded for it has done all the work it had when the block was freed. The host never blocks for
+it, unless memory has run out. The core does the rest (core/shared_blocks.py).
 """
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from stalloc.core import constants
+import numpy as np
+
+from stalloc.core import constants, shared_blocks
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.device.capture import is_captured
-from stalloc.runtime.deferred import Deferred
-from stalloc.runtime.eviction import Eviction
+from stalloc.device.capture import is_captured, relaxed_capture
+from stalloc.device.current_device import AtDevice
+from stalloc.device.ordering import ordering
 from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
-    from stalloc.core.arena_schedule import ArenaSchedule
     from stalloc.poison.poison import Watch
+    from stalloc.runtime.arenas import Arenas
+
+_FIRST_EVENTS = 64  # each time as many are added as there are
 
 
-class ArenaHolder(Protocol):
-    """Who has memory of the device beside the segments."""
+class Deferred:
+    """The shared blocks of one device, and the freed ones that wait for events."""
 
-    arena: Any  #: the memory of the arena in place; None: there is none
-    schedule: "ArenaSchedule | None"  #: what is served by pages
+    def __init__(self, state: DeviceState, device: int) -> None:
+        self._state, self._device = state, device
+        self._on_end: Callable[[list[int]], None] | None = None
+        if (functions := ordering()) is not None:
+            state.order_streams(functions)
 
-    def before_release(self) -> None:
-        """Segments without live blocks are about to go back."""
+    def tell_first(self, on_end: Callable[[list[int]], None]) -> None:
+        """Have something be called with the addresses of blocks that waited before they are free."""
+        self._on_end = on_end
+        self._state.write(frees_in_python=1)
 
-    def match(self) -> None:
-        """Make the memory that is held agree with the core's tables after an interrupted call."""
+    def add_events(self) -> None:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        with AtDevice(self._device), relaxed_capture():
+            number = max(_FIRST_EVENTS, self._state.record.shared.stream_uses_used - 1)
+            events = [int(runtime.eventCreateWithFlags(runtime.eventDisableTiming)) for _ in range(number)]
+        self._state.give_events(events)
+
+    def poll(self) -> None:
+        import cupy
+
+        with AtDevice(self._device), relaxed_capture():  # what has no event yet gets it on a stream of this device
+            if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
+                num_idle = self._state.record.shared.num_unrecorded
+                _, streams = self._state.awaited()
+                query = cupy.cuda.runtime.streamQuery
+                if not any(map(is_captured, streams)) and all(query(stream) == 0 for stream in streams):
+                    self._ask(num_idle)
+
+    def wait(self) -> None:
+        """Wait for all that other streams have been given, since memory has run out."""
+        if not self._state.record.hot.num_deferred:
+            return
+        import cupy
+
+        with AtDevice(self._device), relaxed_capture():
+            self._ask()
+            num_idle = self._state.record.shared.num_unrecorded
+            events, streams = self._state.awaited()
+            for event in events:
+                cupy.cuda.runtime.eventSynchronize(event)
+            if any(map(is_captured, streams)):  # what they were given is done once the graph is launched
+                num_idle, streams = 0, []
+            for stream in streams:
+                cupy.cuda.runtime.streamSynchronize(stream)
+            self._ask(num_idle)
+
+    def _ask(self, num_idle: int = 0) -> bool:
+        """Free the blocks of which the driver says that their uses are over; whether it knew of all.
+
+        The first `num_idle` uses ever of which it cannot know are over: their streams were seen idle since.
+        """
+        address = self._state.address
+        if self._on_end is None:
+            while (answer := shared_blocks.poll(address, num_idle)) == shared_blocks.BUSY:
+                time.sleep(0)
+            return bool(answer == shared_blocks.KNOWN)
+        found = np.empty(self._state.record.shared.stream_uses_used, np.int64)
+        while (asked := shared_blocks.ask(address, num_idle, found))[0] == shared_blocks.BUSY:
+            time.sleep(0)
+        if asked[0]:
+            self._on_end(found[: asked[0]].tolist())
+            shared_blocks.release_those_over(address)
+        return bool(asked[1])
 
 
 class DeviceMemory:
@@ -44,9 +109,8 @@ class DeviceMemory:
         self.state = DeviceState(device.index, slow_function)
         self.lock = threading.RLock()
         self.segments: dict[int, Any] = {}  #: base address -> what keeps it
-        self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
+        self.arenas: Arenas  #: who uses this memory; to be set before any of it is asked for
         self.paging = Paging(self)
-        self.eviction = Eviction(self.state)
         self.kept: list[Any] = []  #: what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self.deferred = Deferred(self.state, device.index)
@@ -64,16 +128,12 @@ class DeviceMemory:
         return self._is_captured or self.state.record.hot.private_kind != 0
 
     def is_captured_now(self) -> bool:
-        """Whether a graph is being captured, for callers outside a request."""
         with self.lock, self.serving():
             return self.is_capturing
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int]:
-        """Heed a capture of the stream that the last request was made on, by whomever: the stream, 0: none is captured.
-
-        With the lock held.
-        """
+        """Heed a capture of the stream that the last request was made on: the stream, 0: none. With the lock held."""
         was_captured, stream = self._is_captured, int(self.state.record.hot.last_stream)
         self._is_captured = is_captured(stream)
         try:
@@ -104,7 +164,6 @@ class DeviceMemory:
         return None
 
     def limit(self, fraction: float) -> None:
-        """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
         share_bytes = int(fraction * self.device.total_bytes)
         self.source.limit_bytes = min(share_bytes, self._budget_bytes) if self._budget_bytes else share_bytes
         self.paging.forget_room()
@@ -117,7 +176,6 @@ class DeviceMemory:
         self.paging.forget_room()
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
         return size_bytes <= self.source.free_bytes()
 
     def take_segment(self, pool: int, size_bytes: int) -> bool:
@@ -163,14 +221,12 @@ class DeviceMemory:
         self.source.collect()
 
     def holder_of(self, base: int) -> Any:
-        """What keeps the segment that begins at an address, even if an interruption kept it from being noted."""
         if base in self.segments:
             return self.segments[base]
         ranges = self.source.ranges
         return next((one for one in ranges if one.ptr <= base < one.ptr + one.size_bytes), self.arenas.arena)
 
     def let_go(self, memory: Any) -> None:
-        """Memory is not used any more; it waits until no graph is captured."""
         if self.is_capturing:
             self.kept.append(memory)
             return
@@ -180,13 +236,11 @@ class DeviceMemory:
             self.paging.sweep()
 
     def wait_for_deferred(self) -> None:
-        """Free what was freed while other streams use it, once they are done; nothing while a graph is captured."""
         with self.lock, self.serving():  # torch.cuda.empty_cache() calls this from any thread
             if not self.is_capturing:  # a capture must not wait for events
                 self.deferred.wait()
 
     def free_deferred(self) -> bool:
-        """Free what waited for other streams and they are done with; whether there was any."""
         before = self.state.record.hot.num_deferred
         if before == 0 or self.is_capturing:
             return False  # events must not be asked for while a graph is captured
@@ -194,7 +248,6 @@ class DeviceMemory:
         return self.state.record.hot.num_deferred < before
 
     def forked(self) -> None:
-        """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
         self.state.write(is_asking=0)  # whoever asked is gone
         self._inherited = [self.segments, self.kept]

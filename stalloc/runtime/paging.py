@@ -1,68 +1,107 @@
-"""Which pages the segments and the arena of one device have: mapped where they are needed, unmapped where free.
+"""Which pages the segments and the arena of one device have, and how much may be held before free ones move.
 
-Contract: no more is held than the program had allocated at its peak, and a little, as long as pages lie free: those
-move first. Memory is mapped before the core serves from it, and unmapped after the core has ceased to and the device is
-done with it; never while a graph is captured. `match` repairs what an interruption left half done.
+Contract: no more is held than is allowed as long as pages lie free: those move first. Memory is mapped before the core
+serves from it, and unmapped after the core has ceased to and the device is done with it; never while a graph is
+captured. `match` repairs what an interruption left half done. Allowed is the peak, and a little; more where pages would
+never rest, as each move waits for the device.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stalloc.core.constants import GRANULE, PRIVATE_KINDS, SMALL_KIND
+from stalloc.core.constants import GRANULE, MODE_PLANNED, PRIVATE_KINDS, SMALL_KIND
 from stalloc.core.snapshot import segments
+from stalloc.core.state import DeviceState
 from stalloc.device.mapped_pages import page_runs
 from stalloc.runtime import decisions
-from stalloc.runtime.allowance import Allowance
-from stalloc.sizes import whole_pages
+from stalloc.runtime.runtime_settings import SteadySteps
+from stalloc.sizes import PAGE_BYTES, whole_pages
 
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
 
 
-class StitchedSegments:
-    """The stitched segments of one device."""
+class Allowance:
+    """How many bytes one device's program may hold, so that its pages need not move.
 
-    def __init__(self, memory: "DeviceMemory") -> None:
-        self._memory, self._heap, self._source = memory, memory.state.heap, memory.source
+    Where they move in step after step it grows until they do not, or to what fragmentation commonly costs with
+    PyTorch's expandable segments; a new plan begins anew. Under a plan of steps that are alike in part it grows once:
+    pages move there for what the data decides. It stays where a program marks no steps, as in CuPy, whose asynchronous
+    pool holds what is asked for in steps of 32 MiB.
+    """
 
-    def make(self, pool: int, size_bytes: int) -> bool:
-        """Make one that serves a request (bytes, rounded) of a pool; False if there is not enough left over for it."""
-        kind = self._heap.pool_kind(pool)
-        if kind == SMALL_KIND or kind >= PRIVATE_KINDS or self._memory.poison is not None:
-            return False
-        tail, head = self._heap.find_stitch(pool, size_bytes)
-        own_bytes = whole_pages(max(size_bytes - tail[1] - head[1], 0))
-        if not (tail[1] or head[1]) or own_bytes > self._source.free_bytes():
-            return False
-        memory = self._source.reserve(own_bytes + 2 * GRANULE)
-        if memory is None:
-            return False
-        begin = memory.ptr + GRANULE
-        address = begin - tail[1]
-        self._memory.segments[address] = memory
-        with self._source.at_device(capturing=False):
-            done = self._shares(memory, begin - GRANULE, tail) and self._shares(memory, begin + own_bytes, head)
-            done = done and (own_bytes == 0 or memory.map(begin, own_bytes))
-        if done and self._heap.begin_stitch(pool, begin, own_bytes, tail, head):
-            return True
-        del self._memory.segments[address]
-        self._memory.paging.sweep()
-        return False
+    def __init__(self, state: DeviceState) -> None:
+        self._state, self._record = state, state.record
+        self._parts = 0
+        self._moved_bytes = self._peak_bytes = 0
+        self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
+        self._step_began = self._restless = 0  # requests until then; steps
+        self._rest_bytes = 0  # with which all of its places have pages, once they are to rest so; 0: they are not
 
-    def _shares(self, memory: Any, address: int, remnant: tuple[int, int]) -> bool:
-        """Give a page the memory of the one that a remnant (address and bytes) is in, if there is a remnant."""
-        return remnant[1] == 0 or memory.share(address, self._memory.paging.range_of(remnant[0]), remnant[0])
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_with(0)
 
-    def end(self) -> bool:
-        """End those in which nothing lives; whether there were any."""
-        ended = self._heap.end_stitched()
-        for address in ended:
-            del self._memory.segments[address]
-        if ended:
-            with self._source.at_device(capturing=False):
-                self._source.wait()
-                self._memory.paging.sweep()
-        return bool(ended)
+    def _peak_with(self, size_bytes: int) -> int:
+        total, (asked_bytes, num_allocs, num_ooms) = self._record.total, self._asked
+        was_served = total.num_allocs > num_allocs and self._record.statistics.num_ooms == num_ooms
+        peaks = asked_bytes if was_served else 0, self._state.told_peak_bytes, self._state.allocated_peak_bytes
+        self._peak_bytes = max(self._peak_bytes, *peaks)
+        now = total.allocated_bytes + self._record.shared.deferred_bytes + size_bytes
+        self._asked = now, total.num_allocs, self._record.statistics.num_ooms
+        return max(self._peak_bytes, now)
+
+    def held_bytes(self, size_bytes: int) -> int:
+        peak = self._peak_with(size_bytes)
+        return max(decisions.allowed_bytes(peak, self._parts), self._rest_bytes if self._is_planned else 0)
+
+    @property
+    def _is_planned(self) -> bool:
+        return bool(self._record.hot.mode == MODE_PLANNED)
+
+    @property
+    def is_marked(self) -> bool:
+        return self._step_began > 0
+
+    @property
+    def never_rests(self) -> bool:
+        """Whether pages move in step after step that a plan serves, although as much is held as may be."""
+        return self._is_planned and decisions.is_plan_to_blame(self._restless)
+
+    def begin_plan(self) -> None:
+        self._parts = self._restless = self._rest_bytes = 0
+
+    def note_move(self, size_bytes: int) -> None:
+        self._moved_bytes += size_bytes
+
+    def note_step(self, free_bytes: Callable[[], int]) -> None:
+        """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
+        num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
+        rests = decisions.rests(num_requests, self._moved_bytes // PAGE_BYTES, planned=planned)
+        self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
+        self._restless = max(0, self._restless - 1) if rests else self._restless + 1
+        if decisions.is_restless(self._restless) and not rests:
+            most_parts = decisions.most_parts(alike_in_part=planned and self._record.tables.gaps != 0)
+            self._parts = min(self._parts + 1, most_parts)
+            if planned:
+                self._let_rest(free_bytes, most_parts)
+
+    def skip(self, steps: SteadySteps) -> None:
+        self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
+
+    def _let_rest(self, free_bytes: Callable[[], int], most_parts: int) -> None:
+        """Allow what gives all places of the plan pages, if that is no more than so many parts of the peak.
+
+        Or twice as many, as streams that are kept apart cost: PyTorch's allocator passes no memory from one to another.
+        """
+        record = self._record
+        lacking_bytes = int(record.plan.arena_bytes - record.plan.arena_mapped_bytes)
+        needed_bytes = int(record.statistics.reserved_bytes) + lacking_bytes
+        if self._rest_bytes < needed_bytes:
+            has_streams = record.plan.interval_streams & (record.plan.interval_streams - 1) != 0
+            figures = needed_bytes, lacking_bytes, self.peak_bytes, free_bytes()
+            rest_bytes = decisions.rest_bytes(*figures, most_parts=most_parts, has_streams=has_streams)
+            self._rest_bytes = max(self._rest_bytes, rest_bytes)
 
 
 Ranges = list[tuple[int, int]]  # address and bytes of each
@@ -77,14 +116,8 @@ class Paging:
         self.num_growths = 0  #: how often segments got pages
         self.num_moves = 0  #: how often pages were given up for others, so that no more is held
         self._gathers = False  # pages that were given up wait for the places of a plan
-        self._stitched = StitchedSegments(memory)
         self.allowance = Allowance(self._state)
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
-
-    @property
-    def _arena(self) -> Any:
-        """The memory of the arena in place, None if there is none."""
-        return self._memory.arenas.arena
 
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
@@ -103,7 +136,7 @@ class Paging:
                     break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
-                if not self._memory.is_capturing and self._stitched.end():
+                if not self._memory.is_capturing and self._end_stitched():
                     continue
                 return self._stitch(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
@@ -113,11 +146,42 @@ class Paging:
         return False
 
     def _stitch(self, pool: int, size_bytes: int) -> bool:
-        """Serve a request from what other pages have left over; False if that is not enough either."""
-        if self._memory.is_capturing:
+        """Serve a request from a segment stitched of what other pages have left over; False if that is not enough."""
+        heap, memory, kind = self._state.heap, self._memory, self._state.heap.pool_kind(pool)
+        if memory.is_capturing:
             return False
         self._leave(_ALL, spares_arena=True)
-        return self._stitched.make(pool, size_bytes)
+        if kind == SMALL_KIND or kind >= PRIVATE_KINDS or memory.poison is not None:
+            return False
+        tail, head = heap.find_stitch(pool, size_bytes)
+        own_bytes = whole_pages(max(size_bytes - tail[1] - head[1], 0))
+        if not (tail[1] or head[1]) or own_bytes > self._source.free_bytes():
+            return False
+        stitched = self._source.reserve(own_bytes + 2 * GRANULE)
+        if stitched is None:
+            return False
+        begin = stitched.ptr + GRANULE
+        address = begin - tail[1]
+        memory.segments[address] = stitched
+        with self._source.at_device(capturing=False):
+            parts = ((begin - GRANULE, *tail), (begin + own_bytes, *head))  # a page each, with the memory of a remnant
+            done = all(size == 0 or stitched.share(page, self.range_of(at), at) for page, at, size in parts)
+            done = done and (own_bytes == 0 or stitched.map(begin, own_bytes))
+        if done and heap.begin_stitch(pool, begin, own_bytes, tail, head):
+            return True
+        del memory.segments[address]
+        self.sweep()
+        return False
+
+    def _end_stitched(self) -> bool:
+        ended = self._state.heap.end_stitched()
+        for address in ended:
+            del self._memory.segments[address]
+        if ended:
+            with self._source.at_device(capturing=False):
+                self._source.wait()
+                self.sweep()
+        return bool(ended)
 
     def _add_pages(self, address: int, size_bytes: int) -> bool:
         """Let a segment serve from pages that it has without memory so far; False if there is no memory, or no row."""
@@ -130,7 +194,6 @@ class Paging:
         return False
 
     def fill(self, address: int, size_bytes: int) -> bool:
-        """Map what a place in a segment lacks; False if there is no memory, or no row. While a graph is captured."""
         lacking = self.range_of(address).lacking(address, address + size_bytes)
         return self._has_room(_bytes_of(lacking)) and all(self._add_pages(*one) for one in lacking)
 
@@ -147,16 +210,13 @@ class Paging:
         return False
 
     def back(self, position: int) -> None:
-        """Map what the place of an entry of the schedule lacks, if there is memory for it.
-
-        And what the plan needs soon after it, as far as nothing else needs that memory.
-        """
+        """Map what the place of an entry lacks, if there is memory, and what is needed soon after, if any is spare."""
         if not self._source.refusal:
             self._back(position)
             self._collect()
 
     def _back(self, position: int) -> None:
-        memory, (begin, end) = self._arena, self._state.arena.planned_place(position)
+        memory, (begin, end) = self._memory.arenas.arena, self._state.arena.planned_place(position)
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
             return
@@ -187,13 +247,11 @@ class Paging:
         self._unmap(found)
 
     def end_gathering(self) -> None:
-        """What has not been needed meanwhile goes back."""
         if self._gathers and not self._memory.is_capturing:
             self._gathers = False
             self._source.collect()
 
     def _collect(self) -> None:
-        """Give back pages that were given up and not needed."""
         if not self._gathers and not self._memory.is_capturing:
             self._source.collect()
 
@@ -202,7 +260,7 @@ class Paging:
         if self._memory.is_capturing:
             return
         self._gathers = False
-        self._stitched.end()
+        self._end_stitched()
         while self._leave(_ALL, spares_arena=True):
             pass
         for base in self._state.heap.remove_empty_ranges():
@@ -212,13 +270,12 @@ class Paging:
 
     def sweep(self) -> None:
         """Close the ranges of addresses that nobody uses any more; the device must be done with them."""
-        used = {id(one) for one in (*self._memory.segments.values(), *self._memory.kept, self._arena)}
+        used = {id(one) for one in (*self._memory.segments.values(), *self._memory.kept, self._memory.arenas.arena)}
         for memory in [one for one in self._source.ranges if id(one) not in used]:
             memory.close()
             self._source.ranges.remove(memory)
 
     def match(self) -> None:
-        """Unmap what the core does not serve from: an interruption kept it from being unmapped, or served."""
         if self._memory.is_capturing:
             return
         served = [(one.address, one.address + one.size_bytes) for one in segments(self._state)]
@@ -231,40 +288,26 @@ class Paging:
                     memory.unmap(page, GRANULE)
 
     def range_of(self, address: int) -> Any:
-        """The address range that an address lies in."""
         return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
     @property
     def device_bytes(self) -> int:
-        """What the program can have of the device."""
         return self._state.record.statistics.reserved_bytes + self._source.free_bytes()
 
     def forget_room(self) -> None:
-        """The program may have less of the device from now on."""
         self._sure_bytes = 0
 
-    def fills_device(self) -> bool:
-        """Whether the program's peak is most of what the device has."""
-        return self._holds(decisions.fills_device)
-
-    def fills_half(self) -> bool:
-        """Whether the program's peak is more than half of what the device has."""
-        return self._holds(decisions.may_fill)
-
-    def fills_part(self) -> bool:
-        """Whether the program's peak is a large part of the device."""
-        return self._holds(decisions.is_large_part)
-
-    def _holds(self, exceeds: Callable[[int, int], bool]) -> bool:
-        """Whether the program's peak exceeds a part of the device, which is asked only where it may.
+    def peak_is(self, large: Callable[[int, int], bool]) -> bool:
+        """Whether memory comes by pages, and the program's peak is large for the device, which is asked only then.
 
         The device has no less than it can be taken to have, unless somebody else took half of what it had.
         """
+        if not self._source.paged:
+            return False
         peak, sure_bytes = self.allowance.peak_bytes, self._state.record.statistics.reserved_bytes + self._sure_bytes
-        return exceeds(peak, sure_bytes) and exceeds(peak, self.device_bytes)
+        return large(peak, sure_bytes) and large(peak, self.device_bytes)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Unmap what is free where the device lacks so many bytes; whether it has them then."""
         return self._make_room(size_bytes, _ALL)
 
     def _make_room(
@@ -284,7 +327,7 @@ class Paging:
         if self._memory.is_capturing:
             return self._has_room(size_bytes)
         excess = self._state.record.statistics.reserved_bytes + size_bytes - allowed_bytes
-        if excess > 0 and self._holds(decisions.is_at_brim):
+        if excess > 0 and self.peak_is(decisions.is_at_brim):
             excess = 0  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0:
             self.num_moves += 1
@@ -304,25 +347,14 @@ class Paging:
         self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
         return self._source.free_bytes() >= size_bytes
 
-    def _leave(
-        self,
-        size_bytes: int,
-        *,
-        between: tuple[int, int] = (0, 0),
-        place: tuple[int, int] = (0, 0),
-        spares_arena: bool = False,
-        ahead_bytes: int = 0,
-    ) -> bool:
+    def _leave(self, size_bytes: int, **what: Any) -> bool:
         """Unmap so many bytes of what is free, as `DeviceState.leave_pages` has it; whether there was any."""
-        ranges = self._cease(
-            size_bytes, between=between, place=place, spares_arena=spares_arena, ahead_bytes=ahead_bytes
-        )
+        ranges = self._cease(size_bytes, **what)
         self._unmap(ranges)
         return bool(ranges)
 
     def _cease(self, size_bytes: int, *, spares_arena: bool = False, **what: Any) -> Ranges:
-        """Have the core cease to serve from so many bytes of what is free: what is to be unmapped."""
-        spares_arena = spares_arena or self._arena is None  # a parent's is left alone
+        spares_arena = spares_arena or self._memory.arenas.arena is None  # a parent's is left alone
         ranges, begins = self._state.leave_pages(size_bytes, spares_arena=spares_arena, **what)
         for before, now in begins.items():
             memory = self._memory.segments.pop(before)
@@ -348,7 +380,6 @@ class Paging:
         return done
 
     def _unmap(self, ranges: Ranges) -> None:
-        """Unmap what the core has ceased to serve from."""
         if not ranges:
             return
         with self._source.at_device(capturing=False):

@@ -1,26 +1,32 @@
-"""A plan in the making: the job that makes it, and the cycle that is followed until it is there.
+"""Plans in the making: of one schedule, and of the kinds of steps that a search finds.
 
-Contract: nothing that goes wrong in a job reaches the program; it ends with a plan that was admitted, or with an error.
-A cycle is followed without being served, so that the boundary is known at which its plan can come into force.
+Contract: nothing that goes wrong in a thread here reaches the program; it ends with plans that were admitted, or with
+none. A cycle is followed without being served, so that the boundary is known at which its plan can come into force.
+Plans of kinds have no place for a request that replaces one of an earlier step before that is gone, nor for what lives
+through many steps; the plan of a cycle of all the steps has.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from stalloc.core.arena_schedule import ArenaSchedule, Between
+from stalloc.core.constants import TINY
 from stalloc.core.device_arena import load_for_moves
+from stalloc.core.host_memory import trim
 from stalloc.core.state import DeviceState
 from stalloc.device.ordering import ordering
 from stalloc.runtime import decisions
 from stalloc.runtime.admission import admit
-from stalloc.runtime.cpu_budget import CpuBudget
+from stalloc.runtime.record_search import Found
+from stalloc.runtime.recorded_steps import name_of
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.status import Status
-from stalloc.runtime.threads import start_thread
+from stalloc.runtime.runtime_settings import CpuBudget, Status
+from stalloc.threads import start_thread
+from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
@@ -29,6 +35,11 @@ if TYPE_CHECKING:
     from stalloc.planner.sharing import Streams
 
     Planner = Callable[..., Plan]  # (schedule, streams=), as plan_schedule; called in any thread
+    from stalloc.lifespans.units import StepKind
+    from stalloc.planner import Layout
+    from stalloc.planner.kind_plans import KindPlans
+    from stalloc.trace import Trace
+    from stalloc.trace.packing import KeptTrace
 
 
 @dataclass
@@ -38,9 +49,7 @@ class PlanJob:
     schedule: "Schedule"  #: the cycle that is planned
     streams: "Streams" = "separate"
     between: Between | None = None  #: what steps have beside it, if they are not all the same
-    with_dynamic: "Schedule | None" = (
-        None  #: the cycle with such requests among its own, for which the plan leaves room
-    )
+    with_dynamic: "Schedule | None" = None  #: the cycle with such requests among its own, for which room is left
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
     admitted: ArenaSchedule | None = None  #: the plan, as it is served
@@ -48,7 +57,6 @@ class PlanJob:
 
     @property
     def periods(self) -> int:
-        """How many periods the cycle has."""
         return self.schedule.cycle_length // self.schedule.period_requests
 
     @property
@@ -62,7 +70,6 @@ class PlanJob:
         return self.streams == "separate" and several and ordering() is not None
 
     def start(self, planner: "Planner | None", observed: KeptTrace | None, cpu_budget: CpuBudget) -> None:
-        """Begin, in a thread; `planner` stands in for `plan_schedule`. The trace is packed afterwards."""
         start_thread(self._run, planner, observed, cpu_budget)
 
     def _run(self, planner: "Planner | None", observed: KeptTrace | None, cpu_budget: CpuBudget) -> None:
@@ -79,8 +86,8 @@ class PlanJob:
                 self.done.set()
         load_for_moves()
 
-    def make(self, planner: "Planner | None") -> None:
-        """Make the plan, in this thread. Raises what planning raises."""
+    def make(self, planner: "Planner | None") -> ArenaSchedule:
+        """Make the plan, in this thread: as it is served. Raises what planning raises."""
         from stalloc.planner import plan_schedule
         from stalloc.planner.room import leave_room
 
@@ -89,22 +96,20 @@ class PlanJob:
         if self.with_dynamic is not None and self.streams == "separate":
             plan = leave_room(plan, self.with_dynamic)
         self.plan, self.admitted = plan, replace(admit([plan], cycle_only=True), between=self.between)
+        return self.admitted
 
 
 class NextPlan:
     """The plan that is being made for one device, and the cycle that is followed meanwhile."""
 
     def __init__(self, status: Status, state: DeviceState, recording: Recording, planner: "Planner | None") -> None:
-        """`planner` stands in for `plan_schedule`."""
-        self._status, self._state, self._recording = status, state, recording
-        self._planner = planner
+        self._status, self._state, self._recording, self._planner = status, state, recording, planner
         self.job: PlanJob | None = None  #: that makes it; None: no plan is in the making
         self._wait_seconds = 0.0  # that the next boundary waits for it
         # a cycle in force, and its plan in which streams share memory
         self._shared: tuple[Schedule, PlanJob] | None = None
 
     def forget(self) -> None:
-        """No plan is in the making any more."""
         self.job = self._shared = None
 
     def make(self, job: PlanJob, cursor: int, *, is_sure: bool = True) -> None:
@@ -140,10 +145,7 @@ class NextPlan:
         )
 
     def take_shared(self, schedule: "Schedule") -> PlanJob | None:
-        """The plan of the cycle in force in which streams share memory, which is waited for once; None: not made.
-
-        Should it take longer, or fail, the plan in force goes on.
-        """
+        """The plan of the cycle in force in which streams share memory, waited for once; None: that goes on."""
         if self._shared is None or self._shared[0] is not schedule:
             self._shared = schedule, PlanJob(schedule, "share")
             self._shared[1].start(self._planner, None, self._status.cpu_budget)
@@ -158,13 +160,138 @@ class NextPlan:
         return job
 
     def take_made(self) -> PlanJob | None:
-        """At a boundary: the job, if it is done; once it is waited for."""
-        job = self.job
-        if job is None:
-            return None
         wait, self._wait_seconds = self._wait_seconds, 0.0
-        if not job.done.wait(wait):
+        if self.job is not None and not self.job.done.wait(wait):
             self._state.triggers.at_boundary()
             return None
-        self.job = None
+        job, self.job = self.job, None
         return job
+
+
+class Cycle(NamedTuple):
+    """A cycle, and its plan."""
+
+    found: Found
+    job: PlanJob
+    record: int  #: the number of the record that it was found in
+
+
+def find_cycle(trace: "Trace", schedules: "KindPlans", *, of_any_places: bool = False) -> Found | None:
+    """The cycle at the end of a record, if it has places for twice as much as the plans, or `of_any_places` for all."""
+    from stalloc.lifespans.periods import find_step_period, sequence_rows
+    from stalloc.lifespans.repeating_schedule import fold
+
+    longest = max(len(kind.size) for kind in schedules.kinds)
+    period = find_step_period(trace, min_length=longest + 1, at_end=True)
+    sizable = sequence_rows(trace, TINY + 1)
+    if period is None or period.first + period.covered < len(sizable):
+        return None
+    marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
+    if not decisions.makes_a_cycle(int((marks >= period.first).sum())):
+        return None
+    schedule = fold(trace, with_prologue=False, period=period)
+    if schedule is None:
+        return None
+    has_more = 2 * np.mean(~schedule.planned) <= np.mean(schedules.offset < 0)
+    return Found(trace, schedule, sizable) if has_more or (of_any_places and schedule.planned.all()) else None
+
+
+@dataclass
+class KindSearch:
+    """A search for kinds of steps, and their plans; `done` is set at its end, `admitted` is None if nothing is new."""
+
+    before: "KindPlans | None"  # of the kinds that are known
+    wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
+    made: "dict[bytes, Layout]"
+    cpu_budget: CpuBudget  # what is left of it bounds how many kinds are planned that are not known; one at least
+    looked_for: set[bytes] = field(default_factory=set)  # those of them that the trace is sure to show
+    double_buffered: bool = False  # a kind may have two plans, which its marked steps alternate between
+    in_force: "KeptTrace | None" = None  # what the cycle in force was found in: its steps are known kinds too
+    in_force_kinds: set[bytes] = field(default_factory=set)  # their names
+    record: int | None = None  # the number of the record; None: no cycle of steps is looked for
+    pages_move: bool = False  # in every step of the plans in force: a cycle that needs less takes their place
+    may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
+    done: threading.Event = field(default_factory=threading.Event)
+    schedules: "KindPlans | None" = None
+    admitted: ArenaSchedule | None = None  # the plans, as they are served
+    cycle: Cycle | None = None  # that the steps of the record make, if its plan has places for more of them
+    awaits_cycle: bool = False  # its plan is to be made one step later
+
+    @property
+    def planned(self) -> "KindPlans":
+        assert self.schedules is not None
+        return self.schedules
+
+    @property
+    def names(self) -> list[bytes]:
+        return [name_of(kind.size, kind.stream) for kind in self.planned.kinds]
+
+    def start(self, trace: "Trace") -> None:
+        start_thread(self._run, trace)
+
+    @property
+    def lacks_places(self) -> bool:
+        """Whether the plans have no places for much that the steps ask for."""
+        schedules = self.schedules or self.before
+        offset = schedules.offset if schedules is not None else np.empty(0)
+        return decisions.lacks_places(int((offset < 0).sum()), len(offset))
+
+    def _run(self, trace: "Trace") -> None:
+        try:
+            with self.cpu_budget.counted():
+                self.search(trace)
+                if (self.lacks_places or self.pages_move) and self.record is not None:
+                    self._look_for_cycle(trace, self.record)
+        except Exception:  # these kinds are not planned then; the program must not see it
+            self.admitted = None
+        finally:
+            self.done.set()
+            trim()
+        load_for_moves()
+
+    def search(self, trace: "Trace") -> None:
+        from stalloc.planner.kind_plans import plan_steps
+
+        usable = _recurring(trace, self.wanted)
+        if self.before is not None:
+            before = self.before.kinds
+        else:
+            before = _recurring(self.in_force.trace(), self.in_force_kinds) if self.in_force is not None else []
+        known, again = {kind.key for kind in before}, {kind.key: kind for kind in usable}
+        fresh = _by_frequency(kind for kind in usable if kind.key not in known)
+        if fresh:
+            kinds = [again[kind.key].with_what_was_known(kind) if kind.key in again else kind for kind in before]
+            lengths = [len(kind.size) for kind in fresh]
+            kinds = _by_frequency(kinds + fresh[: decisions.num_affordable(lengths, self.cpu_budget.left_seconds)])
+            kinds = kinds[: decisions.num_planned_kinds(len(kinds))]
+            self.schedules = plan_steps(kinds, self.made, trace.device, double_buffered=self.double_buffered)
+            self.admitted = admit(self.schedules.plans, cycle_only=True, num_buffers=self.schedules.num_buffers)
+
+    def _look_for_cycle(self, trace: "Trace", record: int) -> None:
+        schedules = self.schedules or self.before
+        found = find_cycle(trace, schedules, of_any_places=self.pages_move) if schedules is not None else None
+        schedule = found.schedule if found is not None else None
+        if schedules is None or found is None or schedule is None:
+            return
+        if not decisions.is_cycle_affordable(len(schedule.size), self.cpu_budget.left_seconds):
+            return
+        if self.may_wait and not schedule.planned.all():
+            self.awaits_cycle = True
+            return
+        job = PlanJob(schedule)
+        arena_bytes = job.make(None).arena_bytes
+        job.done.set()
+        if self.lacks_places or arena_bytes < schedules.peak_bytes:
+            self.cycle = Cycle(found, job, record)
+
+
+def _recurring(trace: "Trace", names: set[bytes]) -> "list[StepKind]":
+    """The kinds of steps in a trace that recur and have these names, if anything of them is known to end."""
+    from stalloc.lifespans.units import recurring_steps
+
+    found = recurring_steps(trace)
+    return [kind for kind in found if name_of(kind.size, kind.stream) in names and (kind.end > 0).any()]
+
+
+def _by_frequency(kinds: "Iterable[StepKind]") -> "list[StepKind]":
+    return sorted(kinds, key=lambda kind: -kind.times_seen)

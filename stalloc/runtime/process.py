@@ -17,15 +17,14 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from stalloc import device as devices
-from stalloc import first_use
 from stalloc.core import constants, entry
 from stalloc.core.snapshot import live_addresses
 from stalloc.errors import PlanError
+from stalloc.imports import begin_use
 from stalloc.planner import Plan
 from stalloc.printable import printable
 from stalloc.runtime.call_sites import CallSites
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.entries import checked_entries
 from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.sources import PoolSource
@@ -59,17 +58,20 @@ class Runtime:
         self._names: dict[int, str] = {}  # of marks that are being made
         self._numbers = itertools.count()
         #: where memory is poisoned; None unless STALLOC_POISON asks for it
-        self.watch = _start_watch()
+        self.watch: Watch | None = None
+        if os.environ.get("STALLOC_POISON", "") not in ("", "0"):
+            from stalloc.poison import poison_watch
+
+            self.watch = poison_watch.Watch()
+        by_pages = settings.arena == "pages"
         self.controllers = [
-            Controller(
-                device, PoolSource(device, by_pages=settings.arena == "pages"), slow, settings, self.watch, planner
-            )
+            Controller(device, PoolSource(device, by_pages=by_pages), slow, settings, self.watch, planner)
             for device in devices.devices()
         ]
         #: the addresses that torch and CuPy reach the core by: `int64 (state, bytes, stream)`, `void (state, address)`
         self.entries = entry.core_entries()
         if self.watch is not None and self.watch.devices:
-            self.entries = checked_entries(self.watch)
+            self.entries = entry.slow_entry(self.watch.allocate), entry.free_by(entry.slow_entry(self.watch.free))
         #: who asks for what; the word that it holds is what torch and CuPy call by
         self.call_sites = CallSites(self.entries[0])
         for controller in self.controllers:
@@ -96,40 +98,33 @@ class Runtime:
         self.observers: list[Callable[[int, int, int, int], None]] = []
         entry.keep_whole_at_fork(self.states.ctypes.data, _MAX_DEVICES)
         # a thread that compiles, like the planner's, is waited for: the child could not compile anything otherwise
-        compiling = global_compiler_lock
-        os.register_at_fork(
-            before=compiling.acquire, after_in_parent=compiling.release, after_in_child=compiling.release
-        )
+        lock = global_compiler_lock
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
         os.register_at_fork(after_in_child=self._forked)
 
     def begin_call_sites(self) -> None:
-        """Note from here on which line of the program makes each request."""
         if not self.call_sites.is_on:
             self.call_sites.begin()
             for controller in self.controllers:
                 controller.recording.name_call_sites(self.call_sites)
 
     def end_call_sites(self) -> None:
-        """Note it no more, unless this was asked for from the start."""
         if not self._always_sited:
             self.call_sites.end()
 
     def begin_borrowing(self) -> None:
-        """Note from here on where memory of CUDA graphs is borrowed, until `end_borrowing`."""
         with self._loan_lock:
             self._num_borrowing += 1
             self._loan_sites.begin()
             self.call_sites.stand_in(self._loan_sites.malloc)
 
     def end_borrowing(self) -> None:
-        """One block of the program that borrowed is over."""
         with self._loan_lock:
             self._num_borrowing -= 1
             if self._num_borrowing == 0:
                 self.call_sites.stand_in(0)
 
     def _places_of(self, state: int, addresses: list[int]) -> list[str]:
-        """The lines of the program that asked for blocks of a device."""
         sites = self.call_sites if self.call_sites.is_on else self._loan_sites
         return sites.names_at(state, addresses)
 
@@ -146,7 +141,6 @@ class Runtime:
         return 0
 
     def serve_requests(self) -> None:
-        """Serve again."""
         self._refusal = ""
         self.call_sites.refuse(0)
 
@@ -160,10 +154,6 @@ class Runtime:
             controller.begin_in_child()
         if self.watch is not None:
             self.watch.forked()
-
-    def _cannot_serve(self) -> bool:
-        """Whether this is a child of fork on a real device."""
-        return os.getpid() != self.pid and self.controllers[0].device.kind == "cuda"
 
     def try_plans(self, plans: list[Plan]) -> None:
         """Put plans of an earlier run in force where they fit; those that do not are left aside.
@@ -184,19 +174,17 @@ class Runtime:
                 controller.status.note = f"the plan of the last run was not used: {error}"
 
     def rest(self) -> None:
-        """Serve from the heap only, on all devices, until `resume`."""
         for controller in self.controllers:
             controller.drop_plan()
             controller.memory.release_unused()
 
     def resume(self) -> None:
-        """Watch for steps anew on the devices that rest."""
         for controller in self.controllers:
             if controller.status.phase is Phase.RESTING:
                 controller.watch_anew()
 
     def _help(self, device: int, request: int, argument: int, tell: bool = True) -> int:
-        if self._cannot_serve():
+        if os.getpid() != self.pid and self.controllers[0].device.kind == "cuda":
             self.controllers[device].state.set_out_of_memory_text(_FORKED)
             return 0
         controller = self.controllers[device]
@@ -272,12 +260,10 @@ class Runtime:
             controller.shortage.take_lacking()
 
     def expect_marks(self, devices: Collection[int]) -> None:
-        """The program will mark its steps on these devices: look for them at the marks only."""
         for index in devices:
             self.controllers[index].expects_marks = True
 
     def expect_persistent(self, devices: Collection[int]) -> None:
-        """What is allocated on these devices up to the next mark of a step is meant to last."""
         for index in devices:
             self.controllers[index].expect_persistent()
 
@@ -288,25 +274,13 @@ class Runtime:
                 controller.persistent.end()
 
     def recorded(self) -> "list[Trace]":
-        """What was recorded so far, of each device of which something was."""
         for one in self.controllers:
             one.steady.end()
         return [one.recording.trace() for one in self.controllers if one.state.record.log.num_events]
 
     def reports(self) -> list[Report]:
-        """One report for each device that the program has used, or tried to use."""
-        used = (
-            one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.statistics.num_ooms
-        )
-        return [report(controller) for controller in used]
-
-
-def _start_watch() -> "Watch | None":
-    if os.environ.get("STALLOC_POISON", "") in ("", "0"):
-        return None
-    from stalloc.poison.poison import Watch
-
-    return Watch()
+        records = ((one, one.state.record) for one in self.controllers)
+        return [report(one) for one, record in records if record.total.num_allocs or record.statistics.num_ooms]
 
 
 _runtime: Runtime | None = None
@@ -314,10 +288,7 @@ _runtime_lock = threading.Lock()
 
 
 def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> Runtime:
-    """The runtime of this process, made at the first call; later calls get the same one whatever they ask for.
-
-    Arguments and errors as in `Runtime`.
-    """
+    """The runtime of this process, made at the first call; later calls get the same one. Errors as in `Runtime`."""
     global _runtime
     with _runtime_lock:
         if _runtime is None:
@@ -326,12 +297,11 @@ def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner
 
 
 def current() -> Runtime | None:
-    """The runtime of this process, None before it was started."""
     return _runtime
 
 
 def needed() -> Runtime | None:
     """The runtime of this process, started now if it was to start at the program's first use of CUDA; None: none."""
     if _runtime is None:
-        first_use.begin()
+        begin_use()
     return _runtime

@@ -1,7 +1,8 @@
-"""When a record is searched for a repeating step, and what is found in it.
+"""When a record is searched for a repeating step, what is found in it, and whether a plan without marks is of a step.
 
 Contract: without marks only what fills most of the record is a step, since layers and microbatches repeat too; a scan
-costs the program time, so the record has to have grown by a quarter since the last one.
+costs the program time, so the record has to have grown by a quarter since the last one. While a plan without marks is
+validated, what the program does is recorded beside it, so that a longer cycle can be looked for at once.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from stalloc.core.schedule_cursor import SURE
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.runtime_settings import Settings
+from stalloc.runtime.runtime_settings import Settings, Status
 
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
@@ -32,13 +33,11 @@ class Found:
 
     @property
     def first(self) -> int:
-        """Which of the sizable requests is the cycle's first."""
         assert self.schedule is not None
         return int(np.searchsorted(self.sizable, self.schedule.row[self.schedule.num_prologue]))
 
     @property
     def cursor(self) -> int:
-        """The entry of the cycle that comes next."""
         assert self.schedule is not None
         return (len(self.sizable) - self.first) % self.schedule.cycle_length
 
@@ -63,7 +62,6 @@ class RecordSearch:
         self._waited = 0  # scans, for lifespans
 
     def begin(self) -> None:
-        """The record begins anew."""
         self._waited = self._scan_at = 0
 
     def was_misled(self, *, is_part: bool) -> None:
@@ -85,7 +83,6 @@ class RecordSearch:
 
     @property
     def is_long(self) -> bool:
-        """Whether the record beside such a cycle is long enough for kinds of steps."""
         return decisions.shows_kinds(self._state.record.log.num_sizable, decisions.least_record(self._cycle_length))
 
     @property
@@ -94,11 +91,9 @@ class RecordSearch:
 
     @property
     def shows_kinds(self) -> bool:
-        """Whether the record is long enough for kinds of steps that no mark tells apart."""
         return decisions.shows_kinds(self._state.record.log.num_sizable, self._min_record)
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
-        """Whether to scan now."""
         state, marks, num_steps = self._state, self._recording.marks, len(self._recording.step_events)
         if not decisions.scans_at_each_mark(num_steps) and state.record.log.num_sizable < self._scan_at:
             return False
@@ -123,7 +118,6 @@ class RecordSearch:
         return may_repeat(size * constants.MAX_STREAMS + stream)
 
     def find(self, settings: Settings) -> Found | None:
-        """What repeats in the record; None if another step may show how long the rest of its requests live."""
         from stalloc.lifespans.periods import find_step_period
         from stalloc.lifespans.repeating_schedule import fold
 
@@ -156,3 +150,42 @@ class RecordSearch:
             self._state.triggers.at_recorded(self._scan_at)
         self._waited += waits
         return waits
+
+
+class PlanValidation:
+    """Whether the plan in force on one device is being validated, and until when."""
+
+    def __init__(self, status: Status, state: DeviceState, recording: Recording) -> None:
+        self._status, self._state, self._recording = status, state, recording
+        self.is_on = False
+        self.went_on = False  #: since its cycle seemed to be of a part
+
+    def begin(self) -> None:
+        record = self._state.record
+        length = record.follow.cycle_end - record.follow.cycle_start
+        self._state.triggers.after_requests(decisions.judged_after(length, has_kinds=False))
+        self.went_on = False
+        if not self._status.settings.keep_recording:
+            self.is_on = True
+            self._recording.begin_beside()
+            self._state.triggers.at_boundary()
+
+    def go_on(self) -> None:
+        """What was recorded does not show yet what the program repeats: a quarter more of it may."""
+        self._state.triggers.after_requests(self._state.record.log.num_sizable // 4)
+        self._state.triggers.at_boundary()
+        self.went_on = True
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_on and self._state.record.total.num_allocs >= self._state.record.triggers.doubt_at
+
+    def end(self) -> None:
+        if self.is_on:
+            self.is_on = False
+            self._state.forget_record()
+
+    def leave(self) -> bool:
+        """The plan goes; whether there is a record of the time for which it was in force."""
+        was_on, self.is_on = self.is_on, False
+        return was_on

@@ -1,23 +1,132 @@
 """The kinds of steps that the record shows, by name, and how often each was seen, there or before.
 
-Contract: how often a kind was seen is kept, whatever becomes of records and plans.
+Contract: how often a kind was seen is kept, whatever becomes of records and plans. Noise are requests of any size, as
+for labels of any number, which keep steps from being equal: they are left out only if no step recurred with them and
+most do without, and of none that equals the one before. They are few, and of sizes that the step has in common with no
+other one. The heap serves them, as all that no plan knows of.
 """
 
+import hashlib
 import itertools
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.columns import Column
+from stalloc.core.constants import MAX_STREAMS, TINY
 from stalloc.core.state import DeviceState
-from stalloc.runtime.kind_names import name_of
-from stalloc.runtime.noise_requests import NoiseRequests
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.runtime_settings import SteadySteps
 
 if TYPE_CHECKING:
-    from stalloc.runtime.steady_marks import SteadySteps
-    from stalloc.trace.record import Column
+    from stalloc.trace import Trace
+
+
+def name_of(size: Column, stream: Column) -> bytes:
+    name = hashlib.blake2b(np.ascontiguousarray(size, np.int64).data, digest_size=16)
+    name.update(np.ascontiguousarray(stream, np.int64).data)
+    return name.digest()
+
+
+def recurring_names(trace: "Trace") -> set[bytes]:
+    """The names of the steps between a trace's marks that come twice."""
+    rows = np.flatnonzero(trace.size > TINY)
+    bounds = np.searchsorted(trace.start[rows], trace.mark_event).tolist()
+    size, stream = trace.size[rows], trace.stream[rows]
+    names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
+    return {name for name, count in names.items() if count > 1}
+
+
+_MOST = 8  # one request of a step in so many, at most
+_RECENT = 16  # steps like no other, with which the next one is compared
+_MAX_KINDS = 64  # that are remembered
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A recorded step, of the events [begin, end)."""
+
+    begin: int
+    end: int
+    keys: Column  #: (n,) sizes and streams of its requests
+
+    @cached_property
+    def distinct(self) -> frozenset[int]:
+        return frozenset(self.keys.tolist())
+
+    def without_others(self, other: "_Step") -> Column | None:
+        """(n,) bool: its requests of which another has the like; None if more others are left than may be noise."""
+        most = len(self.keys) // _MOST
+        if abs(len(other.keys) - len(self.keys)) > most or len(self.distinct - other.distinct) > most:
+            return None
+        kept = np.isin(self.keys, other.keys)
+        return kept if 0 < len(kept) <= np.count_nonzero(kept) + most else None
+
+
+class NoiseRequests:
+    """Finds noise among the steps of one device's record, and has it left out of them."""
+
+    def __init__(self, state: DeviceState, recording: Recording) -> None:
+        self._state, self._recording = state, recording
+        self._kinds: deque[_Step] = deque(maxlen=_MAX_KINDS)  # a step of each, without its noise
+        self._recent: deque[_Step] = deque(maxlen=_RECENT)
+        self._last: Column = np.empty(0, np.int64)  # the requests of the last step that was looked at
+
+    def forget_record(self) -> None:
+        self._recent.clear()
+
+    def leave_out(self) -> bool:
+        steps = [*itertools.pairwise(self._recording.step_events)]
+        found = [one for begin, end in steps for one in self._found(begin, end)]
+        if 2 * len(found) <= len(steps):
+            self._kinds.clear()
+            self._recent.clear()
+            return False
+        self._recording.leaves_out_noise = True
+        self._note(found)
+        return True
+
+    def look(self, begin: int, end: int) -> None:
+        """A step was recorded, as the events [begin, end): see what noise it has, where these are left out."""
+        if self._recording.leaves_out_noise:
+            self._note(self._found(begin, end))
+
+    def _note(self, found: list[tuple[_Step, Column]]) -> None:
+        for step, kept in found:
+            *_, is_noise = self._state.recorded_requests(step.begin, step.end)
+            rows = np.flatnonzero(is_noise == 0)
+            if len(rows) == len(kept):  # else the record began anew since that step
+                noise = np.zeros(len(is_noise), bool)
+                noise[rows[~kept]] = True
+                self._state.note_noise(step.begin, step.end, noise)
+
+    def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
+        """The step of these events, if it is like another one but for noise, and that one if it was like none so far.
+
+        With each of them which of its requests (n,) are no noise.
+        """
+        size, stream = self._recording.requests(begin, end)
+        step, last = _Step(begin, end, size * MAX_STREAMS + stream), self._last
+        self._last = step.keys
+        if np.array_equal(step.keys, last):
+            return []
+        for kind in self._kinds:
+            kept = step.without_others(kind)
+            if kept is not None and np.array_equal(step.keys[kept], kind.keys):
+                return [(step, kept)]
+        for other in self._recent:
+            kept, others = step.without_others(other), other.without_others(step)
+            if kept is not None and others is not None and np.array_equal(step.keys[kept], other.keys[others]):
+                self._kinds.append(_Step(begin, end, step.keys[kept]))
+                self._recent.remove(other)
+                return [(other, others), (step, kept)]
+        self._recent.append(step)
+        return []
+
 
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
@@ -41,47 +150,35 @@ class RecordedSteps:
         self._order: list[int] = []  # whole steps before the first of the kind of each step in the record
         self.count = 0  #: whole steps in the record
         self.num_records = 0  #: that were begun
-        self.last: bytes | None = None  #: the name of the step that just ended, if it is in the record
         self._asked = self._last_asked = 0, 0  # requests and bytes, when the last step ended, and of that step
         self._missed = 0, 0  # of the step that was not on the plan, nor recorded, but began the record
 
     def forget(self) -> None:
-        """The record begins anew."""
         self._begin_to_count()
         self._noise.forget_record()
         self.num_records += 1
 
     def begin_anew(self) -> None:
-        """Record from here on, where a step begins."""
-        self._recording.begin_at_step()
+        self._recording.begin_beside(at_step=True)
         self.forget()
 
     def expect_last(self) -> None:
-        """The record begins after the last step, which is not in it."""
         self._missed = self._last_asked
 
     def note(self, followed: bytes | None) -> None:
-        """Count the step that just ended, if it is in the record from its begin; its name, if it is known."""
         record, before = self._state.record, self._asked
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
-        step = self._recording.last_step() if record.hot.recording else None
-        self.last = None
-        if step is None:
-            return
-        if followed is None:
-            self._noise.look(*step)
-        self.last = followed or self._name(*step)
-        self._count(self.last)
+        events = self._recording.step_events
+        if record.hot.recording and len(events) > 1:
+            if followed is None:
+                self._noise.look(events[-2], events[-1])
+            self._count(followed or self._name(events[-2], events[-1]))
 
-    def skip(self, steps: "SteadySteps", names: Sequence[bytes]) -> None:
-        """Steps went by, which had these names as far as they are in the record."""
-        num_requests, requested_bytes = self._asked
-        self._asked = steps.num_requests, steps.requested_bytes
-        self._last_asked = (
-            (steps.num_requests - num_requests) // steps.count,
-            (steps.requested_bytes - requested_bytes) // steps.count,
-        )
+    def skip(self, steps: SteadySteps, names: Sequence[bytes]) -> None:
+        before, self._asked = self._asked, (steps.num_requests, steps.requested_bytes)
+        num_requests, requested_bytes = self._asked[0] - before[0], self._asked[1] - before[1]
+        self._last_asked = num_requests // steps.count, requested_bytes // steps.count
         for name in names:
             self._count(name)
 
@@ -107,7 +204,6 @@ class RecordedSteps:
         return True
 
     def _name(self, begin: int, end: int) -> bytes:
-        """The name of the step of the recorded events [begin, end)."""
         size, stream = self._recording.requests(begin, end)
         name = name_of(size, stream)
         if len(self._times_seen) >= _MAX_REMEMBERED:
@@ -116,31 +212,22 @@ class RecordedSteps:
             self._times_seen[name] = int(self._was_seen_before(size, stream))
         return name
 
-    def _was_seen_before(self, size: "Column", stream: "Column") -> bool:
-        """Whether a step that is recorded for the first time has occurred before.
-
-        It may have occurred before there were marks; or, to judge by its requests and bytes, recording began after it.
-        """
+    def _was_seen_before(self, size: Column, stream: Column) -> bool:
+        """Whether a step that is recorded first occurred before there were marks, or just before recording began."""
         if self._last_asked == self._missed:
             self._missed = 0, 0
             return True
         early_size, early_stream = self._recording.requests_before_marks()
-        tail = slice(len(early_size) - len(size), None)
         if not len(size) or len(early_size) < len(size) or early_size[-1] != size[-1]:
             return False
+        tail = slice(len(early_size) - len(size), None)
         return bool((early_size[tail] == size).all() and (early_stream[tail] == stream).all())
 
     @property
     def names(self) -> set[bytes]:
-        """The kinds that the record shows."""
         return {*self._of_kind}
 
-    def times_seen(self, name: bytes) -> int:
-        """How often a kind was seen, in the record or before."""
-        return self._times_seen.get(name, 0)
-
     def first_of(self, names: set[bytes]) -> int:
-        """Which of the whole steps in the record is the first of any of these kinds, which it shows."""
         return min(self._of_kind[name].first for name in names)
 
     def is_shown(self, name: bytes) -> bool:
@@ -149,13 +236,11 @@ class RecordedSteps:
         return recorded is not None and recorded.first + 1 < self.count
 
     def comes_twice(self, name: bytes) -> bool:
-        """Whether the record shows a kind twice."""
         return name in self._of_kind and self._of_kind[name].count > 1
 
     @property
     def recurring(self) -> set[bytes]:
-        """Names of the kinds in the record that were seen twice, there or before."""
-        return {name for name in self._of_kind if self.times_seen(name) > 1}
+        return {name for name in self._of_kind if self._times_seen.get(name, 0) > 1}
 
     @property
     def make_a_cycle(self) -> bool:
@@ -166,5 +251,4 @@ class RecordedSteps:
 
     @property
     def num_recurring(self) -> int:
-        """Steps in the record that are of such kinds."""
         return sum(self._of_kind[name].count for name in self.recurring)

@@ -11,55 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.core.constants import (
-    ACTION_ALLOC,
-    ACTION_OOM,
-    ACTION_SEGMENT_ALLOC,
-    ACTION_SEGMENT_FREE,
-    ACTION_SEGMENT_MAP,
-    ACTION_SEGMENT_UNMAP,
-)
+from stalloc.core import constants
 from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime import decisions
-from stalloc.torch_release import known_release
+from stalloc.runtime.runtime_settings import Settings, SteadySteps
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
+from stalloc.version import known_release
 
 if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
-    from stalloc.runtime.runtime_settings import Settings
-    from stalloc.runtime.steady_marks import SteadySteps
     from stalloc.trace import Trace
-
-
-class Refusals:
-    """The requests in one device's record that were refused."""
-
-    def __init__(self, state: DeviceState) -> None:
-        self._state = state
-        self._noted: list[tuple[int, int]] = []  # events before each of them, bytes that were free then
-
-    def forget(self) -> None:
-        """The record begins anew."""
-        self._noted.clear()
-
-    def note(self, free_bytes: int) -> None:
-        """A request is refused, with so much free on the device."""
-        self._noted.append((int(self._state.record.log.num_events), free_bytes))
-
-    def with_free_bytes(self, action: Column, address: Column) -> Column:
-        """The addresses of events, where those of refused requests are what was free on the device."""
-        errors = np.flatnonzero(action == ACTION_OOM)
-        if not len(errors) or not self._noted:
-            return address
-        events, free_bytes = np.array(self._noted, np.int64).T
-        events = events - self._state.first_event
-        last = np.searchsorted(events, errors, side="right") - 1
-        address = address.copy()
-        address[errors[last >= 0]] = free_bytes[last[last >= 0]]
-        return address
 
 
 class Recording:
@@ -73,14 +37,14 @@ class Recording:
         self.num_planned = 0  #: of those, while a plan was in force, whichever
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
-        self.leaves_out_noise = False  #: requests of any size are no part of the steps: noise_requests.py
+        self.leaves_out_noise = False  #: requests of any size are no part of the steps: recorded_steps.py
         self._before_marks: tuple[Column, Column] | None = None
         self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
         self.call_sites: CallSites | None = None  #: where they are noted
         self.more_tables: list[Callable[[], dict[str, Column]]] = []  #: each gives what else a trace has in `extra`
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
-        self.refusals = Refusals(state)
+        self._refused: list[tuple[int, int]] = []  # events before each request that was, bytes that were free then
 
     def begin(self, *, persistent: bool) -> None:
         """Begin anew. With `persistent`, what is requested first is meant to last."""
@@ -88,18 +52,14 @@ class Recording:
         self._state.write(allocating_persistent=int(persistent))
         self._state.triggers.at_recorded(decisions.first_scan_at())
 
-    def begin_beside(self) -> None:
-        """Begin anew while a plan is in force that was found without marks."""
-        self._forget(begins=False)
-        self._reserved_start = self._state.record.statistics.reserved_bytes
+    def begin_beside(self, *, at_step: bool = False) -> None:
+        """Begin anew beside a plan, `at_step` where a step of the program begins."""
+        self._forget(begins=at_step)
+        if not at_step:
+            self._reserved_start = self._state.record.statistics.reserved_bytes
         self._state.record_anew()
 
-    def begin_at_step(self) -> None:
-        """Begin anew at the mark of a step."""
-        self._forget(begins=True)
-        self._state.record_anew()
-
-    def go_on(self, settings: "Settings") -> None:
+    def go_on(self, settings: Settings) -> None:
         """Record from here on, if nothing is recorded; marks of events that were forgotten are no part of it."""
         if self._state.record.hot.recording:
             return
@@ -109,7 +69,7 @@ class Recording:
         self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
         self._state.write(recording=1)
 
-    def end(self, settings: "Settings", *, goes_on: bool = False) -> None:
+    def end(self, settings: Settings, *, goes_on: bool = False) -> None:
         """Nobody looks for steps from here on; the record ends unless the program keeps one, or it `goes_on`."""
         self._state.write(allocating_persistent=0, recording=int(settings.keep_recording or goes_on))
         self._state.triggers.at_recorded(0)
@@ -117,20 +77,20 @@ class Recording:
             self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
 
     def _forget(self, *, begins: bool) -> None:
-        """Know of no events, and of no marks, or of one of a step with which the record `begins`."""
         self.marks[:] = [(0, MARK_STEP, "")] if begins else []
         self.step_events[:] = [0] if begins else []
         self._before_marks = None
-        self.refusals.forget()
+        self._refused.clear()
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
 
+    def note_refusal(self, free_bytes: int) -> None:
+        self._refused.append((int(self._state.record.log.num_events), free_bytes))
+
     def name_call_sites(self, call_sites: "CallSites") -> None:
-        """The call sites of requests are noted from here on."""
         self.call_sites = call_sites
         self._sited_from = int(self._state.record.log.num_events), call_sites.num_calls
 
     def note_mark(self, kind: int, name: str) -> None:
-        """The program sets a mark (trace.MARK_STEP, …)."""
         if kind == MARK_STEP:
             self.step_times_ns.append(time.monotonic_ns())
             before, self._allocs_before = self._allocs_before, self._state.record.total.num_allocs
@@ -141,8 +101,7 @@ class Recording:
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
 
-    def skip(self, steps: "SteadySteps") -> None:
-        """Steps went by."""
+    def skip(self, steps: SteadySteps) -> None:
         self._allocs_before = steps.num_requests
         if self._state.record.hot.recording:
             self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]
@@ -150,12 +109,10 @@ class Recording:
 
     @property
     def overdue_requests(self) -> int:
-        """Requests after which a mark of a step should have come, if there are to be any."""
         return decisions.overdue_requests(self.longest_step)
 
     @property
     def marks_are_overdue(self) -> bool:
-        """Whether the program has ceased to mark steps."""
         since = self._state.record.total.num_allocs - self._allocs_before
         return self._allocs_before >= 0 and since >= self.overdue_requests
 
@@ -165,37 +122,40 @@ class Recording:
         return not self._state.record.hot.recording or self._state.first_event > 0
 
     def _marks_from(self, begin: int) -> list[tuple[int, int, str]]:
-        """The marks of a record that begins at an event."""
         return [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
 
-    def last_step(self) -> tuple[int, int] | None:
-        """Events [begin, end) between the last two marks of steps; None if there are not two."""
-        return (self.step_events[-2], self.step_events[-1]) if len(self.step_events) > 1 else None
-
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
-        """Sizes and streams of the requests among events [begin, end), without noise."""
         size, stream, is_noise = self._state.recorded_requests(begin, end)
         kept = is_noise == 0 if self.leaves_out_noise else slice(None)
         return size[kept], stream[kept]
 
     def requests_before_marks(self) -> tuple[Column, Column]:
-        """Sizes and streams of the requests before the first mark of a step, without noise."""
         if self._before_marks is None:
             self._before_marks = self.requests(0, self.step_events[0])
         return self._before_marks
 
     def trace(self) -> "Trace":
-        """What was recorded so far, as a Trace."""
         first, events = self._state.first_event, self._state.recorded()
         marks = self._marks_from(first)
         held = segments(self._state)
         bases = np.array([segment.address for segment in held], np.int64).view(np.uint64)
         sizes = np.array([segment.size_bytes for segment in held], np.int64)
         trace = self._trace(events, marks, (bases, sizes, np.zeros(len(held), np.int64)))
-        address = self.refusals.with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
-        trace = self._with_call_sites(dataclasses.replace(trace, address=address), events)
+        trace = self._with_call_sites(dataclasses.replace(trace, address=self._with_free_bytes(events)), events)
         more = {name: column for table in self.more_tables for name, column in table().items()}
         return dataclasses.replace(trace, extra=trace.extra | more)
+
+    def _with_free_bytes(self, events: np.ndarray) -> Column:
+        """The addresses of events, where those of refused requests are what was free on the device."""
+        address = events["address"].view(np.uint64)
+        errors = np.flatnonzero(events["action"] & 0xFF == constants.ACTION_OOM)
+        if not len(errors) or not self._refused:
+            return address
+        before, free_bytes = np.array(self._refused, np.int64).T
+        last = np.searchsorted(before - self._state.first_event, errors, side="right") - 1
+        address = address.copy()
+        address[errors[last >= 0]] = free_bytes[last[last >= 0]]
+        return address
 
     def regular_trace(self, first_step: int = 0) -> "Trace":
         """The record, or what follows from step `first_step` on, as a Trace without noise."""
@@ -215,10 +175,10 @@ class Recording:
     ) -> "Trace":
         from stalloc.trace.recorder import from_recorded
 
-        state, tags = self._state, events["action"]
+        state, device, tags = self._state, self._device, events["action"]
         raw = state.tables.streams["value"][: state.record.lookup.num_streams].tolist()
         return from_recorded(
-            self._device.index,
+            device.index,
             tags & 0xFF,
             events["address"].view(np.uint64),
             events["requested_bytes"],
@@ -229,9 +189,9 @@ class Recording:
             reserved_start_bytes=self._reserved_before(events),
             segments=held,
             info={
-                "device_name": self._device.name,
-                "total_bytes": self._device.total_bytes,
-                "virtual": self._device.kind == "virtual",
+                "device_name": device.name,
+                "total_bytes": device.total_bytes,
+                "virtual": device.kind == "virtual",
                 **known_release(),
                 "notes": self._notes(),
             },
@@ -249,12 +209,11 @@ class Recording:
         if not self._state.first_event:
             return self._reserved_start
         action, size = events["action"] & 0xFF, events["requested_bytes"]
-        more = int(size[np.isin(action, (ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_MAP))].sum())
-        less = int(size[np.isin(action, (ACTION_SEGMENT_FREE, ACTION_SEGMENT_UNMAP))].sum())
+        more = int(size[np.isin(action, (constants.ACTION_SEGMENT_ALLOC, constants.ACTION_SEGMENT_MAP))].sum())
+        less = int(size[np.isin(action, (constants.ACTION_SEGMENT_FREE, constants.ACTION_SEGMENT_UNMAP))].sum())
         return max(0, int(self._state.record.statistics.reserved_bytes) - more + less)
 
     def _with_call_sites(self, trace: "Trace", events: np.ndarray) -> "Trace":
-        """The trace of all events, with the call sites that are known."""
         if self.call_sites is None:
             return trace
         action, (first_event, first_call) = events["action"] & 0xFF, self._sited_from
@@ -262,27 +221,23 @@ class Recording:
         columns = action, events["address"], events["requested_bytes"]
         stacks = self.call_sites.of_events(self._state.address, first_call, first_event, *columns)
         site = np.full(trace.num_requests, -1, np.int64)
-        born = np.flatnonzero(action == ACTION_ALLOC)
+        born = np.flatnonzero(action == constants.ACTION_ALLOC)
         site[trace.event_request[born]] = stacks[born]
         return dataclasses.replace(trace, extra=trace.extra | self.call_sites.columns(stacks, site))
 
     @property
     def observed_trace(self) -> "Trace | None":
-        """What was recorded when the plan was made; None if there was no plan."""
         return self.kept.trace() if self.kept is not None else None
 
 
 def _without_noise(action: Column, address: Column, is_noise: Column) -> Column:
-    """(m,) bool: the events of a record that are no noise, nor the end of one.
-
-    `action` (ACTION_ALLOC and so on), `address` and `is_noise` are the columns (m,) of the events.
-    """
-    of_them = (action == ACTION_ALLOC) & (is_noise != 0)
+    """(m,) bool: the events of a record that are no noise, nor the end of one, by their columns (m,)."""
+    of_them = (action == constants.ACTION_ALLOC) & (is_noise != 0)
     if not of_them.any():
         return ~of_them
     order = np.argsort(address, kind="stable")
     place = np.arange(len(order))
-    begins = (action[order] == ACTION_ALLOC) | np.r_[True, np.diff(address[order]) != 0]
+    begins = (action[order] == constants.ACTION_ALLOC) | np.r_[True, np.diff(address[order]) != 0]
     born = np.maximum.accumulate(np.where(begins, place, 0))  # what lived at the address then began here
     kept = np.empty(len(order), bool)
     kept[order] = ~of_them[order][born]

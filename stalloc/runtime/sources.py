@@ -20,55 +20,29 @@ from stalloc.notices import say
 class Source(Protocol):
     """What the runtime asks of the place that memory comes from."""
 
-    @property
-    def paged(self) -> bool:
-        """Whether memory comes by pages; whoever asks has a request for this device."""
+    ranges: list[Any]  #: of addresses that were reserved and are not closed; whoever closes one takes it off
 
     @property
-    def is_used(self) -> bool:
-        """Whether anything was asked of it so far: until then the device is not touched."""
-
-    def before_use(self, function: Callable[[], None]) -> None:
-        """Have a function be called at the device before the first request, or now."""
-
-    def reserve(self, size_bytes: int) -> Any:
-        """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
-
+    def paged(self) -> bool: ...  #: whether memory comes by pages; whoever asks has a request for this device
     @property
-    def ranges(self) -> list[Any]:
-        """All such ranges that are not closed; whoever closes one takes it off."""
-
-    def take(self, size_bytes: int) -> Any:
-        """Memory, None if there is no more."""
-
+    def is_used(self) -> bool: ...  #: whether anything was asked of it so far: until then the device is not touched
     @property
-    def refusal(self) -> str:
-        """What the driver said when it refused pages, after which memory comes in blocks; empty: nothing."""
-
-    def doubt_pages(self, size_bytes: int) -> None:
-        """So many bytes were not mapped: if the device has them, it is the driver that refuses."""
-
-    def free_bytes(self) -> int:
-        """What can still be taken, within the limit."""
-
-    def wait(self) -> None:
-        """Wait until the device has done what it was given."""
-
-    def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
-        """Where calls to the driver are made from, and while a CUDA graph is captured, allowed."""
-
-    def collect(self) -> None:
-        """Give what is not referred to any more back to the device."""
-
+    def refusal(self) -> str: ...  #: what the driver said when it refused pages, and memory comes in blocks; or empty
     @property
-    def limit_bytes(self) -> int:
-        """No more than this is taken from the device; 0: no limit."""
-
+    def limit_bytes(self) -> int: ...  #: no more than this is taken from the device; 0: no limit
     @limit_bytes.setter
     def limit_bytes(self, size_bytes: int) -> None: ...
-
-    def forked(self) -> None:
-        """This process is a fork: what the parent took is neither given back nor counted any more."""
+    def before_use(self, function: Callable[[], None]) -> None: ...  #: call it before the first request, or now
+    def reserve(self, size_bytes: int) -> Any: ...  #: addresses without memory, as a PageRange; None if there are none
+    def take(self, size_bytes: int) -> Any: ...  #: memory, None if there is no more
+    def doubt_pages(self, size_bytes: int) -> None: ...  #: this was not mapped: if there is as much, the driver refuses
+    def free_bytes(self) -> int: ...  #: what can still be taken, within the limit
+    def wait(self) -> None: ...  #: until the device has done what it was given
+    def collect(self) -> None: ...  #: give what is not referred to any more back to the device
+    def forked(self) -> None: ...  #: what the parent took is neither given back nor counted any more
+    def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
+        """Where calls to the driver are made from, and while a CUDA graph is captured, allowed."""
+        ...
 
 
 class PoolSource:
@@ -76,8 +50,7 @@ class PoolSource:
 
     def __init__(self, device: Device, *, by_pages: bool) -> None:
         """`by_pages`: as pages, if the device maps them, which is tried at the first request."""
-        self._device = device
-        self._wants_pages = by_pages
+        self._device, self._wants_pages = device, by_pages
         self._pages: Pages | None = None
         self._blocks: Any = None  # the pool that has memory once pages are refused
         self._pool: Any = None  # made at the first request: until then the device is not touched
@@ -88,11 +61,9 @@ class PoolSource:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything was asked of it so far: until then the device is not touched."""
         return self._pool is not None or bool(self._inherited)
 
     def before_use(self, function: Callable[[], None]) -> None:
-        """Have a function be called at the device before the first request, or now."""
         self._before_use = function
         if self._pool is not None:
             with self.at_device(capturing=False):
@@ -123,11 +94,9 @@ class PoolSource:
 
     @property
     def paged(self) -> bool:
-        """Whether memory comes by pages; whoever asks has a request for this device."""
         return self.pool is not None and self._pages is not None
 
     def reserve(self, size_bytes: int) -> Any:
-        """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
         if self.paged and self._pages is not None:
             self.ranges += [self._pages.reserve(size_bytes)]  # at once: an interruption loses none
             if self.ranges[-1] is not None:
@@ -136,7 +105,6 @@ class PoolSource:
         return None
 
     def take(self, size_bytes: int) -> Any:
-        """Memory, None if there is no more."""
         import cupy
 
         if self.paged and not self.refusal:
@@ -152,11 +120,9 @@ class PoolSource:
 
     @property
     def refusal(self) -> str:
-        """What the driver said when it refused pages, after which memory comes in blocks; empty: nothing."""
         return self._pages.refusal if self._pages is not None else ""
 
     def doubt_pages(self, size_bytes: int) -> None:
-        """So many bytes were not mapped: if the device has them, it is the driver that refuses."""
         if self._pages is None:
             return
         failure, self._pages.failure = self._pages.failure, ""
@@ -164,7 +130,6 @@ class PoolSource:
             self._pages.refusal = f"{failure} where {human_bytes(free)} are free"
 
     def _block_pool(self) -> Any:
-        """The pool of blocks beside pages that the driver has ceased to give."""
         if self._blocks is None:
             index = self._device.index
             say(f"memory of device {index} comes in blocks from here on, without a plan: {self.refusal}.")
@@ -176,7 +141,6 @@ class PoolSource:
         return self._blocks
 
     def free_bytes(self) -> int:
-        """What can still be taken, within the limit."""
         spare = self.pool.free_bytes() + self._pages.unmapped_bytes if self.paged and self._pages is not None else 0
         taken = self.pool.total_bytes()
         if self._blocks is not None:
@@ -185,7 +149,6 @@ class PoolSource:
         return min(free, limit - taken + spare) if limit else free
 
     def wait(self) -> None:
-        """Wait until the device has done what it was given."""
         import cupy
 
         with self.at_device(capturing=False):  # whatever device the thread is at
@@ -193,7 +156,6 @@ class PoolSource:
 
     @property
     def limit_bytes(self) -> int:
-        """No more than this is taken from the device; 0: no limit."""
         return self._limit_bytes
 
     @limit_bytes.setter
@@ -204,12 +166,10 @@ class PoolSource:
                 self._pool.set_limit(size=size_bytes)
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
-        """With this device as the current one and, while a graph is captured, with calls that it would forbid."""
         at_device = AtDevice(self._device.index)
         return _relaxed(at_device) if capturing else at_device
 
     def collect(self) -> None:
-        """Give what is not referred to any more back to the device."""
         if self._pool is not None:
             with self.at_device(capturing=False):
                 if self._pages is not None:
@@ -220,10 +180,8 @@ class PoolSource:
                     self._blocks.free_all_blocks()
 
     def forked(self) -> None:
-        """This process is a fork: a thread that is gone may have held the locks of the pool that the parent used."""
         self._inherited += [self._pool, self._pages, self._blocks, self.ranges]
-        self.ranges = []
-        self._pool = self._pages = self._blocks = None
+        self.ranges, self._pool, self._pages, self._blocks = [], None, None, None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +77,10 @@ class Report:
 
     @property
     def fragmentation(self) -> float:
-        """1 - allocated peak / reserved peak, over the whole run."""
         return fragmentation(self.run_allocated_peak_bytes, self.run_reserved_peak_bytes)
 
 
 def _planned_steps(controller: "Controller") -> list[Step]:
-    """The whole iterations over the cycle, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
     hits = state.record.follow.hits - state.record.iterations.hits_before
     seen = hits + state.record.iterations.iteration_misses
@@ -107,9 +106,8 @@ _LONG = 50  # marked steps after which a plan is hardly to come any more
 
 
 def _phase(controller: "Controller", num_marks: int) -> str:
-    """What the device is at; watching that has gone on for long without a plan is no longer called so."""
     phase = controller.status.phase
-    if phase is Phase.OBSERVING and (controller.is_settled or num_marks >= _LONG):
+    if phase is Phase.OBSERVING and (controller.status.is_settled or num_marks >= _LONG):
         return _SETTLED
     return phase.value
 
@@ -127,24 +125,23 @@ def run_peaks(controller: "Controller") -> tuple[int, int]:
 
 
 def run_counts(controller: "Controller") -> tuple[int, int]:
-    """Requests that plans have served over the whole run, and those that they did not while they were in force."""
     state, status = controller.state, controller.status
     return status.earlier_hits + state.record.follow.hits, status.earlier_misses + state.num_unserved
 
 
 def report(controller: "Controller") -> Report:
-    """The figures of a device so far."""
-    state, plan, observed = controller.state, controller.status.plan, controller.status.observed
+    state, status, device, record = controller.state, controller.status, controller.device, controller.state.record
+    plan, observed, counted_by_core = status.plan, status.observed, record.statistics
     steps = _planned_steps(controller) if plan is not None else []
     counted = steps[1:] or steps
     served = sum(step.hits for step in counted)
     asked = served + sum(step.misses for step in counted)
-    marks, begin = controller.recording.step_times_ns, controller.status.planned_since_ns
+    marks, begin = controller.recording.step_times_ns, status.planned_since_ns
     before = [time for time in marks if begin is None or time < begin]
     after = [time for time in marks if begin is not None and time >= begin]
     if not marks:
         after = [step.end_ns for step in steps if step.end_ns]
-    per_cycle = _steps_per_iteration(controller, len(after), len(steps)) if marks else controller.status.steps_per_cycle
+    per_cycle = _steps_per_iteration(controller, len(after), len(steps)) if marks else status.steps_per_cycle
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
         step_ms /= per_cycle
@@ -152,27 +149,27 @@ def report(controller: "Controller") -> Report:
     if not asked:  # the last plan came late: what those before it served
         served, asked = run_hits, run_hits + run_misses
     return Report(
-        device=controller.device.index,
-        device_name=controller.device.name,
-        device_kind=controller.device.kind,
+        device=device.index,
+        device_name=device.name,
+        device_kind=device.kind,
         phase=_phase(controller, len(marks)),
-        note=controller.status.note,
-        steps=len(marks) or controller.status.observed_steps + len(steps) * per_cycle,
-        watched_steps=len(before) if marks else controller.status.observed_steps,
+        note=status.note,
+        steps=len(marks) or status.observed_steps + len(steps) * per_cycle,
+        watched_steps=len(before) if marks else status.observed_steps,
         planned_steps=controller.recording.num_planned if marks else len(steps) * per_cycle,
         planned_passes=len(steps),
         requests_per_step=(len(plan.schedule_size) - plan.num_prologue) // per_cycle if plan is not None else 0,
         hit_rate=served / asked if asked else None,
-        hits=state.record.follow.hits,
-        misses=state.record.iterations.misses,
-        conflicts=state.record.iterations.conflicts,
-        dynamic_requests=state.record.dynamic.num_dynamic,
+        hits=record.follow.hits,
+        misses=record.iterations.misses,
+        conflicts=record.iterations.conflicts,
+        dynamic_requests=record.dynamic.num_dynamic,
         run_hits=run_hits,
         run_misses=run_misses,
         run_allocated_peak_bytes=allocated_peak,
         run_reserved_peak_bytes=reserved_peak,
-        end_allocated_bytes=state.record.total.allocated_bytes,
-        end_reserved_bytes=state.record.statistics.reserved_bytes,
+        end_allocated_bytes=record.total.allocated_bytes,
+        end_reserved_bytes=counted_by_core.reserved_bytes,
         allocated_peak_bytes=state.allocated_peak_bytes,
         reserved_peak_bytes=state.reserved_peak_bytes,
         observed_allocated_peak_bytes=observed.allocated_peak_bytes if observed is not None else None,
@@ -180,16 +177,16 @@ def report(controller: "Controller") -> Report:
         plan_peak_bytes=plan.peak_bytes if plan is not None else None,
         lower_bound_bytes=plan.lower_bound_bytes if plan is not None else None,
         plan_method=plan.method if plan is not None else None,
-        plans_made=controller.status.num_plans,
-        plans_dropped=controller.status.num_dropped,
-        dropped_note=controller.status.dropped_note,
+        plans_made=status.num_plans,
+        plans_dropped=status.num_dropped,
+        dropped_note=status.dropped_note,
         step_ms=step_ms,
         observed_step_ms=_median_ms(before),
-        segment_allocs=state.record.statistics.num_segment_allocs,
-        segment_frees=state.record.statistics.num_segment_frees,
-        retries=state.record.statistics.num_retries,
-        out_of_memory_errors=state.record.statistics.num_ooms,
-        unknown_frees=state.record.statistics.num_unknown_frees,
+        segment_allocs=counted_by_core.num_segment_allocs,
+        segment_frees=counted_by_core.num_segment_frees,
+        retries=counted_by_core.num_retries,
+        out_of_memory_errors=counted_by_core.num_ooms,
+        unknown_frees=counted_by_core.num_unknown_frees,
     )
 
 
@@ -215,12 +212,8 @@ def _free_ranges(both: int, small: int) -> _Counters:
     return {pool: _without_history(now) for pool, now in zip(_POOLS, (both, both - small, small), strict=True)}
 
 
-def _three(peaks: Peaks) -> list[int]:
-    return [peaks.total, peaks.large, peaks.small]
-
-
-def _highest(first: list[int], second: list[int]) -> list[int]:
-    return [max(pair) for pair in zip(first, second, strict=True)]
+def _three(peaks: Peaks, others: Sequence[int] = (0, 0, 0)) -> list[int]:
+    return [max(pair) for pair in zip((peaks.total, peaks.large, peaks.small), others, strict=True)]
 
 
 def torch_statistics(controller: "Controller") -> dict[str, Any]:
@@ -229,23 +222,22 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
     Peaks of what lies free beside live blocks are not kept: those stand for what is free now.
     """
     now, free = counts(controller.state), inactive(controller.state)
-    total, large, small = now.total, now.large, now.small
+    total, large, small, shared, held = now.total, now.large, now.small, now.shared, now.statistics
     byte_peaks = [controller.state.told_peak_bytes, large.allocated_peak, small.allocated_peak]
     block_peaks = [total.live_peak, large.live_peak, small.live_peak]
     bytes_ever = [large.allocated_ever + small.allocated_ever, small.allocated_ever]
     blocks_ever = [total.num_allocs, small.num_allocs]
-    shared = now.shared
     return {
         "allocated_bytes": _counters([total.allocated_bytes, small.allocated_bytes], byte_peaks, bytes_ever),
         "active_bytes": _counters(
             [total.allocated_bytes + shared.deferred_bytes, small.allocated_bytes + shared.small_deferred_bytes],
-            _highest(byte_peaks, _three(shared.active_bytes_peak)),
+            _three(shared.active_bytes_peak, byte_peaks),
             bytes_ever,
         ),
         "reserved_bytes": _counters(
-            [now.statistics.reserved_bytes, now.statistics.small_reserved_bytes],
-            _three(now.statistics.reserved_peak),
-            [now.statistics.reserved_ever, now.statistics.small_reserved_ever],
+            [held.reserved_bytes, held.small_reserved_bytes],
+            _three(held.reserved_peak),
+            [held.reserved_ever, held.small_reserved_ever],
         ),
         "requested_bytes": _counters(
             [total.requested_bytes, small.requested_bytes],
@@ -254,23 +246,23 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
         ),
         "allocation": _counters([total.num_live, small.num_live], block_peaks, blocks_ever),
         "active": _counters(
-            [total.num_live + now.hot.num_deferred, small.num_live + now.shared.small_deferred],
-            _highest(block_peaks, _three(now.shared.active_blocks_peak)),
+            [total.num_live + now.hot.num_deferred, small.num_live + shared.small_deferred],
+            _three(shared.active_blocks_peak, block_peaks),
             blocks_ever,
         ),
         "segment": _counters(
-            [now.statistics.num_segments, now.statistics.small_segments],
-            _three(now.statistics.segments_peak),
-            [now.statistics.segments_ever, now.statistics.small_segments_ever],
+            [held.num_segments, held.small_segments],
+            _three(held.segments_peak),
+            [held.segments_ever, held.small_segments_ever],
         ),
         "inactive_split_bytes": _free_ranges(free.size_bytes, free.small_bytes),
         "inactive_split": _free_ranges(free.number, free.small_number),
         "oversize_allocations": _without_history(),
         "oversize_segments": _without_history(),
-        "num_alloc_retries": now.statistics.num_retries,
-        "num_ooms": now.statistics.num_ooms,
+        "num_alloc_retries": held.num_retries,
+        "num_ooms": held.num_ooms,
         "max_split_size": -1,
         "num_sync_all_streams": 0,
-        "num_device_alloc": now.statistics.segments_ever,
-        "num_device_free": now.statistics.segments_ever - now.statistics.num_segments,
+        "num_device_alloc": held.segments_ever,
+        "num_device_free": held.segments_ever - held.num_segments,
     }

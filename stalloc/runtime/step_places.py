@@ -8,14 +8,11 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
 
 from stalloc.core.device_steps import StepAhead
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
-
-if TYPE_CHECKING:
-    from stalloc.runtime.steady_marks import SteadySteps
+from stalloc.runtime.runtime_settings import SteadySteps
 
 
 class KindOrder:
@@ -31,7 +28,6 @@ class KindOrder:
         self._last_two = -1, -1
 
     def copy(self) -> "KindOrder":
-        """A copy of this order as it is now, to look ahead with."""
         one = copy(self)
         one._followers, one._runs = self._followers.copy(), self._runs.copy()
         return one
@@ -66,8 +62,6 @@ class StepPlaces:
         self.forget()
 
     def forget(self) -> None:
-        """No schedule is followed."""
-        self._places: dict[int, bytes] = {}  # in one period of a cycle: requests from its begin -> the step's name
         self._positions: list[int] = []  # of marks in all periods of the cycle
         self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
         self._begins: list[int] = []  # where the schedules of all kinds begin, those of one turn after those of another
@@ -78,16 +72,11 @@ class StepPlaces:
         self._ahead: list[StepAhead] = []  # steps that were expected after the last mark
         self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its cycle begins
 
-    def follow_cycle(self, places: dict[int, bytes]) -> None:
-        """A cycle is followed: where steps begin in one of its periods, and their names."""
+    def follow_cycle(self, places: dict[int, bytes], cycle_length: int, period_requests: int) -> None:
         self.forget()
-        self._places = dict(sorted(places.items()))
-
-    def unroll(self, cycle_length: int, period_requests: int) -> None:
-        """The cycle that is followed has so many requests, and one period so many of them."""
         turns = range(0, cycle_length, period_requests)
-        self._positions = [turn + place for turn in turns for place in self._places]
-        self._names = [*self._places.values()] * len(turns)
+        self._positions = [turn + place for turn in turns for place in sorted(places)]
+        self._names = [places[place] for place in sorted(places)] * len(turns)
 
     def follow_kinds(
         self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes], switches_buffers: Sequence[bool]
@@ -103,11 +92,9 @@ class StepPlaces:
 
     @property
     def num_in_cycle(self) -> int:
-        """Steps in the cycle that is followed; 0 where that is not known."""
         return len(self._positions)
 
     def find(self) -> None:
-        """A step begins: tell the core where the schedule goes on."""
         record = self._state.record
         if self._begins:
             begin, end = self.expected_after(record.follow.cycle_start)
@@ -116,12 +103,8 @@ class StepPlaces:
             self._find_position(record.follow.cycle_start, record.follow.cycle_end, record.follow.cursor)
         else:
             self._seen = [*self._seen, record.follow.cursor - record.follow.cycle_start][-_REMEMBERED:]
-        self._since = (
-            record.follow.cursor,
-            record.follow.history_count,
-            record.iterations.misses,
-            record.follow.cycle_start,
-        )
+        follow = record.follow
+        self._since = follow.cursor, follow.history_count, record.iterations.misses, follow.cycle_start
 
     def expected_after(self, cycle_start: int) -> tuple[int, int]:
         """The schedule [begin, end) of the step that is expected after the one whose schedule begins there."""
@@ -144,11 +127,8 @@ class StepPlaces:
     def _kinds_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
         order, schedule = self._order.copy(), bisect.bisect_right(self._begins, self._since[3]) - 1
         while True:
-            begin, length, kind = (
-                self._begins[schedule],
-                self._ends[schedule] - self._begins[schedule],
-                schedule % len(self._names),
-            )
+            begin, kind = self._begins[schedule], schedule % len(self._names)
+            length = self._ends[schedule] - begin
             schedule = order.after(kind)
             following = self._begins[schedule], self._ends[schedule], self._begins[schedule]
             yield StepAhead(begin, length, following), self._names[kind]
@@ -167,8 +147,7 @@ class StepPlaces:
             cursor, length = begin + positions[at], end - begin
             yield StepAhead(cursor, (positions[at] - before - 1) % length + 1, (begin, end, cursor)), name
 
-    def skip(self, steps: "SteadySteps") -> None:
-        """So many of the steps that were expected went by."""
+    def skip(self, steps: SteadySteps) -> None:
         ahead = self._ahead[: steps.count]
         if self._begins:
             for step in ahead:
@@ -202,10 +181,8 @@ class StepPlaces:
             return None
         if self._begins:
             schedule = bisect.bisect_right(self._begins, record.follow.cycle_start) - 1
-            is_whole = (
-                record.follow.cursor == self._begins[schedule]
-                and num_followed == self._ends[schedule] - self._begins[schedule]
-            )
+            begin, end = self._begins[schedule], self._ends[schedule]
+            is_whole = record.follow.cursor == begin and num_followed == end - begin
             return self._names[schedule % len(self._names)] if is_whole else None
         if not self._positions or cursor != cycle_start + self._positions[self._current]:
             return None

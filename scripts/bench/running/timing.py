@@ -17,7 +17,7 @@ from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segment_sizes import segment_bytes
+from stalloc.runtime.shortage import segment_bytes
 from stalloc.sizes import whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 import llvmlite.binding as llvm
 
-from stalloc.held_signals import uninterrupted
+from stalloc.threads import uninterrupted
 
 _kept: list[object] = []
 _compiled: dict[tuple[str, str], bytes] = {}  # object code of files: all links of one differ in addresses only
