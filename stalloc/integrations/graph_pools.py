@@ -22,7 +22,7 @@ from stalloc.integrations.installation import current, installation
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
-    from stalloc.runtime.loans import Loans
+    from stalloc.runtime.captures import Loans
 
 
 @contextmanager

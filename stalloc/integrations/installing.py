@@ -9,10 +9,8 @@ import sys
 from collections.abc import Collection, Iterator
 
 from stalloc.errors import SetupError
-from stalloc.imports import after_import
-from stalloc.integrations.installation import current, installation
 from stalloc.imports import after_import, begin_use, is_use_awaited
-from stalloc.integrations.installation import installation
+from stalloc.integrations.installation import current, installation
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.version import other_release, release_installed

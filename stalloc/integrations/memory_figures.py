@@ -136,7 +136,7 @@ def _show(runtime: "Runtime | None") -> None:
 
 class Showing:
     def __init__(self) -> None:
-        from stalloc.runtime.threads import start_thread
+        from stalloc.threads import start_thread
 
         self.pid = os.getpid()
         self.runtime: Runtime | None = None
@@ -179,7 +179,7 @@ class Showing:
 
     def _ask_holders(self, served: "list[Controller]") -> list[list[Any]]:
         """Device, name, bytes and number of what holds most: call sites where they are known, else sizes."""
-        from stalloc.runtime.out_of_memory_text import largest_holders
+        from stalloc.runtime.shortage import largest_holders
 
         sites = self.runtime.call_sites if self.runtime is not None else None
         return [

@@ -29,9 +29,6 @@ from stalloc.integrations.installation import current
 from stalloc.integrations.leading_optimizers import StepTimes
 from stalloc.notices import say
 from stalloc.printable import printable
-from stalloc.torch_release import known_release
-from stalloc.integrations.cupy_requests import CupyRequests, Event
-from stalloc.integrations.step_times import StepTimes
 from stalloc.trace import Trace
 from stalloc.trace.sites import MAX_DEPTH
 from stalloc.trace.sources.torch_snapshot import read_torch_snapshot

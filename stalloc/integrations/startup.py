@@ -19,10 +19,8 @@ from _thread import RLock
 from collections.abc import Callable
 
 from stalloc.errors import BadInputError, StallocError
-from stalloc.imports import after_import, before_import
-from stalloc.integrations.installation import current, installation
 from stalloc.imports import after_import, await_use, before_import
-from stalloc.integrations.installation import installation
+from stalloc.integrations.installation import current, installation
 from stalloc.notices import say
 
 TYPE_CHECKING = False

@@ -28,7 +28,6 @@ from stalloc.integrations.installation import installation
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
 from stalloc.runtime.captures import Captures
-from stalloc.runtime.entries import persistent_entry
 from stalloc.runtime.interruptions import persistent_entry
 
 _keep: list[Any] = []  # what torch holds addresses of

@@ -26,7 +26,7 @@ from stalloc.imports import after_import
 from stalloc.integrations import torch_pools
 from stalloc.runtime import Controller, Phase, Runtime
 from stalloc.runtime.call_sites import CallSites, Stack
-from stalloc.runtime.entries import persistent_entry
+from stalloc.runtime.interruptions import persistent_entry
 from stalloc.runtime.statistics import torch_statistics
 
 _ACCUMULATED = (

@@ -60,9 +60,9 @@ class Runtime:
         #: where memory is poisoned; None unless STALLOC_POISON asks for it
         self.watch: Watch | None = None
         if os.environ.get("STALLOC_POISON", "") not in ("", "0"):
-            from stalloc.poison import poison_watch
+            from stalloc.poison import poison
 
-            self.watch = poison_watch.Watch()
+            self.watch = poison.Watch()
         by_pages = settings.arena == "pages"
         self.controllers = [
             Controller(device, PoolSource(device, by_pages=by_pages), slow, settings, self.watch, planner)

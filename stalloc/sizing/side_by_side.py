@@ -34,14 +34,11 @@ from stalloc.forked_child import ForkedChild, first_ended
 from stalloc.imports import after_import
 from stalloc.integrations.installation import installation
 from stalloc.integrations.server_watch import SleepPhases
-from stalloc.patient_threads import patient_threads
 from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import ProgramFiles, end_as_python
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.imported_before import put_aside
 from stalloc.sizing.native_peaks import native_peaks
-from stalloc.sandbox import ProgramFiles
-from stalloc.sizing.run_work import HISTORY, RESULT, RanOut, RunWork, perform
 from stalloc.threads import patient_threads
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
