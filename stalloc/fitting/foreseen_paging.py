@@ -21,7 +21,7 @@ from stalloc.techniques.parts import (
     disk_chunk_bytes,
     in_pages,
 )
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.technique_settings import TierSettings
 
 Lifespans = tuple[Column, Column, Column]
 """Begin, end and bytes of requests, (n,) each."""

@@ -23,7 +23,7 @@ from stalloc.fitting.known_fits import plans_of, program_of
 from stalloc.fitting.trials import TRIAL_VARIABLE
 from stalloc.integrations import program_source
 from stalloc.notices import say
-from stalloc.techniques.optimizer_paging import parse_disk
+from stalloc.techniques.elsewhere import parse_disk
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime

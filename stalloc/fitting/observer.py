@@ -22,8 +22,7 @@ from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen,
 from stalloc.fitting.repeated_calls import Model, RepeatedCalls
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
-from stalloc.techniques.program_checkpoints import in_program_checkpoint
-from stalloc.techniques.recompute import in_transform
+from stalloc.techniques.recompute import in_program_checkpoint, in_transform
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 
@@ -124,7 +123,7 @@ class Observer:
             with torch.autograd.graph.saved_tensors_hooks(needed, lambda tensor: tensor), tape.recording():
                 results = forward(*args, **kwargs)
             tape.finish(results)
-            if not tape.own(storages) - storages_of(results):
+            if not (storages & tape.own) - storages_of(results):
                 self._refuse(row, f"{block.name} {_why_nothing(results, storages, checkpointed=checkpointed)}")
         except RecomputeError as error:
             self._refuse(row, str(error))

@@ -6,7 +6,7 @@ Contract: a way that finds nothing to recompute in the program is not tried.
 from stalloc.figures import plural
 from stalloc.fitting.frontier import keeping, proposal, selective, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Proposals, Way
-from stalloc.techniques.policy_names import ATTENTION, KEEP_ATTENTION
+from stalloc.techniques.checkpointing import ATTENTION, KEEP_ATTENTION
 
 
 def all_but_attention(known: Known, base: Base) -> Proposals:

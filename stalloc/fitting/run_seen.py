@@ -17,7 +17,7 @@ from stalloc.fitting.alignment import aligned
 from stalloc.fitting.foreseen_activations import ActivationsRecorded, as_rows, from_rows
 from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.technique_settings import TierSettings
 
 Span = tuple[int, int]
 """Events of the record [begin, end) during an operation."""

@@ -13,7 +13,7 @@ from stalloc.cost.host_rates import (
     DISK_WRITE_BYTES_PER_SECOND,
 )
 from stalloc.fitting.observation import ProgramSeen
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.technique_settings import TierSettings
 
 if TYPE_CHECKING:
     from stalloc.fitting.trials import Measured

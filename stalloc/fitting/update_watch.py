@@ -12,10 +12,10 @@ from stalloc.fitting.foreseen_paging import UpdateRecorded
 from stalloc.fitting.foreseen_streaming import LayerRecorded
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.gradient_access import has_gradient
-from stalloc.techniques.layer_streaming import streamable
-from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.state_pager import is_large
+from stalloc.techniques.streamed_forward import streamable
+from stalloc.techniques.update_order import why_not_one_by_one
 
 
 @dataclass

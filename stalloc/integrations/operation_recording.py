@@ -16,7 +16,7 @@ import numpy as np
 from stalloc.figures import human_bytes, plural
 from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
 from stalloc.lifespans.roles import event_of, find_roles
-from stalloc.techniques.module_calls import Call, ModuleCalls
+from stalloc.techniques.appearing import Call, ModuleCalls
 from stalloc.techniques.repeated_blocks import find_blocks
 from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.operations import ModuleName, Role

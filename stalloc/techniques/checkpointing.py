@@ -1,18 +1,38 @@
-"""Recomputing a model of one's own: the technique without a budget.
+"""Recomputing a model of one's own, without a budget, and the names of published ways to recompute.
 
-Contract: this module loads no torch until it is given a model.
+Contract: a name means the same to `stalloc.checkpoint(policy=…)` as to `stalloc fit --policy`. This module loads no
+torch until it is given a model.
 """
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from stalloc.errors import BadInputError
-from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, NEED_A_FIT, is_attention, num_blocks_of
 from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
 
 if TYPE_CHECKING:
     from stalloc.techniques.block_tape import Wanted
     from stalloc.techniques.recompute import Recomputation
+
+BLOCKS = "blocks"  #: blocks:N, the first N as a whole
+KEEP_ATTENTION = ("keep-attention", "remat-aware")  #: one name, and the other of DistFlashAttn, for one thing
+ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
+NEED_A_FIT = ("recompute", "checkmate", "selective")  #: what is kept is known when a program was looked at
+
+
+def num_blocks_of(policy: str) -> int | None:
+    """The number in `blocks:N`, None for `blocks`, which is all. Raises BadInputError if it is none."""
+    _, colon, number = policy.partition(":")
+    if not colon:
+        return None
+    if not (number.isascii() and number.isdecimal()):
+        raise BadInputError(f"{policy[:40]!r} has no number of blocks: give blocks:4, for example.")
+    return int(number)
+
+
+def is_attention(operation: str) -> bool:
+    """Whether an operation computes attention as a whole."""
+    return any(part in operation for part in ATTENTION)
 
 
 def checkpoint(

@@ -4,37 +4,65 @@ Contract: a region of the file that was committed is not written again until a l
 whenever the process ends, the last commit is there bit by bit. What is read is what was written, or a DiskError says
 so: every chunk has a checksum. Files are written past the page cache where the file system can (O_DIRECT), by a few
 threads with a pinned buffer each. A virtual GPU has no bytes: then no file is made, and room alone is counted.
+
+Beside the file of bytes lies a manifest that says what of it was committed. It takes its name only after all that it
+tells of is on the disk, in one step of the file system; a folder belongs to one process at a time. A commit of an
+earlier process stays until the first of this one. Files that no manifest names are deleted when the folder is opened
+anew, and at the end of the process.
 """
 
 import contextlib
+import fcntl
+import itertools
+import json
 import mmap
+import os
+import queue
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stalloc.errors import DiskError
+from stalloc.errors import BadInputError, DiskError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
-from stalloc.techniques.disk_threads import DiskThreads
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
-from stalloc.techniques.parts import in_pages
-from stalloc.techniques.state_folder import StateFolder
-from stalloc.techniques.transfers import Transfers, current_phase
+from stalloc.techniques.parts import DISK_THREADS, PAGE_BYTES, disk_buffers_bytes, disk_chunk_bytes, in_pages
+from stalloc.techniques.transfers import Transfers, current_phase, threads_at
+
+_FORMAT, _VERSION = "stalloc state", 1
+_MANIFEST, _LOCK, _PATTERN = "state.json", "state.lock", "state-*.bin"
 
 
-@dataclass
-class DiskRoom:
-    """A budget of bytes in files, which several stores may share."""
+class Disk:
+    """What stores share: a budget of bytes in files, and threads with `buffers` of `chunk_bytes`, begun at a page.
 
-    limit_bytes: int
-    used_bytes: int = 0
-    peak_bytes: int = 0
+    Optimizers whose state lies on disk may share the threads, since each step waits for its own copies. Whoever takes a
+    buffer puts it back.
+    """
+
+    def __init__(self, limit_bytes: int, host: HostStore, device: torch.device) -> None:
+        """Raises BadInputError if `host` has no room for buffers."""
+        self.limit_bytes, self.used_bytes, self.peak_bytes = limit_bytes, 0, 0
+        self.chunk_bytes = disk_chunk_bytes(host.limit_bytes)
+        size_bytes = disk_buffers_bytes(self.chunk_bytes)
+        block = host.take(size_bytes, pinned=device.type == "cuda") if self.chunk_bytes else None
+        if block is None:
+            raise BadInputError(
+                f"state on disk needs {human_bytes(2 * DISK_THREADS * PAGE_BYTES)} of host memory for its buffers: "
+                "allow as much."
+            )
+        begin = -block.data_ptr() % PAGE_BYTES
+        self.buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for number in range(DISK_THREADS):
+            self.buffers.put(block[begin + number * self.chunk_bytes :][: self.chunk_bytes])
+        self.threads = threads_at(device, DISK_THREADS, "stalloc-disk")
 
     def take(self, size_bytes: int) -> bool:
         """Take bytes from the budget; whether it has as many."""
@@ -79,17 +107,14 @@ class DiskStore:
     def __init__(
         self,
         folder: Path,
-        room: DiskRoom,
-        threads: DiskThreads,
+        disk: Disk,
         device: torch.device,
         holds: Holding = STATE,
     ) -> None:
         """Raises BadInputError if the folder cannot be used."""
-        self.chunk_bytes = threads.chunk_bytes
-        self._holds = holds
-        self._threads = threads
-        self.room = room
-        self.folder = StateFolder(folder) if has_values(device) else None
+        self.chunk_bytes = disk.chunk_bytes
+        self.room, self._holds = disk, holds
+        self.folder = _StateFolder(folder) if has_values(device) else None
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._end = 0  # of the file
         self._taken: list[weakref.finalize[Any, Any]] = []  # give room back when this is gone; a commit stays
@@ -111,7 +136,7 @@ class DiskStore:
         reading = []
         for target, region in wanted:
             for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
-                task = self._threads.pool.submit(self._read, region, number, [piece], transfers, current_phase())
+                task = self.room.threads.submit(self._read, region, number, [piece], transfers, current_phase())
                 reading.append(task)
         return lambda: self._wait(reading)
 
@@ -127,7 +152,7 @@ class DiskStore:
             for number, piece in enumerate(_pieces(dense, self.chunk_bytes)):
                 done: Future[None] = Future()
                 copied.append(done)
-                task = self._threads.pool.submit(self._write, region, number, [piece], transfers, current_phase(), done)
+                task = self.room.threads.submit(self._write, region, number, [piece], transfers, current_phase(), done)
                 region.writing.append(task)
         return lambda: self._wait(copied)
 
@@ -186,17 +211,14 @@ class DiskStore:
         taken = weakref.finalize(self, self.room.give_back, total)
         taken.atexit = False
         self._taken.append(taken)
-        begins = []
-        for size in sizes:
-            begins.append(self._end)
-            self._end += size
+        *begins, self._end = itertools.accumulate(sizes, initial=self._end)
         return begins
 
     def _read(
         self, region: Region, number: int, piece: list[torch.Tensor], transfers: Transfers, of_phase: str
     ) -> None:
         """Read one tensor, taken out of `piece`, so that a late thread holds no memory of the device."""
-        buffer, target = self._threads.buffers.get(), piece.pop()
+        buffer, target = self.room.buffers.get(), piece.pop()
         begin = number * self.chunk_bytes
         try:
             if self.folder is not None:
@@ -206,7 +228,7 @@ class DiskStore:
                     raise OSError(0, "what was read is not what was written")
             transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype), of_phase)
         finally:
-            self._threads.buffers.put(buffer)
+            self.room.buffers.put(buffer)
 
     def _write(
         self,
@@ -218,7 +240,7 @@ class DiskStore:
         copied: "Future[None]",
     ) -> None:
         """Write one tensor, taken out of `piece`, so that nothing here holds it once it is copied."""
-        buffer = self._threads.buffers.get()
+        buffer = self.room.buffers.get()
         try:
             source = piece.pop()
             num_bytes = source.nbytes
@@ -232,7 +254,7 @@ class DiskStore:
                 region.sums[number] = zlib.crc32(view[:num_bytes])
                 self.folder.write(view, region.places[region.current] + number * self.chunk_bytes)
         finally:
-            self._threads.buffers.put(buffer)
+            self.room.buffers.put(buffer)
 
     def _wait(self, tasks: "list[Future[None]]") -> None:
         """Wait for all, even if one fails, so that none still uses memory that is freed then."""
@@ -257,17 +279,6 @@ class DiskStore:
             ) from error
 
 
-def open_disk(
-    folder: Path,
-    limit_bytes: int,
-    host: HostStore,
-    device: torch.device,
-    holds: Holding = STATE,
-) -> DiskStore:
-    """A store with threads and room of its own, whose buffers are in `host`. Raises BadInputError as they do."""
-    return DiskStore(folder, DiskRoom(limit_bytes), DiskThreads(host, device), device, holds)
-
-
 def viewed(memory: mmap.mmap, like: torch.Tensor) -> torch.Tensor:
     """A view of a region's memory with the type and shape of another tensor."""
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=like.nbytes)
@@ -278,3 +289,158 @@ def _pieces(tensor: torch.Tensor, piece_bytes: int) -> list[torch.Tensor]:
     """A dense tensor in pieces of so many bytes, in the order of its memory."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return list(flat.split(piece_bytes // tensor.itemsize))
+
+
+class _StateFolder:
+    """The folder of one optimizer, or of one model's layers, open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadInputError if it cannot be used."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise BadInputError(f"{path} is used by another optimizer or model meanwhile: name another.") from None
+        except OSError as error:
+            raise BadInputError(f"{path} cannot be used ({error.strerror}): name a folder you can write.") from error
+        for left in path.glob(_PATTERN):
+            if left.name != _file_of(path):
+                left.unlink(missing_ok=True)
+        self._name = _PATTERN.replace("*", os.urandom(8).hex())
+        self._file, self._mapped = _open_both(path / self._name)
+        self._end = weakref.finalize(self, _close, os.getpid(), path, self._name, self._file, self._mapped, self._lock)
+
+    def allocate(self, begin: int, size_bytes: int) -> None:
+        """Make the file longer. Raises OSError if the disk is full."""
+        os.posix_fallocate(self._mapped, begin, size_bytes)
+
+    def read(self, target: Any, begin: int) -> None:
+        """Fill an array of bytes. Raises OSError."""
+        view = memoryview(target)
+        while view:
+            count = os.preadv(self._file, [view], begin)
+            if count == 0:
+                raise OSError(0, "the file was cut")
+            view, begin = view[count:], begin + count
+
+    def write(self, source: Any, begin: int) -> None:
+        """Put an array of bytes there. Raises OSError."""
+        view = memoryview(source)
+        while view:
+            count = os.pwritev(self._file, [view], begin)
+            view, begin = view[count:], begin + count
+
+    def map(self, begin: int, size_bytes: int) -> mmap.mmap:
+        """Bytes of the file as memory, whose changes stay there."""
+        kept = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self._mapped, size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
+
+    def commit(self, told: dict[str, Any]) -> None:
+        """Replace the manifest by another one. Raises OSError."""
+        os.fdatasync(self._file)
+        before = _file_of(self.path)
+        body = json.dumps({"format": _FORMAT, "version": _VERSION, "file": self._name, **told}, sort_keys=True)
+        scratch = self.path / f".{_MANIFEST}.part"
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"sum": sha256(body.encode()).hexdigest(), "body": body}))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(self.path)  # the name of the file itself
+        os.replace(scratch, self.path / _MANIFEST)
+        _sync_folder(self.path)
+        if before not in ("", self._name):
+            (self.path / before).unlink(missing_ok=True)
+
+
+def committed(folder: str | os.PathLike[str]) -> tuple[int, dict[str, Any]]:
+    """The label and the state of the last commit in a folder, as `optimizer.load_state_dict` takes it.
+
+    Large tensors are mapped from the file, so they take no memory before they are read. Every byte is checked first.
+    Raises BadInputError if nothing was committed there, or the files are damaged.
+    """
+    path = Path(folder)
+    told = _manifest(path)
+    if told is None:
+        raise BadInputError(f"{path} holds no committed state: stalloc.commit(optimizer, label) leaves one.")
+    try:
+        with (path / told["file"]).open("rb") as file:
+            state = {
+                int(number): {name: _value(file, one, told["chunk_bytes"]) for name, one in values.items()}
+                for number, values in told["state"].items()
+            }
+        groups = [
+            {name: tuple(value) if isinstance(value, list) and name != "params" else value
+             for name, value in group.items()}
+            for group in told["param_groups"]
+        ]  # fmt: skip
+        return int(told["label"]), {"state": state, "param_groups": groups}
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise BadInputError(f"the state in {path} is damaged ({error}): go on from another checkpoint.") from error
+
+
+def _value(file: Any, told: dict[str, Any], chunk_bytes: int) -> Any:
+    if "value" in told:
+        return told["value"]
+    kind = getattr(torch, told["dtype"])
+    if not isinstance(kind, torch.dtype):
+        raise ValueError("a type of numbers is unknown")
+    if "data" in told:
+        return torch.frombuffer(bytearray.fromhex(told["data"]), dtype=kind).reshape(told["shape"])
+    begin, size_bytes = told["offset"], told["size_bytes"]
+    for number, at in enumerate(range(0, size_bytes, chunk_bytes)):
+        count = min(chunk_bytes, size_bytes - at)
+        if zlib.crc32(os.pread(file.fileno(), count, begin + at)) != told["sums"][number]:
+            raise ValueError("a checksum does not agree")
+    kept = mmap.PROT_READ | mmap.PROT_WRITE
+    memory = mmap.mmap(file.fileno(), size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
+    return torch.frombuffer(memory, dtype=kind).as_strided(told["shape"], told["stride"])
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a folder; None where there is none. Raises BadInputError for a damaged one."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        text = (path / _MANIFEST).read_text(encoding="utf-8")
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            outer = json.loads(text)
+            if sha256(outer["body"].encode()).hexdigest() == outer["sum"]:
+                told: dict[str, Any] = json.loads(outer["body"])
+                if told["format"] == _FORMAT and told["version"] == _VERSION and "/" not in told["file"]:
+                    return told
+        raise BadInputError(f"{path / _MANIFEST} is damaged: move the folder away, and go on from another checkpoint.")
+    return None
+
+
+def _file_of(path: Path) -> str:
+    """The name of the file that the last commit is in; empty where there is none."""
+    told = _manifest(path)
+    return "" if told is None else str(told["file"])
+
+
+def _open_both(path: Path) -> tuple[int, int]:
+    """The file, opened once past the page cache, where that is possible, and once with it, for what has to use it."""
+    ordinary = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT), ordinary
+    return os.dup(ordinary), ordinary
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _close(owner: int, path: Path, name: str, *descriptors: int) -> None:
+    """Close the files as a process or an optimizer ends; a forked child leaves everything as it is."""
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(BadInputError, OSError):
+        if _file_of(path) != name:
+            (path / name).unlink(missing_ok=True)
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -5,46 +5,46 @@ evicting it would give nothing back. What was dropped is computed again by its b
 each when backward asks for it. Evicting asks for no memory of the device and runs no code of the program, so the
 allocator may ask for it in the middle of a request. Memory is let go after its streams have waited for the copy, never
 by record_stream. How stale memory is, is counted in uses of saved memory: steps that do the same evict the same.
+
+As with torch's checkpoint the second run of a block has the random numbers and the autocast of the first; BlockTape
+sees to it that it does the same on the same numbers. Inputs and results of a block are only moved, so a second run
+needs no other block's. A block that was seen to do what cannot be done twice is not dropped, and nothing is said. One
+whose backward pass has begun is not dropped again: it would run once for each tensor.
 """
 
+import contextlib
+import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
+from stalloc.cost.operator_seconds import operator_seconds
+from stalloc.errors import RecomputeError
 from stalloc.eviction.scores import Candidate, Policy
 from stalloc.sizes import aligned
-from stalloc.techniques.former_values import unseen
-from stalloc.techniques.host_copy import HostCopy
-from stalloc.techniques.host_slots import HostSlots
-from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.block_tape import BlockTape, current_block, keeps_nothing
+from stalloc.techniques.host_store import HostCopy, HostSlots, HostStore
+from stalloc.techniques.module_state import ModuleState
 from stalloc.techniques.packed_tensors import PackedTensor, alias_of, let_go_of, may_be_kept_elsewhere
-from stalloc.techniques.recompute import in_transform
-from stalloc.techniques.transfers import Transfers, phase, settle_all
+from stalloc.techniques.recompute import in_transform, wrap
+from stalloc.techniques.repeated_blocks import Block, held_modules, is_compiled, is_leaf
+from stalloc.techniques.tensor_memory import storages_of, unseen
+from stalloc.techniques.transfers import DeviceTransfers, phase
 
-
-class Region(Protocol):
-    """One call of a block, which can compute again what it saved."""
-
-    @property
-    def may_be_dropped(self) -> bool:
-        """Whether what it saved may be let go of."""
-        ...
-
-    def seconds_to_recompute(self) -> float:
-        """What dropping more of it costs."""
-        ...
-
-    def recompute(self) -> None:
-        """Make what was dropped."""
-        ...
+_MOST_CALLS = 10_000  # whose seconds are remembered
 
 
 @dataclass
@@ -69,10 +69,10 @@ class EvictableMemory:
         self.rates, self.store = rates, store
         self._policy, self.device_type = policy, device_type
         self._draw = random.Random(0)  # its own, so that the program's numbers stay its own
-        self.slots = HostSlots(store, self._settle, pinned=device_type == "cuda", changing=True)
-        self._transfers: dict[torch.device, Transfers] = {}
+        self.slots = HostSlots(store, lambda: self.transfers.settle(), pinned=device_type == "cuda", changing=True)
+        self.transfers = DeviceTransfers()
         self._known: dict[tuple[int, int], ref[Saved]] = {}  # by memory and version
-        self._blocks: WeakSet[Any] = WeakSet()  # of which something had to go
+        self.went_from: WeakSet[Any] = WeakSet()  #: blocks of which, or of the program after which, something had to go
         self._uses = self._num_saved = 0
         self._entered: list[saved_tensors_hooks] = []
         self._evicting = threading.Lock()  # threads of several devices may ask at once
@@ -97,11 +97,7 @@ class EvictableMemory:
         limit_bytes = self.store.limit_bytes
         if not self._entered or limit_bytes == 0 or threading.get_ident() != self._thread:
             return bool(self._entered)
-        return block in self._blocks if limit_bytes is None else self.evicted.num_evictions > 0
-
-    def went_from(self, block: Any) -> None:
-        """Something that a block saved, or the program after it, had to go."""
-        self._blocks.add(block)
+        return block in self.went_from if limit_bytes is None else self.evicted.num_evictions > 0
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor:
         return self.packed(tensor, self.saved(tensor))
@@ -116,12 +112,11 @@ class EvictableMemory:
             return None
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
+        key = tensor.untyped_storage()._cdata, tensor._version
         known = self._known.get(key)
         found = known() if known is not None else None
         if found is None:
-            found = Saved(self, key, self._num_saved, storage, tensor.device)
+            found = Saved(self, key, self._num_saved, tensor)
             self._num_saved += 1
             self._known[key] = ref(found)
         self._use(found)
@@ -134,10 +129,8 @@ class EvictableMemory:
         if stream not in saved.streams:
             saved.streams.append(stream)
 
-    # --- backward asks for it
-
     def needed(self, saved: "Saved") -> torch.UntypedStorage:
-        """As of `Keeper`."""
+        """As in `Keeper`: backward asks for it."""
         while True:
             storage = saved.here or saved.held()
             if storage is not None:
@@ -153,7 +146,7 @@ class EvictableMemory:
     def _bring(self, saved: "Saved") -> None:
         assert saved.slot is not None
         room = torch.empty(saved.size_bytes, dtype=torch.uint8, device=saved.device).untyped_storage()
-        transfers = self.transfers_of(saved.device)
+        transfers = self.transfers[saved.device]
         with phase("backward"):
             transfers.wait(transfers.to_device([(saved.numbers(room), saved.place())]))
             transfers.follow()  # the next copy into this place of the host comes after this one from it
@@ -161,10 +154,8 @@ class EvictableMemory:
         saved.here = room
         self.note_brought(saved.size_bytes)
 
-    # --- the allocator asks for room
-
     def evict(self, device: torch.device, size_bytes: int) -> int:
-        """Let go of at least so many bytes on a device, if so many may go; how many did."""
+        """The allocator asks for room: let go of at least so many bytes on a device, if so many may; how many went."""
         if _thread.evicts or in_transform():
             return 0
         _thread.evicts = True
@@ -183,9 +174,9 @@ class EvictableMemory:
         for lot in sorted(self._lots(device), key=lambda lot: (lot.score, lot.members[0].number)):
             if freed >= size_bytes:
                 break
-            gone = self._drop(lot) if lot.is_dropped else sum(map(self._move, lot.members))
-            if gone == 0 and lot.is_dropped is False and lot.region is not None:
-                gone = self._drop(lot)  # the host has no room
+            gone = 0 if lot.is_dropped else sum(map(self._move, lot.members))
+            if gone == 0 and lot.region is not None:  # the host has no room
+                gone = self._drop(lot)
             freed += gone
         return freed
 
@@ -206,16 +197,14 @@ class EvictableMemory:
             yield _Lot(region, members, self._policy.score(one), again <= link)
 
     def _drop(self, lot: "_Lot") -> int:
-        assert lot.region is not None
         for saved in lot.members:
             saved.let_go()
-        lot_bytes = sum(aligned(one.size_bytes) for one in lot.members)
         self.evicted.dropped_bytes += sum(one.size_bytes for one in lot.members if one.slot is None)
-        return lot_bytes
+        return sum(aligned(one.size_bytes) for one in lot.members)
 
     def _move(self, saved: "Saved") -> int:
         """Bytes that went to the host; none where it has no room."""
-        transfers = self.transfers_of(saved.device)
+        transfers = self.transfers[saved.device]
         if saved.slot is None:
             slot = self.slots.take(saved.size_bytes)
             if slot is None:
@@ -252,15 +241,6 @@ class EvictableMemory:
         if saved.slot is not None:
             self.slots.give_back(saved.slot)
 
-    def transfers_of(self, device: torch.device) -> Transfers:
-        """The copies of a device."""
-        if device not in self._transfers:
-            self._transfers[device] = Transfers(device)
-        return self._transfers[device]
-
-    def _settle(self) -> None:
-        settle_all(self._transfers)
-
 
 class _Thread(threading.local):
     evicts = False
@@ -274,7 +254,7 @@ _thread = _Thread()
 class _Lot:
     """What goes together. Members that are in the host already are let go of in either way."""
 
-    region: Region | None  #: None: it cannot be dropped
+    region: "Region | None"  #: None: it cannot be dropped
     members: "list[Saved]"
     score: float
     is_dropped: bool  #: rather than moved
@@ -284,15 +264,9 @@ class Saved(HostCopy):
     """Memory that was saved, as it was then. Invariant: it is `here`, held by somebody else, in `slot`, or its region
     computes it again."""
 
-    def __init__(
-        self,
-        owner: EvictableMemory,
-        key: tuple[int, int],
-        number: int,
-        storage: torch.UntypedStorage,
-        device: torch.device,
-    ) -> None:
-        super().__init__(storage, device)
+    def __init__(self, owner: EvictableMemory, key: tuple[int, int], number: int, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        super().__init__(storage, tensor.device)
         self.key, self.number = key, number
         self.here: torch.UntypedStorage | None = storage
         self.region: Region | None = None  #: the block that made it, if that may compute it again
@@ -343,8 +317,264 @@ class Saved(HostCopy):
         self.here = None
         block = self._block() if self._block is not None else None
         if block is not None:
-            self._owner.went_from(block)
+            self._owner.went_from.add(block)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._owner.gone(self)
+
+
+class _TimedTape(BlockTape):
+    """A tape of a call that may turn out to be impossible to repeat, with about how long the call takes.
+
+    That is as long as the first call with the same key, of the block and the shapes that it was given.
+    """
+
+    def __init__(
+        self, block: str, wanted: Any, inputs: Any, times: dict[Any, float], key: Any, rates: GpuRates
+    ) -> None:
+        super().__init__(block, wanted, inputs)
+        self.refusal = ""  #: why it cannot be made twice
+        self._times, self._key, self._rates = times, key, rates
+        self._is_timed = key not in times
+        self.seconds = times.get(key, 0.0)
+        self._state: ModuleState | None = None
+        self._sizes: list[dict[Any, int]] = []
+
+    def watch(self, state: ModuleState) -> None:
+        self._state, self._sizes = state, state.sizes()
+
+    def finish(self, outputs: Any) -> None:
+        if not self.refusal:
+            super().finish(outputs)
+            if self._state is not None and self._state.sizes() != self._sizes:  # what has grown would grow again
+                self.refusal = f"{self.block} lets a list or a dictionary grow"
+            if self._is_timed:
+                if len(self._times) >= _MOST_CALLS:
+                    self._times.clear()
+                self._times[self._key] = self.seconds
+        self._state = None
+
+    def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As in `BlockTape`, but an operation that cannot be computed twice is done all the same."""
+        if self.refusal:
+            return operator(*args, **kwargs)
+        made: list[Any] = []
+
+        def do(*args: Any, **kwargs: Any) -> Any:
+            made.append(operator(*args, **kwargs))
+            return made[0]
+
+        try:
+            results = self._record(operator, do, args, kwargs)
+        except RecomputeError as error:
+            self.refusal = str(error)
+            return made[0] if made else operator(*args, **kwargs)
+        if self._is_timed:
+            self.seconds += operator_seconds(operator, args, kwargs, results, self._rates)
+        return results
+
+
+class LateCheckpoint:
+    """The `Checkpoint` for blocks whose saved memory can be evicted."""
+
+    def __init__(self, memory: EvictableMemory) -> None:
+        self._memory = memory
+        self._times: dict[Any, float] = {}  # seconds of calls
+
+    def __deepcopy__(self, _: Any) -> "LateCheckpoint":
+        """A copied model is evicted with the others."""
+        return self
+
+    def is_wanted(self, block: Any) -> bool:
+        """True once something of it had to be evicted; for a block that calls itself, only for the outermost call."""
+        return self._memory.goes_from(block) and not current_block()
+
+    def make_tape(self, model: int, block: str, wanted: Any, inputs: Sequence[torch.Tensor]) -> BlockTape:
+        """As a `MakeTape`; `model` is the number of the model that the block is of."""
+        key = model, block, tuple((one.shape, one.dtype) for one in inputs)
+        return _TimedTape(block, wanted, inputs, self._times, key, self._memory.rates)
+
+    def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
+        assert isinstance(tape, _TimedTape)
+        region = Region(self._memory, run, values, tape)
+        with saved_tensors_hooks(region.pack, PackedTensor.unpacked), tape.recording():
+            results = run(*values)
+        region.finish(results)
+        return results
+
+
+class Region:
+    """One call of a block; lives as long as the memory that it saved."""
+
+    def __init__(self, memory: EvictableMemory, run: Callable[..., Any], values: list[Any], tape: _TimedTape) -> None:
+        self._memory, self._run, self._tape = memory, run, tape
+        self._inputs = [_again(memory, one) for one in values]
+        self._surroundings = _surroundings(values)
+        self._packed: list[tuple[ref[Saved] | None, Any]] = []  # in order: memory, and `_like` of the tensor
+        self._is_over = self._in_backward = False
+        self._lock = threading.RLock()  # backward passes of several devices have a thread each
+        self._position = 0
+        self._missing: dict[int, Saved] = {}  # memory that the running second run is to make, by place in `_packed`
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        """The first run saves a tensor."""
+        saved = self._memory.saved(tensor)
+        if saved is not None and saved.region is None and tensor.untyped_storage()._cdata in self._tape.own:
+            saved.region = self
+        self._packed.append((None if saved is None else ref(saved), _like(tensor)))
+        return self._memory.packed(tensor, saved)
+
+    def finish(self, results: Any) -> None:
+        """The first run is over."""
+        given = storages_of(tree_leaves(results))
+        for saved in self._saved():
+            if saved.here is not None and saved.here._cdata in given:
+                saved.region = None
+        self._is_over = True
+
+    @property
+    def may_be_dropped(self) -> bool:
+        """Whether the memory that it saved may be dropped."""
+        return self._is_over and not self._in_backward and not self._tape.refusal
+
+    def seconds_to_recompute(self) -> float:
+        """The seconds that dropping more of it costs: 0 if some of it is gone already."""
+        return 0.0 if any(one.is_lost for one in self._saved()) else self._tape.seconds
+
+    def _saved(self) -> Iterator[Saved]:
+        for reference, _ in self._packed:
+            saved = reference() if reference is not None else None
+            if saved is not None and saved.region is self:
+                yield saved
+
+    def recompute(self) -> None:
+        """Recompute everything that was dropped and is still needed."""
+        with self._lock:
+            self._missing = {}
+            for place, (reference, _) in enumerate(self._packed):
+                saved = reference() if reference is not None else None
+                is_wanted = saved is not None and saved.region is self and saved.is_lost
+                if saved is not None and is_wanted and saved not in self._missing.values():
+                    self._missing[place] = saved
+            if not self._missing:
+                return
+            self._in_backward = True
+            evicted = self._memory.evicted
+            evicted.num_recomputed += 1
+            evicted.recomputed_bytes += sum(one.size_bytes for one in self._missing.values())
+            evicted.seconds += self._tape.seconds
+            try:
+                self._run_again()
+            except RecomputeError as error:
+                raise RecomputeError(f"{error} Under a larger cap it is not computed again.") from None
+            finally:
+                lacking, self._missing, self._position = len(self._missing), {}, 0
+            if lacking:
+                raise RecomputeError(
+                    f"{self._tape.block} does not do the same when it is recomputed: it saves less for backward. "
+                    "Give a larger cap."
+                )
+
+    def _run_again(self) -> None:
+        values = [again() for again in self._inputs]
+        hooks = saved_tensors_hooks(self._fill, _never_unpacked)
+        around = self._surroundings()
+        with contextlib.suppress(_AllIsThere), around, torch.enable_grad(), hooks, self._tape.repeating():
+            self._run(*values)
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        """The second run saves a tensor."""
+        place, self._position = self._position, self._position + 1
+        if place >= len(self._packed) or self._packed[place][1] != _like(tensor):
+            raise RecomputeError(
+                f"{self._tape.block} does not do the same when it is recomputed: it saves another tensor, of shape "
+                f"{tuple(tensor.shape)}."
+            )
+        saved = self._missing.pop(place, None)
+        if saved is not None:
+            saved.here = tensor.untyped_storage()
+            saved.streams = [saved.stream_number()]
+        if not self._missing:
+            raise _AllIsThere
+
+
+class _AllIsThere(BaseException):
+    """Ends a second run; no handler of the program's for its own errors is to take it."""
+
+
+def _again(memory: EvictableMemory, value: Any) -> Callable[[], Any]:
+    """What gives what a block was given once more: a tensor detached from what made it."""
+    if not isinstance(value, torch.Tensor):
+        return lambda: value
+    packed, requires_grad = memory.packed(value, memory.saved(value)), value.requires_grad
+    return lambda: packed.unpacked().detach().requires_grad_(requires_grad)
+
+
+def _surroundings(values: Sequence[Any]) -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context with the random state of torch and the autocast that are in force now."""
+    of_processor, (devices, states) = torch.get_rng_state(), get_device_states(*values)
+    kinds = {"cpu", *(one.device.type for one in values if isinstance(one, torch.Tensor))}
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+        for kind in sorted(kinds)
+        if torch.amp.is_autocast_available(kind)
+    ]
+
+    @contextlib.contextmanager
+    def as_before() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            torch.set_rng_state(of_processor)
+            set_device_states(devices, states)
+            for kind, dtype, is_on, caches in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=caches))
+            yield
+
+    return as_before
+
+
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _never_unpacked(_: Any) -> Any:
+    raise RuntimeError("backward was called within the forward pass of a block that is computed again")
+
+
+def drop_blocks_of_models(checkpoint: LateCheckpoint) -> None:
+    """Make repeated blocks of the models of this program droppable, as they appear, and modules beside them.
+
+    Blocks do not lie within each other. A module that is called several times in a step, such as the cell of a
+    recurrent network or of a tree, is one block a call.
+    """
+
+    def appeared(number: int, blocks: list[Block], model: Any) -> None:
+        if is_compiled(model):
+            name = type(getattr(model, "_orig_mod", model)).__name__
+            warnings.warn(
+                f"stalloc: {name} is compiled as a whole, so nothing that it saves can be evicted before its forward "
+                "pass is over. Where the cap cannot be kept, compile its blocks one by one (block.compile()).",
+                stacklevel=2,
+            )
+        chosen = blocks + _beside(model, blocks)
+        wrap(chosen, [keeps_nothing] * len(chosen), functools.partial(checkpoint.make_tape, number), checkpoint)
+
+    when_models_appear(appeared)
+
+
+def _beside(model: Any, blocks: list[Block]) -> list[Block]:
+    """The outermost modules with layers that hold no block, lie in none and are not the model itself."""
+    taken = {id(one) for block in blocks for one in held_modules(block.module)}
+    found: list[Block] = []
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            taken.update(map(id, held_modules(module)))
+        is_called = type(module).forward is not torch.nn.Module.forward  # as a list of modules is not
+        if module is model or is_leaf(module) or id(module) in taken or not is_called:
+            continue
+        below = held_modules(module)
+        if not any(id(one) in taken for one in below):
+            taken.update(map(id, below))
+            found.append(Block(name, module))
+    return found

@@ -34,11 +34,10 @@ def cache_experts(experts: Iterable[Any], *, room: str | int, host: str | int | 
     import torch
 
     from stalloc.techniques.host_store import HostStore
-    from stalloc.techniques.layer_homes import HostHome
-    from stalloc.techniques.layer_streaming import streamable
     from stalloc.techniques.parts import aligned
     from stalloc.techniques.repeated_blocks import Block
-    from stalloc.techniques.streamed_layers import StreamedLayer, layer_of
+    from stalloc.techniques.streamed_forward import streamable
+    from stalloc.techniques.streamed_layers import HostHome, StreamedLayer, layer_of
     from stalloc.techniques.transfers import Transfers
 
     modules = list(experts)

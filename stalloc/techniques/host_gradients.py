@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stalloc.techniques.device_threads import threads_at
 from stalloc.techniques.gradient_access import (
     has_gradient,
     own_gradient,
@@ -25,11 +24,10 @@ from stalloc.techniques.gradient_access import (
     unwatch_gradient,
     watch_gradient,
 )
-from stalloc.techniques.host_slots import HostSlots
-from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.host_store import HostSlots, HostStore, dense_strides, has_values
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.streamed_layers import device_of, put_gradient
-from stalloc.techniques.transfers import Transfers, phase
+from stalloc.techniques.transfers import Transfers, phase, threads_at
 from stalloc.techniques.update_order import Parameters
 
 

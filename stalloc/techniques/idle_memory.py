@@ -18,14 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.sizes import aligned
+from stalloc.techniques.appearing import Call, ModuleCalls
+from stalloc.techniques.block_tape import facts_of
 from stalloc.techniques.evictable import EvictableMemory
-from stalloc.techniques.former_values import unseen
-from stalloc.techniques.host_copy import HostCopy
-from stalloc.techniques.module_calls import Call, ModuleCalls
-from stalloc.techniques.operator_facts import facts_of
+from stalloc.techniques.host_store import HostCopy
 from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.repeated_blocks import find_blocks
-from stalloc.techniques.tensor_memory import tensors_of
+from stalloc.techniques.tensor_memory import tensors_of, unseen
 
 
 class IdleMemory:
@@ -126,7 +125,7 @@ class IdleMemory:
             return
         with unseen(), torch.no_grad():
             storage.resize_(idle.size_bytes)
-            transfers = self._memory.transfers_of(idle.device)
+            transfers = self._memory.transfers[idle.device]
             transfers.wait(transfers.to_device([(idle.numbers(storage), idle.place())]))
             transfers.follow()
         self._memory.slots.give_back(idle.slot)
@@ -162,7 +161,7 @@ class IdleMemory:
         if storage is None or slot is None:
             return 0
         idle.slot = slot
-        transfers = self._memory.transfers_of(idle.device)
+        transfers = self._memory.transfers[idle.device]
         transfers.wait(transfers.to_host([(idle.place(), idle.numbers(storage))]))
         storage.resize_(0)
         self._num_away += 1

@@ -11,7 +11,7 @@ import torch
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.errors import OffloadError
-from stalloc.techniques.former_values import unseen
+from stalloc.techniques.tensor_memory import is_plain, unseen
 
 Memory = TypeVar("Memory", contravariant=True)
 
@@ -27,11 +27,8 @@ def may_be_kept_elsewhere(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether the memory of a saved tensor is worth being kept elsewhere, and may be."""
     if type(tensor) is not torch.Tensor or tensor.device.type != device_type or tensor.is_nested:
         return False
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return False
-    base = tensor._base
-    owner = tensor if base is None else base
-    if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
+    owner = tensor if tensor._base is None else tensor._base
+    if not is_plain(tensor) or isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
         return False
     return tensor.untyped_storage().nbytes() >= LEAST_BYTES
 
@@ -45,11 +42,7 @@ class PackedTensor:
     __slots__ = ("_alias", "_keeper", "_layout", "_version", "memory")
 
     def __init__(
-        self,
-        keeper: Keeper[Memory],
-        memory: Memory | None,
-        tensor: torch.Tensor,
-        alias: torch.Tensor | None = None,
+        self, keeper: Keeper[Memory], memory: Memory | None, tensor: torch.Tensor, alias: torch.Tensor | None = None
     ) -> None:
         self._keeper, self.memory, self._version = keeper, memory, tensor._version
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -71,11 +64,10 @@ class PackedTensor:
         if self.memory is None:
             return self._alias
         storage = self._keeper.needed(self.memory)
-        if self._alias.untyped_storage()._cdata == storage._cdata:
-            return self._alias.detach()
-        values = torch.empty(0, dtype=self._alias.dtype, device=self._alias.device)
         tensor = self._alias.detach()
-        tensor.data = values.set_(storage, *self._layout)
+        if tensor.untyped_storage()._cdata != storage._cdata:
+            values = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = values.set_(storage, *self._layout)
         return tensor
 
 

@@ -3,9 +3,13 @@
 Contract: between steps each large tensor of state is a tensor of the host, with the values that the optimizer left;
 whoever looks at it there sees them whole. state_dict() hands these on, and load_state_dict() puts what it reads there,
 so neither needs memory of the device. What finds no room stays on the device. The optimizer's own code makes every
-update: on the device, where values are its own to the last bit, or on the processor, where they differ by rounding.
+update: on the device, where values are its own to the last bit, or on the processor, where they differ by rounding. A
+folder has either the commit before or the last one, each whole, with the values of the optimizer to the last bit.
 """
 
+import functools
+import itertools
+import json
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,17 +23,15 @@ from stalloc.errors import BadInputError, GradientError
 from stalloc.techniques.disk_store import DiskStore
 from stalloc.techniques.gradient_access import has_gradient
 from stalloc.techniques.host_gradients import HostGradients
-from stalloc.techniques.host_store import HostStore
-from stalloc.techniques.layer_streaming import WeightTier, settle_layers
-from stalloc.techniques.optimizer_facts import why_not_one_by_one
+from stalloc.techniques.host_store import HostStore, dense_strides
 from stalloc.techniques.parts import Place, Shares, arranged_with_copies
 from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
-from stalloc.techniques.state_pager import StatePager
+from stalloc.techniques.state_pager import StatePager, is_large
 from stalloc.techniques.step_in_backward import StepInBackward
-from stalloc.techniques.streamed_layers import device_of, layer_of
-from stalloc.techniques.update_order import DividedStep, Parameters
+from stalloc.techniques.streamed_layers import WeightTier, device_of, layer_of, settle_layers
+from stalloc.techniques.transfers import Transfers
+from stalloc.techniques.update_order import DividedStep, Parameters, parameters_of, why_not_one_by_one
 
-WINDOW_BYTES = 256 << 20
 _paged: "weakref.WeakKeyDictionary[Any, PagedOptimizer]" = weakref.WeakKeyDictionary()
 
 
@@ -45,23 +47,21 @@ class PagedOptimizer:
         self,
         optimizer: Any,
         store: HostStore,
-        window_bytes: int = WINDOW_BYTES,
-        shares: Shares = Shares(),  # noqa: B008  (frozen)
-        disk: DiskStore | None = None,
+        disk: DiskStore | None,
+        window_bytes: int,
+        shares: Shares,
         *,
-        sends_gradients: bool = True,
-        updates_beside_backward: bool = False,
+        sends_gradients: bool,
+        updates_beside_backward: bool,
     ) -> None:
         """`sends_gradients` from the device in backward, where the processor uses them, and of streamed layers.
 
         With `updates_beside_backward` the processor updates streamed layers as their gradients come, by the rules of
         `StepInBackward`. Raises BadInputError if it cannot be paged, or not be updated where `shares` says.
         """
-        reason = why_not_one_by_one(optimizer)
-        if reason:
+        if reason := why_not_one_by_one(optimizer):
             raise BadInputError(f"{reason}: its state stays on the device.")
-        reason = why_not_on_processor(optimizer) if shares.processor else ""
-        if reason:
+        if shares.processor and (reason := why_not_on_processor(optimizer)):
             raise BadInputError(f"{reason}: give no share to the processor.")
         self.store, self.disk = store, disk
         self._window_bytes, self._shares = window_bytes, shares
@@ -148,8 +148,7 @@ class PagedOptimizer:
         return self._sends_gradients and leaves and not self._is_updated_beside(parameter)
 
     def _is_updated_beside(self, parameter: Any) -> bool:
-        layer = layer_of(parameter)
-        is_in_host = layer is not None and not layer.is_on_disk
+        is_in_host = layer_of(parameter) is not None and not _is_on_disk(parameter)
         return self._early is not None and self._is_on_processor(parameter) and is_in_host
 
     def _update_beside(self, optimizer: Any, parameter: torch.Tensor) -> bool:
@@ -159,7 +158,7 @@ class PagedOptimizer:
         if value is None:
             return False
         with self.pager.stepping(optimizer):
-            if not self.pager.begin([parameter], lambda one: self._processor.begin_state(optimizer, one)):
+            if not self.pager.begin([parameter], functools.partial(self._processor.begin_state, optimizer)):
                 return False
             update = self._processor.update_of(optimizer, parameter, value)
             done = self.gradients.use(parameter, update)
@@ -192,28 +191,23 @@ class PagedOptimizer:
 
     def _arrange(self, optimizer: Any) -> tuple[list[tuple[Place, Parameters]], int]:
         """The parts of all parameters, and the host memory that the processor needs for copies."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        sizes = [one.nbytes for one in parameters]
+        parameters = parameters_of(optimizer)
         numbers: dict[int, int] = {}
         layers = [
             -1 if (layer := layer_of(one)) is None else numbers.setdefault(id(layer), len(numbers))
             for one in parameters
         ]
-        on_disk = {layer for one, layer in zip(parameters, layers, strict=True) if _is_on_disk(one)}
-        options = self._window_bytes, self._shares
-        gradients = {number for number, one in enumerate(parameters) if self.gradients.holds(one)}
         parts, copied_bytes = arranged_with_copies(
-            sizes,
+            [one.nbytes for one in parameters],
             layers,
-            on_disk,
-            *options,
+            {layer for one, layer in zip(parameters, layers, strict=True) if _is_on_disk(one)},
+            self._window_bytes,
+            self._shares,
             reads_for_processor=self._reads_for_processor,
-            gradients=gradients,
+            gradients={number for number, one in enumerate(parameters) if self.gradients.holds(one)},
         )
         found = [(part.place, [parameters[number] for number in part.members]) for part in parts]
-        for place, members in found:
-            for one in members:
-                self._places[one] = place
+        self._places.update({one: place for place, members in found for one in members})
         return found, copied_bytes
 
     def _divide(self, optimizer: Any) -> list[Parameters]:
@@ -232,11 +226,9 @@ class PagedOptimizer:
                 parts, needed_bytes = self._arrange(optimizer)
                 has_room = not needed_bytes or self._processor.make_room(needed_bytes, device)
             for place, part in parts:
-                present = [one for one in part if has_gradient(one)]
-                if place is not Place.PROCESSOR or not present:
-                    continue
-                begun = has_room and self.pager.begin(present, lambda one: self._processor.begin_state(optimizer, one))
-                if not begun:
+                present = [one for one in part if place is Place.PROCESSOR and has_gradient(one)]
+                begins = functools.partial(self._processor.begin_state, optimizer)
+                if present and not (has_room and self.pager.begin(present, begins)):
                     for one in part:
                         self._places[one] = Place.PAGED if _is_on_disk(one) else Place.DEVICE
             return [part for _, part in parts]
@@ -245,3 +237,62 @@ class PagedOptimizer:
 def _is_on_disk(parameter: Any) -> bool:
     layer = layer_of(parameter)
     return layer is not None and layer.is_on_disk
+
+
+def commit(optimizer: Any, label: int) -> None:
+    """Let the state of an optimizer, as it is now, be what is on disk after any end of this process, bit by bit.
+
+    `label` is a number of your own, such as that of the step: save the parameters under it first. Until the next commit
+    the disk holds both this state and the one that is worked with. `stalloc.committed(folder)` gives it back. Raises
+    BadInputError if the optimizer has no state on disk, DiskError if it cannot be written: the commit before stays.
+    """
+    paged = paged_optimizer(optimizer)
+    if paged is None or paged.disk is None:
+        raise BadInputError('this optimizer keeps no state on a disk: page it with disk="FOLDER:SIZE".')
+    pager, disk = paged.pager, paged.disk
+    state: dict[int, dict[str, dict[str, Any]]] = {}
+    with pager.stepping(optimizer):
+        pager.settle()
+        pager.put_down()
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            if values := optimizer.state.get(parameter):
+                state[number] = {name: _told(paged, disk, parameter, name, value) for name, value in values.items()}
+        disk.settle()
+    for one in (one for values in state.values() for one in values.values() if "region" in one):
+        region = one.pop("region")  # which is written by now
+        place = region.places[region.current]
+        one |= {"offset": place, "size_bytes": region.size_bytes, "sums": region.sums}
+    numbers = itertools.count()
+    groups = [
+        {name: [next(numbers) for _ in value] if name == "params" else value for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    manifest = {"label": label, "chunk_bytes": disk.chunk_bytes, "param_groups": groups, "state": state}
+    try:
+        json.dumps(manifest)
+    except TypeError as error:
+        raise BadInputError(
+            f"an option of {type(optimizer).__name__} cannot be committed ({error}): give it as a number or a string."
+        ) from error
+    disk.commit(manifest)
+
+
+def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, value: Any) -> dict[str, Any]:
+    """What a manifest tells of a value; for a large tensor, its facts and the region that it is written to."""
+    if not isinstance(value, torch.Tensor):
+        return {"value": value}
+    kind = str(value.dtype).removeprefix("torch.")
+    if not is_large(value):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return {"dtype": kind, "shape": list(value.shape), "data": bytes(data.tolist()).hex()}
+    region = paged.pager.region_of(parameter, name, value)
+    if region is None:  # it lies elsewhere
+        regions = paged.committed_regions.setdefault(parameter, {})
+        if name not in regions or regions[name].size_bytes != value.nbytes:
+            found = disk.take([value.nbytes])
+            if found is None:
+                raise BadInputError("a commit needs more room on the disk than is allowed: nothing was committed.")
+            regions[name] = found[0]
+        region = regions[name]
+        disk.write([(value, region)], Transfers(value.device))()
+    return {"dtype": kind, "shape": list(value.shape), "stride": list(dense_strides(value)), "region": region}

@@ -16,11 +16,10 @@ import torch
 from stalloc.techniques.gradient_access import own_gradient
 from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
-from stalloc.techniques.optimizer_facts import own_step
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.streamed_layers import device_of, layer_of
 from stalloc.techniques.transfers import Transfers
-from stalloc.techniques.update_order import Parameters
+from stalloc.techniques.update_order import Parameters, own_step
 
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives a fused optimizer
 

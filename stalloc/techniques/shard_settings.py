@@ -6,6 +6,7 @@ ranks. The triples are those of PaRO (Wu et al. 2023) and AMSP (Chen et al. 2023
 (Rajbhandari et al. 2020), FSDP, the secondary copy of ZeRO++ (Wang et al. 2023), MiCS' groups (Zhang et al. 2022).
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -111,9 +112,5 @@ def _is_number(word: str) -> bool:
 
 def valid_layouts(factors: tuple[int, ...], num_ranks: int) -> Iterator[Layout]:
     """All valid triples of these factors: for 1, the ranks of a node and all ranks, the 14 of PaRO."""
-    for state in factors:
-        for gradients in factors:
-            for parameters in factors:
-                made = Layout(parameters, gradients, state)
-                if made.is_valid(num_ranks):
-                    yield made
+    layouts = (Layout(*reversed(one)) for one in itertools.product(factors, repeat=3))
+    return (one for one in layouts if one.is_valid(num_ranks))

@@ -3,14 +3,26 @@
 Contract: what is divided is computed as before: each rank's gradients become their mean over all ranks. A model is
 divided when it is called first, block by block, and its optimizer given the parts; what cannot be divided ends the
 program with one sentence, before it has trained. Recomputation that is applied before lies inside.
+
+Rank R of N gets batches R, R + N, R + 2N, … of what a loader would give a single process, so that all ranks together
+train on the same data once, on N batches in each step; what is left at the end of an epoch, fewer than N batches, is
+dropped, as ranks must make the same number of steps. Samplers that shuffle draw alike where the program sets a seed; a
+seed is set here if it does not. Loaders of iterable data sets are dealt out too, each batch being read.
+
+A state dictionary of the model, or of its optimizer, holds whole tensors in host memory, the same on every rank; every
+rank must ask for it, as an unmodified program does. `torch.save` to a path writes on the first rank alone.
 """
 
 import atexit
+import functools
 import gc
 import inspect
+import itertools
 import os
 import time
 import weakref
+from collections.abc import Iterable, Iterator
+from os import PathLike
 from types import MethodType
 from typing import Any
 
@@ -18,11 +30,8 @@ import torch
 import torch.distributed as dist
 
 from stalloc.errors import SetupError
-from stalloc.techniques.appearing import when_models_appear
-from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
-from stalloc.techniques.dealt_batches import deal_batches
+from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
 from stalloc.techniques.repeated_blocks import Block
-from stalloc.techniques.saved_whole import keep_whole, save_once
 from stalloc.techniques.shard_settings import Layout, ShardWay
 
 _LAST_MOMENT_SECONDS = 0.2  # of a busy machine, in which a thread that waits for a core gets one
@@ -44,8 +53,8 @@ def shard_program(way: ShardWay) -> None:
     if way.recomputes_blocks:
         recompute_whole_blocks()
     sharding = Sharding(way.layout)
-    deal_batches(sharding.rank, sharding.num_ranks)
-    save_once(sharding.rank)
+    _deal_batches(sharding.rank, sharding.num_ranks)
+    _save_once(sharding.rank)
 
 
 class Sharding:
@@ -79,7 +88,9 @@ class Sharding:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             atexit.register(_leave_job)
-        _agree(model)
+        with torch.no_grad():  # every rank begins with the parameters and buffers of the first
+            for one in (*model.parameters(), *model.buffers()):
+                dist.broadcast(one, 0)
         if self.layout.executor == "ddp":
             self._replicate(model, device)
         else:
@@ -101,7 +112,7 @@ class Sharding:
             for group in optimizer.param_groups:
                 group["params"] = [parts[names[id(one)]] if id(one) in names else one for one in group["params"]]
         del names
-        keep_whole(model, self._optimizers)
+        _keep_whole(model, self._optimizers)
         if layout.divides_optimizer:
             group = _group(layout, self.num_ranks)
             for optimizer in self._optimizers:
@@ -147,13 +158,6 @@ def _is_own(optimizer: Any) -> bool:
 
 
 _making: list[bool] = []  # while an optimizer is being divided
-
-
-def _agree(model: Any) -> None:
-    """Let every rank begin with the parameters and buffers of the first."""
-    with torch.no_grad():
-        for one in (*model.parameters(), *model.buffers()):
-            dist.broadcast(one, 0)
 
 
 def _mesh(layout: Layout, num_ranks: int, device_type: str) -> Any:
@@ -246,3 +250,52 @@ def _divide(optimizer: Any, group: Any, groups: list[dict[str, Any]]) -> Any:
 
     optimizer.step, optimizer.state_dict = MethodType(step, optimizer), MethodType(state_dict, optimizer)
     return divided
+
+
+def _keep_whole(model: Any, optimizers: Iterable[Any]) -> None:
+    """Let state dictionaries of a model in shards, and of its optimizers, have whole tensors."""
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update(_whole(dict(state))))
+    for one in optimizers:
+        one.register_state_dict_post_hook(lambda _, state: _whole(state))
+
+
+def _whole(state: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(DTensor, lambda one: one.detach().full_tensor().cpu(), state)
+
+
+def _save_once(rank: int) -> None:
+    """Let `torch.save` write to a path on the first rank only; it still writes to open files on every rank."""
+    save = torch.save
+
+    @functools.wraps(save)
+    def save_on_first(obj: Any, f: Any, *args: Any, **named: Any) -> None:
+        if rank == 0 or not isinstance(f, str | PathLike):
+            save(obj, f, *args, **named)
+
+    torch.save = save_on_first
+
+
+def _deal_batches(rank: int, num_ranks: int) -> None:
+    """Deal out the batches of every loader, unless its sampler does."""
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    whole, length = DataLoader.__iter__, DataLoader.__len__
+
+    @functools.wraps(whole)
+    def dealt(self: Any) -> Iterator[Any]:
+        batches = whole(self)
+        if isinstance(self.sampler, DistributedSampler):
+            yield from batches
+            return
+        while len(turn := list(itertools.islice(batches, num_ranks))) == num_ranks:
+            yield turn[rank]
+
+    @functools.wraps(length)
+    def dealt_length(self: Any) -> int:
+        return int(length(self) // (1 if isinstance(self.sampler, DistributedSampler) else num_ranks))
+
+    DataLoader.__iter__, DataLoader.__len__ = dealt, dealt_length

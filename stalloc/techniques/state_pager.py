@@ -2,7 +2,7 @@
 
 Contract: between steps each large tensor of state that is not to stay on the device is a tensor of the host, or one
 mapped from a file, with the values that the optimizer left; whoever reads it there sees them whole, and a change made
-there counts. What finds no room stays on the device.
+there counts. What finds no room stays on the device: tensors that come together get room together, or none of them any.
 """
 
 from collections import defaultdict
@@ -14,14 +14,111 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import DiskError
-from stalloc.techniques.disk_store import DiskStore, Region
+from stalloc.techniques.disk_store import DiskStore, Region, viewed
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import Place, aligned
-from stalloc.techniques.state_slots import Named, StateSlots
 from stalloc.techniques.streamed_layers import device_of
-from stalloc.techniques.transfers import Transfers
-from stalloc.techniques.update_order import Parameters
-from stalloc.techniques.watched_state import WatchedState
+from stalloc.techniques.transfers import DeviceTransfers
+from stalloc.techniques.update_order import Parameters, parameters_of
+
+
+class WatchedState(defaultdict[Any, Any]):
+    """An optimizer's state that, before anybody but the step reads it, waits for what is on its way to the host.
+
+    A copy, or a pickle, of it is as it would be without paging.
+    """
+
+    def __init__(self, pager: "StatePager", state: Any) -> None:
+        super().__init__(dict, state)
+        self._pager, self._watched = pager, True
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """A context for work that knows what is on its way, in which nothing waits."""
+        before, self._watched = self._watched, False
+        try:
+            yield
+        finally:
+            self._watched = before
+
+    def _look(self) -> None:
+        if self._watched:
+            self._pager.looked()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._look()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._look()
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        self._look()
+        return super().values()
+
+    def items(self) -> Any:
+        self._look()
+        return super().items()
+
+    def __reduce__(self) -> Any:
+        found = {key: self._pager.of_device(key, values) for key, values in self.items()}
+        return defaultdict, (dict, found)
+
+
+Named = tuple[torch.Tensor, str, torch.Tensor]
+"""A parameter, the name of a tensor of its state, and that tensor."""
+
+
+class StateSlots:
+    """The slots of one optimizer's state, by parameter and name."""
+
+    def __init__(self, store: HostStore, disk: DiskStore | None) -> None:
+        self._store, self._disk = store, disk
+        self._slots: Any = WeakIdKeyDictionary()  # parameter -> tensors of the host, or mapped from the file, by name
+        self._regions: Any = WeakIdKeyDictionary()  # parameter -> where in the file those are that lie there, by name
+
+    def of(self, parameter: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self._slots.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
+        return found
+
+    def region(self, parameter: torch.Tensor, name: str) -> Region | None:
+        """Where in the file a slot is; None for one in host memory."""
+        found: Region | None = self._regions.get(parameter, {}).get(name)
+        return found
+
+    def make(self, wanted: list[Named], device: torch.device, *, to_disk: bool) -> None:
+        """Make slots for tensors that have none."""
+        lacking = []
+        for parameter, name, tensor in wanted:
+            slot = self.of(parameter).get(name)
+            if slot is None or slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+                self.of(parameter).pop(name, None)
+                self._regions.get(parameter, {}).pop(name, None)
+                lacking.append((parameter, name, tensor))
+        if not lacking:
+            return
+        tensors = [tensor for _, _, tensor in lacking]
+        slots = self._store.take_like(tensors, pinned=device.type == "cuda")
+        for (parameter, name, _), slot in zip(lacking, slots or (), strict=False):
+            self._slots.setdefault(parameter, {})[name] = slot
+        if slots is None and to_disk and self._disk is not None:
+            regions = self._disk.take([tensor.nbytes for tensor in tensors])
+            for (parameter, name, tensor), region in zip(lacking, regions or (), strict=False):
+                self._regions.setdefault(parameter, {})[name] = region
+                self.map(parameter, name, tensor)
+
+    def map(self, parameter: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Let a slot in the file show what is written there now."""
+        assert self._disk is not None
+        slot = viewed(self._disk.memory(self._regions[parameter][name]), like)
+        self._slots.setdefault(parameter, {})[name] = slot
+        return slot
+
+    def in_file(self) -> list[torch.Tensor]:
+        """The parameters with state in the file."""
+        return list(self._regions)
+
 
 LEAST_BYTES = 4096  #: smaller tensors of state, such as the count of steps, stay where they are
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -39,23 +136,21 @@ class StatePager:
         self._has_step_on_device = bool(optimizer.defaults.get("fused"))
         self._looks = 0  # how often somebody looked
         self._stored: Any = WeakIdKeyDictionary()  # parameter -> looks when it was written to the file
-        self._transfers: Transfers | None = None
+        self._transfers = DeviceTransfers()
         self._loading: list[Named] = []
 
     def take_over(self, optimizer: Any) -> None:
-        """Move the state that exists already."""
         optimizer.state = self.state
-        for parameter in [one for one in self.state if isinstance(one, torch.Tensor)]:
+        for parameter in self._known():
             if self._place_of(parameter) is not Place.DEVICE:
                 self._take_away([parameter])[1]()
 
     def bring_home(self, optimizer: Any) -> None:
-        """Bring all of it to the device, for good."""
         self.settle()
-        for parameter in [one for one in self.state if isinstance(one, torch.Tensor)]:
+        for parameter in self._known():
             self._bring([parameter])()
         optimizer.state = defaultdict(dict, {one: self.of_device(one, values) for one, values in self.state.items()})
-        self._slots.clear()
+        self._slots = StateSlots(self._store, self._disk)
 
     def forget(self) -> None:
         """The optimizer is gone: drop its state, except for tensors that somebody else holds."""
@@ -72,14 +167,13 @@ class StatePager:
 
     def settle(self) -> None:
         """Wait until all copies and writes under way are done."""
-        if self._transfers is not None:
-            self._transfers.settle()
+        for copies in self._transfers.values():
+            copies.settle()
         if self._disk is not None:
             self._disk.settle()
 
     @contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """The optimizer makes a step."""
         if optimizer.state is not self.state:  # the program has begun anew
             self.state = optimizer.state = WatchedState(self, optimizer.state)
         with self.state.unwatched():
@@ -102,11 +196,9 @@ class StatePager:
         return sum(aligned(slot.nbytes) for _, _, slot in self.elsewhere(self._used_on_device(part)))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
-        """See `Tier`."""
         return self._bring(self._used_on_device(part))
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        """See `Tier`."""
         return self._take_away([one for one in part if self._place_of(one) is Place.PAGED])
 
     def begin(self, part: Parameters, of_meta: Callable[[torch.Tensor], dict[str, Any]]) -> bool:
@@ -128,10 +220,9 @@ class StatePager:
                 if has_values(device_of(one)):
                     slot.zero_()
                 new[one][name] = slot
-            self.state.update(
-                {one: {name: torch.zeros_like(value, device="cpu") if _is_meta(value) else value
-                       for name, value in values.items()} for one, values in new.items()}
-            )  # fmt: skip
+            for one, values in new.items():
+                small = {name for name, value in values.items() if isinstance(value, torch.Tensor) and value.is_meta}
+                self.state[one] = values | {name: torch.zeros_like(values[name], device="cpu") for name in small}
             lies_well = all(
                 self._slots.region(one, name) is None and slot.stride() == dense_strides(one)
                 for one, name, slot in self.elsewhere(part)
@@ -143,16 +234,14 @@ class StatePager:
         self.looked()
         self._loading = []
         saved = [one for group in state_dict["param_groups"] for one in group["params"]]
-        own = [one for group in optimizer.param_groups for one in group["params"]]
-        parameter_of = dict(zip(saved, own, strict=False))
+        parameter_of = dict(zip(saved, parameters_of(optimizer), strict=False))
         kept: dict[Any, Any] = {}
         for key, values in state_dict["state"].items():
-            parameter = parameter_of.get(key)
-            kept[key] = values if parameter is None or not isinstance(values, dict) else dict(values)
-            for name, value in list(kept[key].items()) if kept[key] is not values else ():
-                if name != "step" and is_large(value):
-                    self._loading.append((parameter, name, value))
-                    kept[key][name] = value.new_empty(0)
+            large = {}
+            if key in parameter_of and isinstance(values, dict):
+                large = {name: value for name, value in values.items() if name != "step" and is_large(value)}
+            self._loading += [(parameter_of[key], name, value) for name, value in large.items()]
+            kept[key] = {**values, **{name: value.new_empty(0) for name, value in large.items()}} if large else values
         return {**state_dict, "state": kept}
 
     def loaded(self, optimizer: Any) -> None:
@@ -195,6 +284,9 @@ class StatePager:
                     if self.state.get(parameter, {}).get(name) is slot:
                         yield parameter, name, slot
 
+    def _known(self) -> Parameters:
+        return [one for one in self.state if isinstance(one, torch.Tensor)]
+
     def _bring(self, part: Parameters) -> Callable[[], None]:
         pairs, reads = [], []
         with self.state.unwatched():
@@ -208,7 +300,7 @@ class StatePager:
                     reads.append((here, region))
         if not pairs and not reads:
             return lambda: None
-        transfers = self._transfers_of(part[0])
+        transfers = self._transfers[device_of(part[0])]
         arrived = transfers.to_device(pairs) if pairs else None
         read = self._disk.read(reads, transfers) if self._disk is not None and reads else lambda: None
 
@@ -236,12 +328,12 @@ class StatePager:
                     slots.append(slot)
         if not leaving and not written:
             return 0, lambda: None
-        size_bytes = sum(aligned(one.nbytes) for one in leaving) + sum(aligned(one.nbytes) for *_, one in written)
-        transfers = self._transfers_of(part[0])
+        transfers = self._transfers[device_of(part[0])]
         stored = transfers.to_host(list(zip(slots, leaving, strict=True))) if leaving else None
         wrote = self._write(written)
         leaving += [tensor for *_, tensor in written]
         written.clear()
+        size_bytes = sum(aligned(one.nbytes) for one in leaving)
 
         def let_go() -> None:
             nonlocal wrote
@@ -258,7 +350,7 @@ class StatePager:
             return _nothing
         regions = [self._slots.region(parameter, name) for parameter, name, _ in written]
         tensors = [(tensor, region) for (*_, tensor), region in zip(written, regions, strict=True) if region]
-        copied = self._disk.write(tensors, self._transfers_of(written[0][0]))
+        copied = self._disk.write(tensors, self._transfers[device_of(written[0][0])])
         with self.state.unwatched():
             for parameter, name, tensor in written:
                 self.state[parameter][name] = self._slots.map(parameter, name, tensor)
@@ -276,18 +368,9 @@ class StatePager:
                 if is_large(value) and value is not slots.get(name) and value.device == device_of(parameter):
                     yield parameter, name, value
 
-    def _transfers_of(self, parameter: torch.Tensor) -> Transfers:
-        if self._transfers is None:
-            self._transfers = Transfers(device_of(parameter))
-        return self._transfers
-
 
 def _nothing() -> None:
     pass
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def is_large(value: Any) -> bool:

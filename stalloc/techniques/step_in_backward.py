@@ -16,15 +16,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import GradientError
-from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.appearing import when_optimizers_are_made
 from stalloc.techniques.gradient_access import (
     own_gradient,
     set_own_gradient,
     unwatch_gradient,
     watch_gradient,
 )
-from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
 from stalloc.techniques.streamed_layers import device_of, put_gradient
+from stalloc.techniques.update_order import own_step, why_not_one_by_one
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
 _READ = f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}"

@@ -2,23 +2,35 @@
 
 Contract: wherever its block does not compute, a streamed parameter is a tensor of the host with the values that it has:
 reading, saving or changing it there is what it would be on the device. What autograd saved of it stays valid, since
-memory comes back for the same storage. A layer lives as long as one of its parameters, and no longer.
+memory comes back for the same storage. A layer lives as long as one of its parameters, and no longer. Memory of the
+device goes when what it held is whole elsewhere.
 """
 
+import contextlib
+import ctypes
+import functools
+import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from stalloc.errors import DiskError, StreamError
+from stalloc.techniques.disk_store import DiskStore, Region, viewed
 from stalloc.techniques.gradient_access import set_own_gradient
-from stalloc.techniques.layer_homes import DiskHome, Home, Lent
+from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.parts import aligned
-from stalloc.techniques.update_order import Parameters
+from stalloc.techniques.transfers import Transfers
+from stalloc.techniques.update_order import Parameters, is_divided, parameters_of
 
+_Lent = tuple[Parameters, Callable[[], None]]
+"""Tensors, and a function that waits until they have their values."""
+_ON_HOST = Transfers(torch.device("cpu"))
+_HELD, _OF_FILE = 3 << 62, 1 << 61  # bits of a page in /proc/PID/pagemap
 _layer_of: Any = WeakIdKeyDictionary()  # parameter -> its StreamedLayer
 
 
@@ -37,11 +49,179 @@ def device_of(parameter: torch.Tensor) -> torch.device:
 def put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Let a parameter, which may be a tensor of the host now, have a gradient where it computes."""
     layer = layer_of(parameter)
-    if layer is not None and parameter.device != gradient.device:
-        with layer.as_on_device(parameter):
-            set_own_gradient(parameter, gradient)
-    else:
+    is_away = layer is not None and parameter.device != gradient.device
+    with layer.as_on_device(parameter) if layer is not None and is_away else contextlib.nullcontext():
         set_own_gradient(parameter, gradient)
+
+
+class Home(Protocol):
+    """Where the parameters of a layer lie while its block does not compute.
+
+    `tensors` have the values that were stored last, or that the program has put there since, by whichever way; what is
+    fetched has those. They stay the same tensors. What is read from a disk may raise DiskError.
+    """
+
+    tensors: Parameters
+
+    def fetch(self, here: Parameters) -> Callable[[], None]:
+        """Begin to copy the layer to tensors of the device; returns a function that makes the program wait for that."""
+
+    def store(self, here: Parameters) -> Callable[[], None]:
+        """Begin to copy them back; returns a function that waits until their memory can be freed."""
+
+    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
+        """Begin to provide some as tensors of the host that can be changed; `room` gives memory like a tensor's."""
+
+    def take_back(self, rows: Sequence[int], lent: Parameters) -> Callable[[], None]:
+        """Begin to keep their changed values; returns a function that waits until their memory can be freed."""
+
+    def settle(self) -> None:
+        """Wait until what was stored can be read."""
+
+    def finish(self) -> None:
+        """Wait until no copy uses this memory or the device's, which others are about to get."""
+
+
+def find_home(parameters: Parameters, store: HostStore, disk: DiskStore | None) -> Home | None:
+    """Room for parameters in the host, else on disk; None if there is none."""
+    transfers = Transfers(parameters[0].device)
+    tensors = store.take_like(parameters, pinned=parameters[0].is_cuda)
+    if tensors is not None:
+        return HostHome(tensors, transfers)
+    regions = None if disk is None else disk.take([one.nbytes for one in parameters])
+    return _DiskHome(parameters, disk, regions, transfers) if disk is not None and regions is not None else None
+
+
+class HostHome:
+    """The home of a layer in tensors of the host."""
+
+    def __init__(self, tensors: Parameters, transfers: Transfers) -> None:
+        self.tensors = tensors
+        self._transfers = transfers
+        self._fetched: Any = None  # event after the last copy from here
+
+    def fetch(self, here: Parameters) -> Callable[[], None]:
+        arrived = self._fetched = self._transfers.to_device(list(zip(here, self.tensors, strict=True)))
+        return lambda: self._transfers.wait(arrived)
+
+    def store(self, here: Parameters) -> Callable[[], None]:
+        stored = self._transfers.to_host(list(zip(self.tensors, here, strict=True)))
+        return lambda: self._transfers.wait(stored)
+
+    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
+        return [self.tensors[row] for row in rows], lambda: None
+
+    def take_back(self, rows: Sequence[int], lent: Parameters) -> Callable[[], None]:
+        return lambda: None
+
+    def settle(self) -> None:
+        self._transfers.settle()
+
+    def finish(self) -> None:
+        self.settle()
+        if self._fetched is not None:
+            self._fetched.synchronize()
+
+
+class _DiskHome:
+    """Regions of a file, and tensors that are mapped from it: what the program puts there stays in memory until it is
+    written, which is before it is read again."""
+
+    def __init__(self, like: Parameters, disk: DiskStore, regions: list[Region], transfers: Transfers) -> None:
+        self._disk, self._regions, self._transfers = disk, regions, transfers
+        self._memory = [disk.memory(region) for region in regions]
+        self.tensors = [viewed(*one) for one in zip(self._memory, like, strict=True)]
+        self._fetched: Callable[[], None] = lambda: None  # waits for what is read
+
+    def fetch(self, here: Parameters) -> Callable[[], None]:
+        self._write_changes()
+        self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
+        return self._fetched
+
+    def store(self, here: Parameters) -> Callable[[], None]:
+        # the memory of the device stays until all is in the file, so an error there loses nothing
+        return self._written(range(len(here)), here, self._transfers)
+
+    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
+        lent = [room(self.tensors[row]) for row in rows]
+        if self._disk.folder is None:
+            return lent, lambda: None
+        self._write_changes()
+        regions = [self._regions[row] for row in rows]
+        return lent, self._disk.read(list(zip(lent, regions, strict=True)), _ON_HOST)
+
+    def take_back(self, rows: Sequence[int], lent: Parameters) -> Callable[[], None]:
+        if self._disk.folder is None:
+            return lambda: None
+        written = self._written(rows, lent, _ON_HOST)
+
+        def stored() -> None:
+            try:
+                written()
+            except DiskError:  # stays in memory, as a change that the program has made
+                for row, tensor in zip(rows, lent, strict=True):
+                    self.tensors[row].copy_(tensor)
+                raise
+
+        return stored
+
+    def settle(self) -> None:
+        pass  # as `store` has waited
+
+    def finish(self) -> None:
+        with contextlib.suppress(DiskError):
+            self._fetched()
+
+    def _write_changes(self) -> None:
+        changed = [row for row, memory in enumerate(self._memory) if self._disk.folder is not None and _changed(memory)]
+        if changed:
+            self._written(changed, [self.tensors[row] for row in changed], _ON_HOST)()
+
+    def _written(self, rows: Sequence[int], tensors: Parameters, transfers: Transfers) -> Callable[[], None]:
+        """Begin to write tensors; returns a function that waits until the file has them, and memory shows the file."""
+        regions = [self._regions[row] for row in rows]
+        copied = self._disk.write(list(zip(tensors, regions, strict=True)), transfers)
+
+        def stored() -> None:
+            copied()
+            self._disk.settle(regions)
+            for row in rows:
+                self._memory[row].madvise(mmap.MADV_DONTNEED)
+
+        return stored
+
+
+def _changed(memory: mmap.mmap) -> bool:
+    """Whether any page of a private mapping of a file may have been written to, and is a copy of the file's.
+
+    A change is never overlooked; where the kernel does not tell, anything may have been changed.
+    """
+    try:
+        return not _kernel_tells() or _has_copies(memory)
+    except OSError:
+        return True
+
+
+@functools.cache
+def _kernel_tells() -> bool:
+    """Whether the kernel tells which pages are copies; some sandboxes have an empty file."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
+    page[0] = 1
+    return _has_copies(page)
+
+
+def _has_copies(memory: mmap.mmap) -> bool:
+    """Whether any page is a copy. Raises OSError where /proc/self/pagemap is missing or must not be read.
+
+    Of each page its bit 63 says that it is in memory, bit 62 that it was swapped out, bit 61 that it is still that of
+    the file (the Linux kernel's documentation of /proc/PID/pagemap).
+    """
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        file.seek(begin // mmap.PAGESIZE * 8)
+        pages = np.frombuffer(file.read(len(memory) // mmap.PAGESIZE * 8), np.uint64)
+    is_whole = len(pages) * mmap.PAGESIZE == len(memory)
+    return not is_whole or bool(((pages & _HELD != 0) & (pages & _OF_FILE == 0)).any())
 
 
 class StreamedLayer:
@@ -60,18 +240,19 @@ class StreamedLayer:
         self.is_here = True
         for one in parameters:
             _layer_of[one] = self
-        weakref.finalize(self, _finish, home, self._here).atexit = False
+        # memory, here and elsewhere, is held until no copy uses it
+        weakref.finalize(self, lambda home, _: home.finish(), home, self._here).atexit = False
         self.store()()
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters of the layer that the program still has."""
+        """The parameters that the program still has."""
         return [one for one, _, _ in self._placed()]
 
     @property
     def is_on_disk(self) -> bool:
         """Whether the layer lies on disk while it is not on the device."""
-        return isinstance(self.home, DiskHome)
+        return isinstance(self.home, _DiskHome)
 
     def load(self) -> None:
         """Begin to bring it; `wait` before it is used. Raises DiskError."""
@@ -80,11 +261,8 @@ class StreamedLayer:
         self._gather()
         for here, size in zip(self._here, self._num_bytes, strict=True):
             here.untyped_storage().resize_(size)
-        try:
+        with self._let_go_if_lost():
             self._arrived = self.home.fetch(self._here)
-        except DiskError:
-            self._let_go()
-            raise
         for parameter, here, _ in self._placed():
             parameter.data = here
         self._versions = self._versions_now()
@@ -92,14 +270,10 @@ class StreamedLayer:
 
     def wait(self) -> None:
         """Let the program's stream wait until it is there. Raises DiskError, and then it is where it was."""
-        if self._arrived is None:
-            return
-        try:
-            self._arrived()
-        except DiskError:
-            self._let_go()
-            raise
-        self._arrived = None
+        if self._arrived is not None:
+            with self._let_go_if_lost():
+                self._arrived()
+            self._arrived = None
 
     def release(self) -> None:
         """Let the memory go; what was changed in place meanwhile is stored."""
@@ -124,9 +298,7 @@ class StreamedLayer:
     def adopt(self) -> None:
         """While it is here: what the program has given a parameter in place of its memory goes there."""
         for parameter, here, _ in self._placed():
-            if parameter.data_ptr() != here.data_ptr():
-                self._take(parameter, here)
-                parameter.data = here
+            self._take(parameter, here)
 
     def in_host(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter as it is in host memory, while it is here too; None of one on disk, or changed meanwhile."""
@@ -145,7 +317,7 @@ class StreamedLayer:
         finally:
             parameter.data = elsewhere
 
-    def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
+    def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
         """Let some of its parameters be changed in the host, as `Home.lend` does. Raises DiskError."""
         self.release()
         self.settle()
@@ -153,11 +325,9 @@ class StreamedLayer:
         return self.home.lend(self._rows(part), room)
 
     def take_back(self, part: Parameters, lent: Parameters) -> Callable[[], None]:
-        """Take back parameters that were changed in the host, as `Home.take_back` does."""
         return self.home.take_back(self._rows(part), lent)
 
     def settle(self) -> None:
-        """Let the processor wait until what was stored is whole."""
         self.home.settle()
 
     def bring_home(self) -> None:
@@ -179,14 +349,20 @@ class StreamedLayer:
         return [row_of[id(one)] for one in part]
 
     def _gather(self) -> None:
-        """While it is not here: what the program has given a parameter in place of its memory goes there."""
+        """As `adopt`, while it is not here."""
         for parameter, _, host in self._placed():
-            if parameter.data_ptr() != host.data_ptr():
-                self._take(parameter, host)
-                parameter.data = host
+            self._take(parameter, host)
 
     def _versions_now(self) -> list[int]:
         return [one._version for one in self.parameters]
+
+    @contextmanager
+    def _let_go_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskError:
+            self._let_go()
+            raise
 
     def _let_go(self) -> None:
         for parameter, _, host in self._placed():
@@ -197,6 +373,8 @@ class StreamedLayer:
 
     def _take(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
         """Copy to `place` a parameter to which the program gave other memory meanwhile, perhaps by moving the model."""
+        if parameter.data_ptr() == place.data_ptr():
+            return
         if parameter.shape != place.shape or parameter.dtype != place.dtype:
             raise StreamError(
                 f"a parameter of {self.name}, which is streamed, was given another shape or type: change the model "
@@ -205,8 +383,60 @@ class StreamedLayer:
         self.settle()
         with torch.no_grad():
             place.copy_(parameter)
+        parameter.data = place
 
 
-def _finish(home: Home, _: Parameters) -> None:
-    """A layer is gone: hold its memory, on the device and elsewhere, until no copy uses it."""
-    home.finish()
+class WeightTier:
+    """Brings the layers of a part for their update on the device; as in `Tier`."""
+
+    def __init__(self, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
+        self._is_on_processor = is_on_processor
+
+    def bytes_of(self, part: Parameters) -> int:
+        return sum(layer.size_bytes for layer in self._needed(part) if not layer.is_here)
+
+    def fetch(self, part: Parameters) -> Any:
+        layers = self._needed(part)
+        for layer in layers:
+            layer.load()
+
+        def arrived() -> None:
+            for layer in layers:
+                layer.wait()
+
+        return arrived
+
+    def store(self, part: Parameters) -> Any:
+        layers = self._needed(part)
+        stored = [layer.store() for layer in layers]
+
+        def let_go() -> None:
+            for one in stored:
+                one()
+
+        return sum(layer.size_bytes for layer in layers), let_go
+
+    def _needed(self, part: Parameters) -> list[StreamedLayer]:
+        return _layers([one for one in part if not self._is_on_processor(one)])
+
+
+def _layers(part: Parameters) -> list[StreamedLayer]:
+    found = {id(layer): layer for one in part if (layer := layer_of(one)) is not None}
+    return list(found.values())
+
+
+def settle_layers(optimizer: Any) -> None:
+    """Let the processor wait until updated layers are whole in the host, where the program may read them."""
+    for layer in _layers(parameters_of(optimizer)):
+        layer.settle()
+
+
+def check_can_step(optimizer: Any) -> None:
+    """Raise StreamError for an optimizer that would update parameters where they are not."""
+    if is_divided(optimizer):
+        return
+    for layer in _layers(parameters_of(optimizer))[:1]:
+        raise StreamError(
+            f"{layer.name} is streamed, and {type(optimizer).__name__} is not known to update it a part at a time: do "
+            "not stream this model."
+        )

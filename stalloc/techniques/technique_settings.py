@@ -1,15 +1,91 @@
 """What is done to a program so that it needs less memory: the settings of all techniques, as data.
 
 Contract: settings hold no objects of the program, so they can be written to a file, and whatever such a file says,
-settings can only choose among the techniques that are here. The default does nothing.
+settings can only choose among the techniques that are here, and name no file. The default does nothing. Blocks are
+named by the order in which models are first called, by their name within the model (a model that is a block itself has
+that of its class) and by class; operations by position and name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from stalloc.techniques.activation_settings import ActivationSettings, activations_from_json
-from stalloc.techniques.recompute_settings import RecomputeSettings, settings_from_json
-from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
+from stalloc.techniques.parts import Shares
+
+_MAX_BLOCKS, _MAX_KEPT, _MAX_NAME = 100_000, 100_000, 500
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """One block that is recomputed."""
+
+    model: int  #: the number of its model
+    name: str  #: within the model
+    kind: str  #: its class
+    keep: tuple[tuple[int, str], ...] = ()  #: operations whose results are kept: position in the block, name
+
+
+@dataclass(frozen=True)
+class RecomputeSettings:
+    """All blocks that are recomputed; none: the program as it is."""
+
+    blocks: tuple[BlockSettings, ...] = ()
+
+    def of_model(self, model: int) -> dict[str, BlockSettings]:
+        """The settings of one model's blocks, by the block's name."""
+        return {block.name: block for block in self.blocks if block.model == model}
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Plain values (JSON) for a file, in which blocks with the same operations share a row."""
+        rows: dict[tuple[int, str, tuple[tuple[int, str], ...]], list[str]] = {}
+        for block in self.blocks:
+            rows.setdefault((block.model, block.kind, block.keep), []).append(block.name)
+        return [
+            {"model": model, "kind": kind, "keep": [list(one) for one in keep], "names": names}
+            for (model, kind, keep), names in rows.items()
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    """What of a program is kept in host memory and on disk; by default nothing."""
+
+    host_bytes: int = 0  #: of host memory, at the most
+    disk_bytes: int = 0  #: on disk, at the most, of state and parameters that have no room in host memory
+    paged_window_bytes: int = 0
+    """Bytes of paged optimizer state on the device at once; 1: one part of it at a time. 0: state is not paged."""
+    streamed_window: int = 0
+    """How many repeated blocks have their parameters on the device at once; 0: all. Needs a paged optimizer."""
+    device_share: float = 0.0  #: of the parameters, by bytes, whose state stays on the device
+    processor_share: float = 0.0  #: of the parameters, by bytes, that the processor updates
+    sends_gradients: bool = False
+    """Whether gradients leave in backward, of what the processor updates and of streamed layers."""
+    updates_beside_backward: bool = False  #: whether the processor updates streamed layers as their gradients come
+
+    @property
+    def shares(self) -> Shares:
+        """The shares kept on the device and updated by the processor."""
+        return Shares(self.device_share, self.processor_share)
+
+    def __bool__(self) -> bool:
+        return bool(self.paged_window_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSettings:
+    """Which share of what is saved for backward goes to the host (Yuan et al. 2024, section 4); by default none."""
+
+    ratio: float = 0.0  #: of saved bytes, 0 to 1
+    window_bytes: int = 0
+    """Bytes on their way to the host at once, still held on the device, or back early; 0: each copy is waited for."""
+    host_bytes: int = 0  #: of host memory, at the most
+
+    def __bool__(self) -> bool:
+        return self.ratio > 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values (JSON) for a file."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -29,13 +105,7 @@ class TechniqueSettings:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values (JSON) for a file."""
-        return {
-            "recompute": self.recompute.as_json(),
-            "step_in_backward": self.step_in_backward,
-            "activation_share": self.activation_share,
-            "tiers": self.tiers.as_json(),
-            "activations": self.activations.as_json(),
-        }
+        return {**asdict(self), "recompute": self.recompute.as_json()}
 
     @classmethod
     def from_json(cls, told: Any) -> "TechniqueSettings":
@@ -48,9 +118,64 @@ class TechniqueSettings:
         told = default | told
         if type(told["step_in_backward"]) is not bool:
             raise ValueError("where optimizers make their steps is neither true nor false")
-        share = told["activation_share"]
-        if type(share) not in (int, float) or not 0 <= share <= 1:
+        if not _is_share(told["activation_share"]):
             raise ValueError("what compiled code saves is no share")
-        recompute, tiers = settings_from_json(told["recompute"]), tiers_from_json(told["tiers"])
+        tiers = _fields_from_json(TierSettings, told["tiers"], "what it keeps in host memory")
         activations = activations_from_json(told["activations"])
-        return cls(recompute, told["step_in_backward"], float(share), tiers, activations)
+        share = float(told["activation_share"])
+        return cls(_blocks_from_json(told["recompute"]), told["step_in_backward"], share, tiers, activations)
+
+
+def activations_from_json(told: Any) -> ActivationSettings:
+    """The settings that `as_json` wrote; a later field has its default. Raises ValueError for anything else."""
+    what = "what it keeps of activations in host memory"
+    if not isinstance(told, dict) or "ratio" not in told:
+        raise ValueError(f"{what} is damaged")
+    found: ActivationSettings = _fields_from_json(ActivationSettings, told, what)
+    return found
+
+
+def _fields_from_json(kind: Any, told: Any, what: str) -> Any:
+    """Settings of one class, whose fields are numbers of bytes or blocks, shares, and true or false."""
+    types: dict[str, Any] = {one.name: one.type for one in fields(kind)}
+    if not isinstance(told, dict) or not set(told) <= set(types):
+        raise ValueError(f"{what} is damaged")
+    for name, value in told.items():
+        if types[name] is bool and type(value) is not bool:
+            raise ValueError("what it does with gradients is neither true nor false")
+        if types[name] is int and not (type(value) is int and 0 <= value < _MOST):
+            raise ValueError(f"{what} is no number of bytes")
+        if types[name] is float and not _is_share(value):
+            raise ValueError(f"{what} is no share")
+    return kind(**{name: types[name](value) for name, value in told.items()})
+
+
+def _blocks_from_json(rows: Any) -> RecomputeSettings:
+    _check(isinstance(rows, list) and len(rows) <= _MAX_BLOCKS, "its settings are no list")
+    blocks: list[BlockSettings] = []
+    for row in rows:
+        _check(isinstance(row, dict) and set(row) == {"model", "kind", "keep", "names"}, "a row of settings is damaged")
+        _check(type(row["model"]) is int and 0 <= row["model"] < _MAX_BLOCKS, "a setting names no model")
+        _check(_is_name(row["kind"]), "a setting names no class")
+        _check(isinstance(row["names"], list) and all(map(_is_name, row["names"])), "a setting names no blocks")
+        _check(isinstance(row["keep"], list) and len(row["keep"]) <= _MAX_KEPT, "what is kept is no list")
+        for one in row["keep"]:
+            is_pair = isinstance(one, list) and len(one) == 2 and type(one[0]) is int and _is_name(one[1])
+            _check(is_pair and 0 <= one[0] < 2**31, "what is kept is no operation")
+        _check(len(blocks) + len(row["names"]) <= _MAX_BLOCKS, "its settings name too many blocks")
+        keep = tuple((position, name) for position, name in row["keep"])
+        blocks += [BlockSettings(row["model"], name, row["kind"], keep) for name in row["names"]]
+    return RecomputeSettings(tuple(blocks))
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= _MAX_NAME
+
+
+def _check(holds: bool, reason: str) -> None:
+    if not holds:
+        raise ValueError(reason)

@@ -54,3 +54,13 @@ def sizes_of(values: Any) -> dict[int, int]:
         for one in tree_leaves(values)
         if isinstance(one, torch.Tensor) and one.layout == torch.strided
     }
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor lie in its storage as they are."""
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def unseen() -> Any:
+    """A context for operations of stalloc's own, which no mode of the program or of stalloc is to see."""
+    return torch._C._DisableTorchDispatch()

@@ -1,10 +1,12 @@
 """An optimizer's own step, a part of its parameters at a time, with what each part needs fetched and let go again.
 
 Contract: every parameter is updated once, by the optimizer's own code, with the options of its group; hooks of the step
-run once around all parts, a closure once before them. Parts that are needed come before those that only might be
-fetched ahead; what is let go is let go at the same places of every step.
+run once around all parts, a closure once before them. Only optimizers that were tried are taken as updating each
+parameter by its own gradient and state alone. Parts that are needed come before those that only might be fetched ahead;
+what is let go is let go at the same places of every step.
 """
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +17,53 @@ import torch
 
 from stalloc.errors import BadInputError
 from stalloc.techniques.gradient_access import has_gradient
-from stalloc.techniques.optimizer_facts import own_step
 from stalloc.techniques.transfers import phase
+
+_KNOWN = {
+    "torch.optim": ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam",
+                    "RMSprop", "Rprop", "SGD"),
+    "transformers.optimization": ("Adafactor",),
+}  # fmt: skip
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Parameters = list[torch.Tensor]
 _dispatched: set[type] = set()
 _divided: "weakref.WeakKeyDictionary[Any, DividedStep]" = weakref.WeakKeyDictionary()
+
+
+def parameters_of(optimizer: Any) -> Parameters:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def own_step(kind: type) -> Callable[..., Any]:
+    """The step of a class of optimizers, without the wrapper that calls its hooks."""
+    step: Any = getattr(kind.step, "stalloc_own", kind.step)  # type: ignore[attr-defined]
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
+
+
+def why_not_one_by_one(optimizer: Any) -> str:
+    """Why the parameters of an optimizer cannot be updated one by one; empty if they can."""
+    kind = type(optimizer)
+    found = [getattr(sys.modules.get(module), name, None) for module, names in _KNOWN.items() for name in names]
+    if not any(own_step(kind) is own_step(one) for one in found if isinstance(one, type)):
+        return f"{kind.__name__} is not known to update each parameter by its own gradient and state alone"
+    for group in optimizer.param_groups:
+        for option in ("differentiable", "capturable"):
+            if group.get(option):
+                return f"{kind.__name__} was made with {option}=True"
+        if isinstance(group.get("lr"), torch.Tensor):
+            return f"the learning rate of {kind.__name__} is a tensor"
+        precision = group.get("eps")
+        if isinstance(precision, tuple) and precision[0] is None and len({one.dtype for one in group["params"]}) > 1:
+            return f"{kind.__name__} takes the precision of one of its parameters for a whole group, which has several"
+        strange = [type(one).__name__ for one in group["params"] if type(one) not in _PLAIN]
+        if strange:
+            return f"{kind.__name__} updates a {strange[0]}, a kind of tensor that was not tried"
+    return ""
 
 
 class Tier(Protocol):
@@ -65,14 +108,14 @@ class DividedStep:
         _divided[optimizer] = self
 
     def step(self, optimizer: Any, closure: Any = None) -> Any:
-        """Take the place of the optimizer's own step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups = optimizer.param_groups
         members = [group["params"] for group in groups]
-        parts = [part for part in (_with_gradients(one) for one in self._divide(optimizer)) if part]
+        present = ([one for one in part if has_gradient(one)] for part in self._divide(optimizer))
+        parts = [part for part in present if part]
         own = own_step(type(optimizer))
         group_of = {id(one): number for number, params in enumerate(members) for one in params}
 
@@ -166,10 +209,6 @@ class _Flight:
         for let_go in waits:
             let_go()
         self._bytes -= size_bytes
-
-
-def _with_gradients(part: Parameters) -> Parameters:
-    return [one for one in part if has_gradient(one)]
 
 
 def is_divided(optimizer: Any) -> bool:
