@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stalloc.techniques.appearing import when_optimizers_are_made
+from stalloc.techniques.parameters import why_not_one_by_one
 from stalloc.techniques.tensor_memory import storages_of
-from stalloc.techniques.update_order import why_not_one_by_one
 
 
 class EarlyReads:

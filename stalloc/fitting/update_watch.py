@@ -11,11 +11,10 @@ from typing import Any
 from stalloc.fitting.foreseen_paging import UpdateRecorded
 from stalloc.fitting.foreseen_streaming import LayerRecorded
 from stalloc.techniques.appearing import when_models_appear
-from stalloc.techniques.gradient_access import has_gradient
+from stalloc.techniques.parameters import has_gradient, why_not_one_by_one
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.state_pager import is_large
 from stalloc.techniques.streamed_forward import streamable
-from stalloc.techniques.update_order import why_not_one_by_one
 
 
 @dataclass

@@ -151,7 +151,7 @@ class OperationRecording:
     def _about_to_step(self, optimizer: Any) -> None:
         if self._stopped:
             return
-        from stalloc.techniques.gradient_access import own_gradient  # imports torch: the script does first
+        from stalloc.techniques.parameters import own_gradient  # imports torch: the script does first
 
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._seen.get(optimizer) is None:

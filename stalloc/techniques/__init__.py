@@ -9,8 +9,7 @@ from stalloc.lazy import loaded_on_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
-    from stalloc.techniques.checkpointing import checkpoint
-    from stalloc.techniques.chunked_loss import chunked_cross_entropy
+    from stalloc.techniques.checkpointing import checkpoint, chunked_cross_entropy
     from stalloc.techniques.disk_store import committed
     from stalloc.techniques.elsewhere import offload_activations, page_optimizer, stream_layers
     from stalloc.techniques.expert_cache import cache_experts
@@ -32,7 +31,7 @@ __all__ = [
 _MODULES = {
     "SharedLink": ".link_turns",
     "checkpoint": ".checkpointing",
-    "chunked_cross_entropy": ".chunked_loss",
+    "chunked_cross_entropy": ".checkpointing",
     "commit": ".paged_optimizer",
     "committed": ".disk_store",
     "offload_activations": ".elsewhere",

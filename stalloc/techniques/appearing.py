@@ -25,10 +25,8 @@ _ASKED: list[Callable[[Any], None]] = []
 
 
 class ModuleCalls:
-    """Replaces the call of every module by the one that `make` makes of the original call.
-
-    Torch's own hooks would make each call cost several times as much, and come too late to exchange `forward`.
-    """
+    """Replaces the call of every module by the one that `make` makes of the original call. Torch's own hooks would make
+    each call cost several times as much, and come too late to exchange `forward`."""
 
     def __init__(self, make: Callable[[Call], Call]) -> None:
         from torch.nn import Module
@@ -44,11 +42,9 @@ class ModuleCalls:
 
 
 def when_models_appear(appeared: Appeared) -> None:
-    """Call `appeared` for each model of the program, in time for its own `forward` to be exchanged.
-
-    Of several, the one that asked first is called first, so what a later one puts around a `forward` has what the
-    earlier one made of it inside. torch is imported by now.
-    """
+    """Call `appeared` for each model of the program, in time for its own `forward` to be exchanged. Of several, the one
+    that asked first is called first, so what a later one puts around a `forward` has what the earlier one made of it
+    inside. torch is imported by now."""
     known: weakref.WeakSet[Any] = weakref.WeakSet()
     unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose layers get their shapes in their first call
     num_models = 0

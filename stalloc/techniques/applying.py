@@ -44,11 +44,9 @@ def apply_settings(
     watcher: "Watcher | None" = None,
     folder: Path | None = None,
 ) -> InHost:
-    """Do to the program of this process what the settings name; `say` what cannot be done.
-
-    `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks; `watcher` is told of
-    saved activations; `folder` is for what goes to disk.
-    """
+    """Do to the program of this process what the settings name; `say` what cannot be done. `make_tape` gives, for the
+    number of a model, what makes the tapes of its recomputed blocks; `watcher` is told of saved activations; `folder`
+    is for what goes to disk."""
     if settings.step_in_backward:
         from stalloc.techniques.step_in_backward import step_in_backward
 

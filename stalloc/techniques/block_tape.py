@@ -29,7 +29,6 @@ Wanted = Callable[[int, str], bool]
 
 
 def keeps_nothing(position: int, name: str) -> bool:
-    """As a `Wanted`: no result is."""
     return False
 
 
@@ -55,13 +54,11 @@ class OperatorFacts:
     """Of a normalization: the argument that says whether it changes its running statistics, and nothing else."""
 
     def changed_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments that a call changes in place."""
         if not self.mutated or (self.training and not _argument(*self.training, args, kwargs)):
             return []
         return [_argument(place, name, args, kwargs) for place, name in self.mutated]
 
     def draws_random(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call takes numbers from a random generator."""
         if not self.is_random:
             return False
         given = [_argument(place, name, args, kwargs, default) for place, name, default in self.dropouts]
@@ -109,12 +106,10 @@ _Read = tuple[int, int, int]
 
 
 class _FormerValues:
-    """How often one call of a block changed each storage outside, and copies of what it read in between.
-
-    A value that was read and then changed by the block is copied before the change; one that was read after it is
-    copied too where it is small, as a second call of the block may change it again. Memory that only others change is
-    never copied: whether they did is seen by the counts of autograd.
-    """
+    """How often one call of a block changed each storage outside, and copies of what it read in between. A value that
+    was read and then changed by the block is copied before the change; one that was read after it is copied too where
+    it is small, as a second call of the block may change it again. Memory that only others change is never copied:
+    whether they did is seen by the counts of autograd."""
 
     def __init__(self) -> None:
         self._changes: dict[int, int] = {}  # of each storage
@@ -123,7 +118,6 @@ class _FormerValues:
         self._copies: dict[tuple[int, int], Any] = {}  # storage and number of changes -> its memory as it was
 
     def reads(self, versions: Iterable[tuple[int, int]]) -> list[_Read]:
-        """What an operation of the forward pass reads."""
         return [(storage, version, self._changes.get(storage, 0)) for storage, version in versions]
 
     def without(self, reads: Sequence[_Read], storages: set[int]) -> list[_Read]:
@@ -131,7 +125,6 @@ class _FormerValues:
         return [(0, 0, _ANY) if one in storages else (one, version, state) for one, version, state in reads]
 
     def before_change(self, storages: set[int], values: Any) -> None:
-        """These storages are about to be changed by an operation that is given `values`."""
         self._copy(storages & self._read, values)
         self._read -= storages
 
@@ -141,7 +134,6 @@ class _FormerValues:
             counts |= {one: counts.get(one, 0) + 1 for one in storages}
 
     def was_read(self, storages: Iterable[int], values: Any) -> None:
-        """An operation has read the values of these storages."""
         self._read.update(storages)
         if self._changes:
             self._copy({one for one in storages if one in self._changes}, values, _SMALL_BYTES)
@@ -166,7 +158,6 @@ class _FormerValues:
         )
 
     def put_back(self, reads: Sequence[_Read], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
-        """The arguments of an operation, with the copies in place of what was changed."""
         if not self._copies or not any((storage, state) in self._copies for storage, _, state in reads):
             return args, kwargs
         copies = {
@@ -194,11 +185,9 @@ _ALIVE: dict[int, tuple[StorageWeakRef, _Cast]] = {}
 
 
 class _CastWeights:
-    """Weights that autocast casts once for several uses: which cast a block makes depends on what came before it.
-
-    If one run of a block casts a weight and the other finds the cast made already, the runs count as equal, as long as
-    nobody has changed the weight since the forward pass: whoever made the cast, it has the same numbers.
-    """
+    """Weights that autocast casts once for several uses: which cast a block makes depends on what came before it. If
+    one run of a block casts a weight and the other finds the cast made already, the runs count as equal, as long as
+    nobody has changed the weight since the forward pass: whoever made the cast, it has the same numbers."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[Any], _Cast]] = {}  # by position
@@ -283,7 +272,6 @@ class BlockTape:
         return {position: sum(sizes_of(results).values()) for position, (results, _) in self._kept.items()}
 
     def positions_of(self, storages: set[int]) -> set[int]:
-        """Positions whose kept results lie in some of these storages."""
         return {position for position, (results, _) in self._kept.items() if storages_of(results) & storages}
 
     @property
@@ -293,15 +281,12 @@ class BlockTape:
 
     @property
     def random(self) -> set[int]:
-        """Positions of random numbers that are kept."""
         return set(self._random)
 
     def recording(self) -> TorchDispatchMode:
-        """The mode to enter for the forward pass."""
         return _Mode(self.block, self.record)
 
     def repeating(self) -> TorchDispatchMode:
-        """The mode to enter for each run after the forward pass."""
         return _Mode(self.block, self.repeat)
 
     def watch(self, state: ModuleState) -> None:
@@ -374,7 +359,6 @@ class BlockTape:
         return results
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do an operation again, or hand out its results."""
         if self._casts.is_extra(self._position, operator, args, kwargs):
             return operator(*args, **kwargs)
         while self._casts.is_made(self._position, operator, args):
@@ -403,7 +387,6 @@ class BlockTape:
         return results
 
     def _with_spare(self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
-        """The arguments to recompute an operation with, spare statistics in place of its own."""
         if position not in self._spare:
             return args, kwargs
         positional, named = list(args), dict(kwargs)

@@ -1,14 +1,11 @@
 """Tensors in a file, for state and parameters that neither the device nor the host has room for.
 
-Contract: a region of the file that was committed is not written again until a later commit has taken its place, so
-whenever the process ends, the last commit is there bit by bit. What is read is what was written, or a DiskError says
-so: every chunk has a checksum. Files are written past the page cache where the file system can (O_DIRECT), by a few
-threads with a pinned buffer each. A virtual GPU has no bytes: then no file is made, and room alone is counted.
-
-Beside the file of bytes lies a manifest that says what of it was committed. It takes its name only after all that it
-tells of is on the disk, in one step of the file system; a folder belongs to one process at a time. A commit of an
-earlier process stays until the first of this one. Files that no manifest names are deleted when the folder is opened
-anew, and at the end of the process.
+Contract: a region of the file that was committed is not written again until a later commit has taken its place, and the
+manifest takes its name only after all that it tells of is on the disk, so whenever the process ends, the last commit is
+there bit by bit. What is read is what was written, or a DiskError says so: every chunk has a checksum. Files are
+written past the page cache where the file system can (O_DIRECT), by a few threads with a pinned buffer each. A folder
+belongs to one process at a time; files that no manifest names are deleted when it is opened anew, and at the end of the
+process. A virtual GPU has no bytes: then no file is made, and room alone is counted.
 """
 
 import contextlib
@@ -40,16 +37,33 @@ _FORMAT, _VERSION = "stalloc state", 1
 _MANIFEST, _LOCK, _PATTERN = "state.json", "state.lock", "state-*.bin"
 
 
+@dataclass
+class DiskRoom:
+    """A budget of bytes in files."""
+
+    limit_bytes: int
+    used_bytes: int = 0
+    peak_bytes: int = 0
+
+    def take(self, size_bytes: int) -> bool:
+        if self.used_bytes + size_bytes > self.limit_bytes:
+            return False
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+
+
 class Disk:
     """What stores share: a budget of bytes in files, and threads with `buffers` of `chunk_bytes`, begun at a page.
-
     Optimizers whose state lies on disk may share the threads, since each step waits for its own copies. Whoever takes a
-    buffer puts it back.
-    """
+    buffer puts it back."""
 
     def __init__(self, limit_bytes: int, host: HostStore, device: torch.device) -> None:
         """Raises BadInputError if `host` has no room for buffers."""
-        self.limit_bytes, self.used_bytes, self.peak_bytes = limit_bytes, 0, 0
+        self.room = DiskRoom(limit_bytes)
         self.chunk_bytes = disk_chunk_bytes(host.limit_bytes)
         size_bytes = disk_buffers_bytes(self.chunk_bytes)
         block = host.take(size_bytes, pinned=device.type == "cuda") if self.chunk_bytes else None
@@ -63,18 +77,6 @@ class Disk:
         for number in range(DISK_THREADS):
             self.buffers.put(block[begin + number * self.chunk_bytes :][: self.chunk_bytes])
         self.threads = threads_at(device, DISK_THREADS, "stalloc-disk")
-
-    def take(self, size_bytes: int) -> bool:
-        """Take bytes from the budget; whether it has as many."""
-        if self.used_bytes + size_bytes > self.limit_bytes:
-            return False
-        self.used_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return True
-
-    def give_back(self, size_bytes: int) -> None:
-        """Give bytes back to the budget."""
-        self.used_bytes -= size_bytes
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,10 @@ class Region:
 class DiskStore:
     """The file of one optimizer, or of one model's layers, in a folder that nobody else may use meanwhile."""
 
-    def __init__(
-        self,
-        folder: Path,
-        disk: Disk,
-        device: torch.device,
-        holds: Holding = STATE,
-    ) -> None:
+    def __init__(self, folder: Path, disk: Disk, device: torch.device, holds: Holding = STATE) -> None:
         """Raises BadInputError if the folder cannot be used."""
         self.chunk_bytes = disk.chunk_bytes
-        self.room, self._holds = disk, holds
+        self.room, self._disk, self._holds = disk.room, disk, holds
         self.folder = _StateFolder(folder) if has_values(device) else None
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._end = 0  # of the file
@@ -130,13 +126,12 @@ class DiskStore:
         return found
 
     def read(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
-        """Begin to read; what comes back waits until it is there."""
         self.settle([region for _, region in wanted])
         transfers.follow()
         reading = []
         for target, region in wanted:
             for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
-                task = self.room.threads.submit(self._read, region, number, [piece], transfers, current_phase())
+                task = self._disk.threads.submit(self._read, region, number, [piece], transfers, current_phase())
                 reading.append(task)
         return lambda: self._wait(reading)
 
@@ -152,7 +147,7 @@ class DiskStore:
             for number, piece in enumerate(_pieces(dense, self.chunk_bytes)):
                 done: Future[None] = Future()
                 copied.append(done)
-                task = self.room.threads.submit(self._write, region, number, [piece], transfers, current_phase(), done)
+                task = self._disk.threads.submit(self._write, region, number, [piece], transfers, current_phase(), done)
                 region.writing.append(task)
         return lambda: self._wait(copied)
 
@@ -218,7 +213,7 @@ class DiskStore:
         self, region: Region, number: int, piece: list[torch.Tensor], transfers: Transfers, of_phase: str
     ) -> None:
         """Read one tensor, taken out of `piece`, so that a late thread holds no memory of the device."""
-        buffer, target = self.room.buffers.get(), piece.pop()
+        buffer, target = self._disk.buffers.get(), piece.pop()
         begin = number * self.chunk_bytes
         try:
             if self.folder is not None:
@@ -228,7 +223,7 @@ class DiskStore:
                     raise OSError(0, "what was read is not what was written")
             transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype), of_phase)
         finally:
-            self.room.buffers.put(buffer)
+            self._disk.buffers.put(buffer)
 
     def _write(
         self,
@@ -240,7 +235,7 @@ class DiskStore:
         copied: "Future[None]",
     ) -> None:
         """Write one tensor, taken out of `piece`, so that nothing here holds it once it is copied."""
-        buffer = self.room.buffers.get()
+        buffer = self._disk.buffers.get()
         try:
             source = piece.pop()
             num_bytes = source.nbytes
@@ -254,7 +249,7 @@ class DiskStore:
                 region.sums[number] = zlib.crc32(view[:num_bytes])
                 self.folder.write(view, region.places[region.current] + number * self.chunk_bytes)
         finally:
-            self.room.buffers.put(buffer)
+            self._disk.buffers.put(buffer)
 
     def _wait(self, tasks: "list[Future[None]]") -> None:
         """Wait for all, even if one fails, so that none still uses memory that is freed then."""
@@ -280,7 +275,6 @@ class DiskStore:
 
 
 def viewed(memory: mmap.mmap, like: torch.Tensor) -> torch.Tensor:
-    """A view of a region's memory with the type and shape of another tensor."""
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=like.nbytes)
     return flat.view(like.dtype).as_strided(like.shape, dense_strides(like))
 
@@ -314,11 +308,9 @@ class _StateFolder:
         self._end = weakref.finalize(self, _close, os.getpid(), path, self._name, self._file, self._mapped, self._lock)
 
     def allocate(self, begin: int, size_bytes: int) -> None:
-        """Make the file longer. Raises OSError if the disk is full."""
         os.posix_fallocate(self._mapped, begin, size_bytes)
 
     def read(self, target: Any, begin: int) -> None:
-        """Fill an array of bytes. Raises OSError."""
         view = memoryview(target)
         while view:
             count = os.preadv(self._file, [view], begin)
@@ -334,12 +326,10 @@ class _StateFolder:
             view, begin = view[count:], begin + count
 
     def map(self, begin: int, size_bytes: int) -> mmap.mmap:
-        """Bytes of the file as memory, whose changes stay there."""
         kept = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self._mapped, size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
 
     def commit(self, told: dict[str, Any]) -> None:
-        """Replace the manifest by another one. Raises OSError."""
         os.fdatasync(self._file)
         before = _file_of(self.path)
         body = json.dumps({"format": _FORMAT, "version": _VERSION, "file": self._name, **told}, sort_keys=True)
@@ -414,7 +404,6 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _file_of(path: Path) -> str:
-    """The name of the file that the last commit is in; empty where there is none."""
     told = _manifest(path)
     return "" if told is None else str(told["file"])
 

@@ -73,12 +73,7 @@ def page_optimizer(
 
 
 def stream_layers(
-    model: Any,
-    *,
-    window: int = 2,
-    host: str | int | None = None,
-    disk: str | None = None,
-    microbatches: int = 1,
+    model: Any, *, window: int = 2, host: str | int | None = None, disk: str | None = None, microbatches: int = 1
 ) -> "Streaming":
     """Keep the parameters of the repeated blocks of a torch model in pinned host memory while others compute.
 
@@ -161,7 +156,6 @@ def parse_disk(text: str) -> tuple[Path, int]:
 def _places(
     host: str | int | None, disk: str | None, device: Any, *, of_model: bool = False
 ) -> "tuple[HostStore, DiskStore | None]":
-    """The host memory that may be used, and the folder, for an optimizer or for a model's layers."""
     from stalloc.techniques.disk_store import PARAMETERS, STATE, Disk, DiskStore
     from stalloc.techniques.host_store import HostStore
 

@@ -1,15 +1,13 @@
 """What autograd saves for backward, evicted when a request does not fit: dropped with its block, or moved to the host.
 
 Contract: memory that is evicted is held by nobody but autograd: what the program or a running operation holds stays, as
-evicting it would give nothing back. What was dropped is computed again by its block, what was moved is copied back,
-each when backward asks for it. Evicting asks for no memory of the device and runs no code of the program, so the
+evicting it would give nothing back. Evicting asks for no memory of the device and runs no code of the program, so the
 allocator may ask for it in the middle of a request. Memory is let go after its streams have waited for the copy, never
 by record_stream. How stale memory is, is counted in uses of saved memory: steps that do the same evict the same.
 
-As with torch's checkpoint the second run of a block has the random numbers and the autocast of the first; BlockTape
-sees to it that it does the same on the same numbers. Inputs and results of a block are only moved, so a second run
-needs no other block's. A block that was seen to do what cannot be done twice is not dropped, and nothing is said. One
-whose backward pass has begun is not dropped again: it would run once for each tensor.
+A block runs again with the random numbers and the autocast of its first run, on inputs that were only moved, so it
+needs no other block's second run. One that was seen to do what cannot be done twice is not dropped, and nothing is
+said; nor is one whose backward pass has begun: it would run once for each tensor.
 """
 
 import contextlib
@@ -38,10 +36,16 @@ from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape, current_block, keeps_nothing
 from stalloc.techniques.host_store import HostCopy, HostSlots, HostStore
 from stalloc.techniques.module_state import ModuleState
-from stalloc.techniques.packed_tensors import PackedTensor, alias_of, let_go_of, may_be_kept_elsewhere
-from stalloc.techniques.recompute import in_transform, wrap
+from stalloc.techniques.recompute import Checkpoint, in_transform, wrap
 from stalloc.techniques.repeated_blocks import Block, held_modules, is_compiled, is_leaf
-from stalloc.techniques.tensor_memory import storages_of, unseen
+from stalloc.techniques.tensor_memory import (
+    PackedTensor,
+    alias_of,
+    let_go_of,
+    may_be_kept_elsewhere,
+    storages_of,
+    unseen,
+)
 from stalloc.techniques.transfers import DeviceTransfers, phase
 
 _MOST_CALLS = 10_000  # whose seconds are remembered
@@ -80,7 +84,7 @@ class EvictableMemory:
 
     def __enter__(self) -> "EvictableMemory":
         self._thread = threading.get_ident()
-        self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
+        self._entered.append(saved_tensors_hooks(self.pack, PackedTensor.unpacked))
         self._entered[-1].__enter__()
         return self
 
@@ -89,29 +93,22 @@ class EvictableMemory:
 
     def goes_from(self, block: Any) -> bool:
         """Whether a block that is about to run is to be made ready to be dropped: something of it had to go before.
-
         Where the host takes only so much, every block is, once anything had to go; where it takes nothing, always, as
-        in threads that the program starts: what they save outside of blocks is not seen.
-        """
+        in threads that the program starts: what they save outside of blocks is not seen."""
         _thread.block = ref(block)
         limit_bytes = self.store.limit_bytes
         if not self._entered or limit_bytes == 0 or threading.get_ident() != self._thread:
             return bool(self._entered)
         return block in self.went_from if limit_bytes is None else self.evicted.num_evictions > 0
 
-    def _pack(self, tensor: torch.Tensor) -> PackedTensor:
-        return self.packed(tensor, self.saved(tensor))
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        """What autograd is to hold of a tensor; its `memory` is a `Saved`, or None if it stays where it is."""
+        stays = not may_be_kept_elsewhere(tensor, self.device_type) or torch._C._current_graph_task_id() != -1
+        stays = stays or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        saved = None if stays else self._saved(tensor)
+        return PackedTensor(self.needed, saved, tensor, None if saved is None else saved.alias_of(tensor))
 
-    def packed(self, tensor: torch.Tensor, saved: "Saved | None") -> PackedTensor:
-        """What autograd is to hold of a tensor whose memory is `saved`."""
-        return PackedTensor(self, saved, tensor, None if saved is None else saved.alias_of(tensor))
-
-    def saved(self, tensor: torch.Tensor) -> "Saved | None":
-        """The memory of a tensor that is being saved; None if it stays where it is."""
-        if not may_be_kept_elsewhere(tensor, self.device_type) or torch._C._current_graph_task_id() != -1:
-            return None
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+    def _saved(self, tensor: torch.Tensor) -> "Saved":
         key = tensor.untyped_storage()._cdata, tensor._version
         known = self._known.get(key)
         found = known() if known is not None else None
@@ -130,7 +127,7 @@ class EvictableMemory:
             saved.streams.append(stream)
 
     def needed(self, saved: "Saved") -> torch.UntypedStorage:
-        """As in `Keeper`: backward asks for it."""
+        """Backward asks for it."""
         while True:
             storage = saved.here or saved.held()
             if storage is not None:
@@ -152,7 +149,7 @@ class EvictableMemory:
             transfers.follow()  # the next copy into this place of the host comes after this one from it
         saved.streams = [saved.stream_number()]
         saved.here = room
-        self.note_brought(saved.size_bytes)
+        self.note_copied(saved.size_bytes, to_device=True)
 
     def evict(self, device: torch.device, size_bytes: int) -> int:
         """The allocator asks for room: let go of at least so many bytes on a device, if so many may; how many went."""
@@ -191,7 +188,7 @@ class EvictableMemory:
         for region, members in lots.values():
             lot_bytes = sum(one.size_bytes for one in members)
             stale = 1 + self._uses - max(one.last_use for one in members)
-            link = sum(self.link_seconds(one.size_bytes) * (1 + (one.slot is None)) for one in members)
+            link = sum(self._link_seconds(one.size_bytes) * (1 + (one.slot is None)) for one in members)
             again = region.seconds_to_recompute() if region is not None else float("inf")
             one = Candidate(min(link, again), 0.0, lot_bytes, stale, draw=self._draw.random())
             yield _Lot(region, members, self._policy.score(one), again <= link)
@@ -206,36 +203,28 @@ class EvictableMemory:
         """Bytes that went to the host; none where it has no room."""
         transfers = self.transfers[saved.device]
         if saved.slot is None:
-            slot = self.slots.take(saved.size_bytes)
-            if slot is None:
+            saved.slot = self.slots.take(saved.size_bytes)
+            if saved.slot is None:
                 return 0
-            saved.slot = slot
             saved.join_streams()
             with phase("forward"):
                 assert saved.here is not None
                 copied = transfers.to_host([(saved.place(), saved.numbers(saved.here))])
             for number in saved.streams:
                 transfers.wait(copied, saved.stream_of(number))
-            self.note_moved(saved.size_bytes)
+            self.note_copied(saved.size_bytes, to_device=False)
         saved.let_go()
         return aligned(saved.size_bytes)
 
-    def note_moved(self, size_bytes: int) -> None:
-        """Count bytes that went to the host."""
-        self.evicted.moved_bytes += size_bytes
-        self.evicted.seconds += self.link_seconds(size_bytes)
+    def note_copied(self, size_bytes: int, *, to_device: bool) -> None:
+        self.evicted.brought_bytes += size_bytes * to_device
+        self.evicted.moved_bytes += size_bytes * (not to_device)
+        self.evicted.seconds += self._link_seconds(size_bytes)
 
-    def note_brought(self, size_bytes: int) -> None:
-        """Count bytes that came back."""
-        self.evicted.brought_bytes += size_bytes
-        self.evicted.seconds += self.link_seconds(size_bytes)
-
-    def link_seconds(self, size_bytes: int) -> float:
-        """About how long a copy between device and host takes."""
+    def _link_seconds(self, size_bytes: int) -> float:
         return LINK_START + size_bytes / (LINK_SHARE * self.rates.link_bytes_per_second)
 
     def gone(self, saved: "Saved") -> None:
-        """Nothing that was saved needs it any more."""
         if self._known[saved.key]() is None:  # and no other memory has taken its place
             del self._known[saved.key]
         if saved.slot is not None:
@@ -287,7 +276,6 @@ class Saved(HostCopy):
         return self.here is not None and torch._C._storage_Use_Count(self.here._cdata) == 1 + len(self._aliases)
 
     def stream_of(self, number: tuple[int, int, int]) -> Any:
-        """The stream of a number; None without a GPU."""
         stream_id, index, kind = number
         if self.device.type != "cuda":
             return None
@@ -304,7 +292,6 @@ class Saved(HostCopy):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has to be computed again."""
         return self.here is None and self.slot is None and self.held() is None
 
     def let_go(self) -> None:
@@ -325,10 +312,8 @@ class Saved(HostCopy):
 
 
 class _TimedTape(BlockTape):
-    """A tape of a call that may turn out to be impossible to repeat, with about how long the call takes.
-
-    That is as long as the first call with the same key, of the block and the shapes that it was given.
-    """
+    """A tape of a call that may turn out to be impossible to repeat, with about how long the call takes. That is as
+    long as the first call with the same key, of the block and the shapes that it was given."""
 
     def __init__(
         self, block: str, wanted: Any, inputs: Any, times: dict[Any, float], key: Any, rates: GpuRates
@@ -375,8 +360,8 @@ class _TimedTape(BlockTape):
         return results
 
 
-class LateCheckpoint:
-    """The `Checkpoint` for blocks whose saved memory can be evicted."""
+class LateCheckpoint(Checkpoint):
+    """That for blocks whose saved memory can be evicted."""
 
     def __init__(self, memory: EvictableMemory) -> None:
         self._memory = memory
@@ -391,7 +376,6 @@ class LateCheckpoint:
         return self._memory.goes_from(block) and not current_block()
 
     def make_tape(self, model: int, block: str, wanted: Any, inputs: Sequence[torch.Tensor]) -> BlockTape:
-        """As a `MakeTape`; `model` is the number of the model that the block is of."""
         key = model, block, tuple((one.shape, one.dtype) for one in inputs)
         return _TimedTape(block, wanted, inputs, self._times, key, self._memory.rates)
 
@@ -418,44 +402,40 @@ class Region:
         self._missing: dict[int, Saved] = {}  # memory that the running second run is to make, by place in `_packed`
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
-        """The first run saves a tensor."""
-        saved = self._memory.saved(tensor)
+        packed = self._memory.pack(tensor)
+        saved: Saved | None = packed.memory
         if saved is not None and saved.region is None and tensor.untyped_storage()._cdata in self._tape.own:
             saved.region = self
         self._packed.append((None if saved is None else ref(saved), _like(tensor)))
-        return self._memory.packed(tensor, saved)
+        return packed
 
     def finish(self, results: Any) -> None:
-        """The first run is over."""
         given = storages_of(tree_leaves(results))
-        for saved in self._saved():
+        for _, saved in self._saved():
             if saved.here is not None and saved.here._cdata in given:
                 saved.region = None
         self._is_over = True
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether the memory that it saved may be dropped."""
         return self._is_over and not self._in_backward and not self._tape.refusal
 
     def seconds_to_recompute(self) -> float:
         """The seconds that dropping more of it costs: 0 if some of it is gone already."""
-        return 0.0 if any(one.is_lost for one in self._saved()) else self._tape.seconds
+        return 0.0 if any(one.is_lost for _, one in self._saved()) else self._tape.seconds
 
-    def _saved(self) -> Iterator[Saved]:
-        for reference, _ in self._packed:
+    def _saved(self) -> Iterator[tuple[int, Saved]]:
+        """The memory that it saved and can compute again, by the place in `_packed`."""
+        for place, (reference, _) in enumerate(self._packed):
             saved = reference() if reference is not None else None
             if saved is not None and saved.region is self:
-                yield saved
+                yield place, saved
 
     def recompute(self) -> None:
-        """Recompute everything that was dropped and is still needed."""
         with self._lock:
             self._missing = {}
-            for place, (reference, _) in enumerate(self._packed):
-                saved = reference() if reference is not None else None
-                is_wanted = saved is not None and saved.region is self and saved.is_lost
-                if saved is not None and is_wanted and saved not in self._missing.values():
+            for place, saved in self._saved():
+                if saved.is_lost and saved not in self._missing.values():
                     self._missing[place] = saved
             if not self._missing:
                 return
@@ -464,8 +444,11 @@ class Region:
             evicted.num_recomputed += 1
             evicted.recomputed_bytes += sum(one.size_bytes for one in self._missing.values())
             evicted.seconds += self._tape.seconds
+            hooks, around = saved_tensors_hooks(self._fill, _never_unpacked), self._surroundings()
             try:
-                self._run_again()
+                values = [again() for again in self._inputs]
+                with contextlib.suppress(_AllIsThere), around, torch.enable_grad(), hooks, self._tape.repeating():
+                    self._run(*values)
             except RecomputeError as error:
                 raise RecomputeError(f"{error} Under a larger cap it is not computed again.") from None
             finally:
@@ -476,15 +459,7 @@ class Region:
                     "Give a larger cap."
                 )
 
-    def _run_again(self) -> None:
-        values = [again() for again in self._inputs]
-        hooks = saved_tensors_hooks(self._fill, _never_unpacked)
-        around = self._surroundings()
-        with contextlib.suppress(_AllIsThere), around, torch.enable_grad(), hooks, self._tape.repeating():
-            self._run(*values)
-
     def _fill(self, tensor: torch.Tensor) -> None:
-        """The second run saves a tensor."""
         place, self._position = self._position, self._position + 1
         if place >= len(self._packed) or self._packed[place][1] != _like(tensor):
             raise RecomputeError(
@@ -507,7 +482,7 @@ def _again(memory: EvictableMemory, value: Any) -> Callable[[], Any]:
     """What gives what a block was given once more: a tensor detached from what made it."""
     if not isinstance(value, torch.Tensor):
         return lambda: value
-    packed, requires_grad = memory.packed(value, memory.saved(value)), value.requires_grad
+    packed, requires_grad = memory.pack(value), value.requires_grad
     return lambda: packed.unpacked().detach().requires_grad_(requires_grad)
 
 
@@ -543,11 +518,9 @@ def _never_unpacked(_: Any) -> Any:
 
 
 def drop_blocks_of_models(checkpoint: LateCheckpoint) -> None:
-    """Make repeated blocks of the models of this program droppable, as they appear, and modules beside them.
-
-    Blocks do not lie within each other. A module that is called several times in a step, such as the cell of a
-    recurrent network or of a tree, is one block a call.
-    """
+    """Make repeated blocks of the models of this program droppable, as they appear, and modules beside them. Blocks do
+    not lie within each other. A module that is called several times in a step, such as the cell of a recurrent network
+    or of a tree, is one block a call."""
 
     def appeared(number: int, blocks: list[Block], model: Any) -> None:
         if is_compiled(model):

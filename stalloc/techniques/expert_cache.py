@@ -37,7 +37,7 @@ def cache_experts(experts: Iterable[Any], *, room: str | int, host: str | int | 
     from stalloc.techniques.parts import aligned
     from stalloc.techniques.repeated_blocks import Block
     from stalloc.techniques.streamed_forward import streamable
-    from stalloc.techniques.streamed_layers import HostHome, StreamedLayer, layer_of
+    from stalloc.techniques.streamed_layers import Home, StreamedLayer, layer_of
     from stalloc.techniques.transfers import Transfers
 
     modules = list(experts)
@@ -59,7 +59,7 @@ def cache_experts(experts: Iterable[Any], *, room: str | int, host: str | int | 
             raise BadInputError(f"{why or f'there is no room in host memory for expert {number}'}: nothing is cached.")
         found.append((parameters, slots))
     layers = [
-        StreamedLayer(f"expert {number}", parameters, HostHome(slots, Transfers(parameters[0].device)))
+        StreamedLayer(f"expert {number}", parameters, Home(slots, Transfers(parameters[0].device)))
         for number, (parameters, slots) in enumerate(found)
     ]
     return ExpertCache(modules, layers, room_bytes)
@@ -132,5 +132,5 @@ class ExpertCache:
         with torch.cuda.stream(stream):  # that it arrived on, and was used on: the copy comes after both
             layer.adopt()
             layer.store()()
-        layer.settle()
+        layer.home.settle()
         self.here_bytes -= layer.size_bytes

@@ -3,29 +3,28 @@ sequence of layers, as of a VGG network, or a `forward` that calls layers of its
 
 Contract: a row is a module of its own over layers that stay where they are: names, parameters, hooks and state_dict of
 the model do not change. While a row has a forward of its own the module that is cut calls its rows; otherwise, and when
-the program has exchanged a layer since, it does what it was made to do. Rows of statements run the program's own at
-their own lines, in their order, on the variables that they had. Between rows only variables are handed on that a later
-statement reads, each of which was surely set; a layer with parameters belongs to one row.
-A source text counts only if it compiles to the very code that runs. No forward pass is cut that is not plain statements
-over local variables, or that uses its module otherwise than to call layers and to read tensors, numbers and texts.
+the program has exchanged a layer since, it does what it was made to do. Rows of statements run the program's own, at
+their lines and in their order; between rows only variables are handed on that a later one reads, each of which was
+surely set; a layer with parameters belongs to one row. Nothing is cut whose text does not compile to the very code that
+runs, that is not plain statements over local variables, or that uses its module otherwise than to call layers and to
+read tensors, numbers and texts.
 """
 
 import __future__
 
 import ast
+import copy
 import functools
 import inspect
 import itertools
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-
-from stalloc.techniques.exchanged_forward import ExchangedForward
 
 _UNFIT = (
     ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Yield, ast.YieldFrom, ast.Await, ast.Global,
@@ -39,6 +38,38 @@ _READABLE = (torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes, 
 _LEAST_UNITS = 4  # below which nothing is cut; a unit is a layer with weights and what follows it without
 
 
+class ExchangedForward:
+    """What takes the place of a module's `forward`. A copy of the module has its own; a saved model is as the program
+    made it, and is read without stalloc."""
+
+    def __init__(self, module: Any) -> None:
+        functools.update_wrapper(self, module.forward)  # type: ignore[arg-type]
+        self._module = module
+        self._instance_forward = vars(module).get("forward")
+
+    @property
+    def original(self) -> Any:
+        return self._instance_forward or type(self._module).forward.__get__(self._module)
+
+    def undo(self) -> None:
+        """Put the module's own forward back."""
+        if vars(self._module).get("forward") is not self:
+            return
+        if self._instance_forward is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._instance_forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "forward")
+
+
 class Row(nn.Module):
     """A part of what a module's forward pass does, with the layers that it calls. Classes of it say how rows run."""
 
@@ -46,6 +77,7 @@ class Row(nn.Module):
         super().__init__()
         self._parent = (parent,)  # in a tuple, so that it is no child
         self._modules.update(layers)
+        self.all: Sequence[Row] = ()  # of the module
 
     @property
     def name(self) -> str:
@@ -55,11 +87,10 @@ class Row(nn.Module):
     @property
     def siblings(self) -> "Sequence[Row]":
         """All rows of the module, this one, or an equal one, among them."""
-        raise NotImplementedError
+        return _active_rows(self._parent[0]) or self.all
 
     @staticmethod
     def run_all(parent: Any, rows: "Sequence[Any]", /, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of the module, row by row."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -105,10 +136,6 @@ class LayerRow(Row):
             input = layer(input)
         return input
 
-    @property
-    def siblings(self) -> "list[LayerRow]":
-        return rows_of(self._parent[0])
-
     @staticmethod
     def run_all(parent: Any, rows: Sequence[Any], /, input: Any) -> Any:
         layers = itertools.chain.from_iterable(row._modules.items() for row in rows)
@@ -120,14 +147,16 @@ class LayerRow(Row):
 
 
 def rows_of(sequence: Any) -> list[LayerRow]:
-    """The rows of a module that is a long sequence of layers; none for another module."""
     if active := _active_rows(sequence):
         return active
     if getattr(type(sequence), "forward", None) is not nn.Sequential.forward or "forward" in vars(sequence):
         return []
     layers = list(sequence._modules.items())
     cuts = _cut_at([_has_weights(layer) for _, layer in layers])
-    return [LayerRow(sequence, dict(layers[begin:end])) for begin, end in itertools.pairwise(cuts)]
+    rows = [LayerRow(sequence, dict(layers[begin:end])) for begin, end in itertools.pairwise(cuts)]
+    for row in rows:
+        row.all = tuple(rows)
+    return rows
 
 
 def _has_weights(layer: Any) -> bool:
@@ -136,11 +165,9 @@ def _has_weights(layer: Any) -> bool:
 
 
 def _cut_at(begins_unit: Sequence[bool]) -> list[int]:
-    """Where to cut things in a row, given which of them begin a unit: the begin of each row, and the end.
-
-    About as many rows as each has units, with which the least is held at once if all are recomputed (Chen et al.
-    2016, section 4.1). Nothing where there are too few units.
-    """
+    """Where to cut things in a row, given which of them begin a unit: the begin of each row, and the end. About as many
+    rows as each has units, with which the least is held at once if all are recomputed (Chen et al. 2016, section 4.1).
+    Nothing where there are too few units."""
     starts = [place for place, begins in enumerate(begins_unit) if begins]
     if len(starts) < _LEAST_UNITS:
         return []
@@ -153,7 +180,6 @@ class StatementRow(Row):
     def __init__(self, parent: nn.Module, layers: dict[str, nn.Module], run: types.FunctionType) -> None:
         super().__init__(parent, layers)
         self.run = run
-        self.all: tuple[StatementRow, ...] = ()
 
     def forward(self, *values: Any) -> Any:
         return self.run(self._parent[0], *values)
@@ -163,10 +189,6 @@ class StatementRow(Row):
         """The row's name within its module: its first and last layer with weights, which no other row has."""
         names = [name for name, layer in self._modules.items() if layer is not None and _has_weights(layer)]
         return "-".join(dict.fromkeys([names[0], names[-1]]))
-
-    @property
-    def siblings(self) -> "Sequence[StatementRow]":
-        return _active_rows(self._parent[0]) or self.all
 
     @staticmethod
     def run_all(parent: Any, rows: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +211,15 @@ def rows_of_statements(module: Any) -> list[StatementRow]:
     if source is None:
         return []
     children = {name: layer for name, layer in module._modules.items() if layer is not None}
-    needed = _needed(source.statements)
+    needed: list[frozenset[str]] = [frozenset()]  # variables, from each statement on
+    for one in reversed(source.statements):
+        needed.insert(0, needed[0] - one.set_surely | one.read)
     cuts = _cut_at(_begins_unit(source, needed, children))
     rows = []
     for begin, end in itertools.pairwise(cuts):
         called = set().union(*(one.layers for one in source.statements[begin:end]))
-        run = source.part(begin, end, needed[begin] if begin else source.parameters, needed[end])
+        takes = sorted(needed[begin]) if begin else source.parameters
+        run = source.part(begin, end, takes, sorted(needed[end]))
         rows.append(StatementRow(module, {name: one for name, one in children.items() if name in called}, run))
     for row in rows:
         row.all = tuple(rows)
@@ -222,10 +247,8 @@ class ForwardSource:
     statements: tuple[Statement, ...]
 
     def part(self, begin: int, end: int, takes: Sequence[str], gives: Sequence[str]) -> types.FunctionType:
-        """A function of the module and of the variables `takes` that runs some of the statements.
-
-        What comes back is a tuple of the variables `gives`; of the last statements what the forward pass returns.
-        """
+        """A function of the module and of the variables `takes` that runs some of the statements. What comes back is a
+        tuple of the variables `gives`; of the last statements what the forward pass returns."""
         body = [one.node for one in self.statements[begin:end]]
         if end < len(self.statements):
             told = ast.Tuple([ast.Name(name, ast.Load()) for name in gives], ast.Load())
@@ -239,23 +262,9 @@ class ForwardSource:
         return types.FunctionType(code, self.function.__globals__, self.function.__name__)
 
 
-def _needed(statements: Sequence[Statement]) -> list[tuple[str, ...]]:
-    """The variables that are read from each statement on; none at the end."""
-    needed: set[str] = set()
-    found: list[tuple[str, ...]] = [()]
-    for one in reversed(statements):
-        needed = (needed - one.set_surely) | one.read
-        found.append(tuple(sorted(needed)))
-    return found[::-1]
-
-
-def _begins_unit(
-    source: ForwardSource, needed: Sequence[tuple[str, ...]], children: dict[str, nn.Module]
-) -> list[bool]:
-    """For each statement, whether it calls a layer with weights and a row can begin with it.
-
-    The first that calls one always counts, as what comes before it is in its row.
-    """
+def _begins_unit(source: ForwardSource, needed: Sequence[Set[str]], children: dict[str, nn.Module]) -> list[bool]:
+    """For each statement, whether it calls a layer with weights and a row can begin with it. The first that calls one
+    always counts, as what comes before it is in its row."""
     held = {name for name, layer in children.items() if next(layer.parameters(), None) is not None}
     weighty = {name for name, layer in children.items() if _has_weights(layer)}
     calls = [one.layers & held for one in source.statements]
@@ -263,7 +272,7 @@ def _begins_unit(
     for place, one in enumerate(source.statements):
         before, after = set().union(*calls[:place]), set().union(*calls[place:])
         is_unit = bool(one.layers & weighty)
-        can_part = not before & after and known >= set(needed[place])
+        can_part = not before & after and known >= needed[place]
         can_part &= not any(earlier.may_return for earlier in source.statements[:place])
         begins.append(is_unit and (can_part or not has_begun))
         has_begun |= is_unit
@@ -272,7 +281,6 @@ def _begins_unit(
 
 
 def _read_forward(module: Any) -> ForwardSource | None:
-    """The forward pass of a torch module, None where it cannot be taken apart."""
     function = type(module).forward
     if type(function) is not types.FunctionType or "forward" in vars(module) or function.__code__.co_freevars:
         return None
@@ -320,13 +328,13 @@ def _parsed(text: str, name: str) -> tuple[ast.Module | None, frozenset[types.Co
 
 
 def _statement(node: ast.stmt, module_name: str, local: set[str], module: Any) -> Statement | None:
-    """What a statement does; None if it uses its module in another way than the contract above allows."""
     layers = _layers(node, module_name, module)
-    names = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
-    named = {one.id for one in names} | {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    nodes = list(ast.walk(node))
+    named = {one.id for one in nodes if isinstance(one, ast.Name)}
+    named |= {one.attr for one in nodes if isinstance(one, ast.Attribute)}
     if layers is None or named & _UNFIT_NAMES or any(one.startswith("__") for one in named):  # names of its class
         return None
-    may_return = any(isinstance(one, ast.Return) for one in ast.walk(node))
+    may_return = any(isinstance(one, ast.Return) for one in nodes)
     read = frozenset(_read(node)) & local - {module_name}
     return Statement(node, read, frozenset(_set_surely(node)) & local, layers, may_return)
 
@@ -350,7 +358,6 @@ def _read(node: Any) -> set[str]:
 
 
 def _read_by(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that statements in a row may read before they set them."""
     found: set[str] = set()
     for one in reversed(body):
         found = (found - _set_surely(one)) | _read(one)
@@ -358,22 +365,16 @@ def _read_by(body: Sequence[ast.stmt]) -> set[str]:
 
 
 def _set_surely(node: Any) -> set[str]:
-    if isinstance(node, ast.Assign):
-        return set().union(*map(_names, node.targets))
-    is_other = isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None
-    return _names(node.target) if is_other else set()
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
+        return set()
+    return set().union(*map(_names, node.targets if isinstance(node, ast.Assign) else [node.target]))
 
 
 def _names(target: Any) -> set[str]:
-    if isinstance(target, ast.Name):
-        return {target.id}
-    if isinstance(target, ast.Tuple | ast.List):
-        return set().union(*map(_names, target.elts))
-    return _names(target.value) if isinstance(target, ast.Starred) else set()
+    return {one.id for one in ast.walk(target) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
 def _layers(node: ast.stmt, module_name: str, module: Any) -> frozenset[str] | None:
-    """The children that a statement calls, or None."""
     holder = {id(child): one for one in ast.walk(node) for child in ast.iter_child_nodes(one)}
     found = set()
     for one in ast.walk(node):

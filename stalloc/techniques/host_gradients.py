@@ -17,26 +17,24 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stalloc.techniques.gradient_access import (
+from stalloc.techniques.host_store import HostSlots, HostStore, dense_strides, has_values
+from stalloc.techniques.parameters import (
+    Parameters,
     has_gradient,
     own_gradient,
+    parameters_of,
     set_own_gradient,
     unwatch_gradient,
     watch_gradient,
 )
-from stalloc.techniques.host_store import HostSlots, HostStore, dense_strides, has_values
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.streamed_layers import device_of, put_gradient
-from stalloc.techniques.transfers import Transfers, phase, threads_at
-from stalloc.techniques.update_order import Parameters
+from stalloc.techniques.transfers import DeviceTransfers, phase, threads_at
 
 
 class HostGradients:
-    """As in `Tier` and `GradientWatcher`.
-
-    Invariant: the gradient of a parameter in `_held` is what its slot will have when the work that is named there is
-    done, plus the parameter's own, which backward has made since.
-    """
+    """As in `Tier` and `GradientWatcher`. Invariant: the gradient of a parameter in `_held` is what its slot will have
+    when the work that is named there is done, plus the parameter's own, which backward has made since."""
 
     def __init__(
         self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool]
@@ -55,20 +53,18 @@ class HostGradients:
         self._left: Any = None  # event after the last copy to the host
         self._brought: Any = None  # and after the last from there
         self._adding: deque[Future[None]] = deque()
-        self._transfers: Transfers | None = None
-        self._rooms: HostSlots | None = None
+        self._transfers = DeviceTransfers()
+        self._rooms = HostSlots(store, lambda: None, pinned=True)  # for what is added to a gradient in the host
         self._thread: ThreadPoolExecutor | None = None
 
     def watch(self, optimizer: Any) -> None:
         """Let the gradients of its parameters leave, including parameters that were added, or made trainable, since."""
-        for group in optimizer.param_groups:
-            for one in group["params"]:
-                if one.requires_grad and one.is_leaf and one not in self._hooks:
-                    self._hooks[one] = one.register_post_accumulate_grad_hook(self._came)
-                    watch_gradient(one, self)
+        for one in parameters_of(optimizer):
+            if one.requires_grad and one.is_leaf and one not in self._hooks:
+                self._hooks[one] = one.register_post_accumulate_grad_hook(self._came)
+                watch_gradient(one, self)
 
     def undo(self) -> None:
-        """Bring all gradients back, for good."""
         self.forget()
         self.bring(list(self._held))()
         for parameter, hook in list(self._hooks.items()):
@@ -96,17 +92,14 @@ class HostGradients:
         if self._was_read:
             self._give_room_back()
         with self.unseen():
-            for group in optimizer.param_groups:
-                for one in group["params"]:
-                    if not self.holds(one) and own_gradient(one) is None and has_gradient(one):
-                        _ = one.grad
+            for one in parameters_of(optimizer):
+                if not self.holds(one) and own_gradient(one) is None and has_gradient(one):
+                    _ = one.grad
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """See `GradientWatcher`."""
         return parameter in self._held
 
     def about_to_read(self, parameter: torch.Tensor) -> None:
-        """See `GradientWatcher`."""
         if self._is_unseen:
             return
         with self._lock:
@@ -115,12 +108,10 @@ class HostGradients:
             self.bring([parameter])()
 
     def about_to_set(self, parameter: torch.Tensor) -> None:
-        """See `GradientWatcher`."""
         self._seen.pop(parameter, None)
         self.drop(parameter)
 
     def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
-        """See `GradientWatcher`."""
         if parameter not in self._held:
             return
         if set_to_none:
@@ -135,12 +126,11 @@ class HostGradients:
         """A gradient held in host memory; the processor waits until it is whole."""
         slot: torch.Tensor = self._slots[parameter]
         self._work_done(parameter)
-        if self._transfers is not None:
-            self._transfers.settle()
+        for copies in self._transfers.values():
+            copies.settle()
         return slot
 
     def drop(self, parameter: torch.Tensor) -> None:
-        """Drop the gradient that is held: it is not needed any more."""
         if parameter in self._held:
             self._work_done(parameter)
             self._held.pop(parameter, None)
@@ -149,15 +139,15 @@ class HostGradients:
         """Begin to take the parameter's own gradient away, onto what is held; False where there is no room."""
         gradient = own_gradient(parameter)
         assert gradient is not None
-        transfers, is_held = self._transfers_of(gradient), parameter in self._held
         room = None
-        if not is_held:
+        if parameter not in self._held:
             target = self._slot_for(parameter, gradient)
         elif gradient.is_cuda:
             while len(self._adding) > 1:  # so two rooms are enough
                 self._adding.popleft().result()
-            room = self._rooms_of(gradient).take(gradient.nbytes)
-            target = room if room is None else _like(room, gradient)
+            room = target = self._rooms.take(gradient.nbytes)
+            if room is not None:
+                target = room[: gradient.nbytes].view(gradient.dtype).as_strided(gradient.shape, gradient.stride())
         else:
             self.in_host(parameter).add_(gradient)
             set_own_gradient(parameter, None)
@@ -166,7 +156,7 @@ class HostGradients:
             return False
         self._leave(most=1)
         with phase("backward"):
-            event = self._left = transfers.to_host([(target, gradient)])
+            event = self._left = self._transfers[gradient.device].to_host([(target, gradient)])
         self._leaving.append((gradient, event))
         number = torch._C._current_graph_task_id()
         if number not in (-1, self._backward):
@@ -176,37 +166,41 @@ class HostGradients:
         if room is None:
             self._held[parameter] = []
         else:
-            self._adding.append(self._add(parameter, room, target))
+            slot, rooms, computes = self._slots[parameter], self._rooms, has_values(device_of(parameter))
+
+            def add() -> None:
+                if computes:
+                    slot.add_(target)
+                rooms.give_back(room)
+
+            self._adding.append(self._after_copies(gradient.device, add))
             self._held[parameter].append(self._adding[-1])
         return True
 
     def use(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> "Future[None] | None":
-        """Take the parameter's own gradient away for good, for an update in another thread when it is in the host.
-
-        None where it cannot go.
-        """
+        """Take the parameter's own gradient away for good, for an update in another thread when it is in the host. None
+        where it cannot go."""
         gradient = own_gradient(parameter)
         with self._lock:
             if gradient is None or not self._can_go(parameter, gradient) or not self.send(parameter):
                 return None
             del self._held[parameter]
             slot = self._slots[parameter]
-            return self._after_copies(lambda: update(slot))
+            return self._after_copies(gradient.device, lambda: update(slot))
 
     def bring(self, part: Parameters) -> Callable[[], None]:
         """Begin to bring held gradients to the device; the function returned makes them the parameters' own."""
         wanted = [one for one in part if one in self._held]
         if not wanted:
-            return _nothing
+            return lambda: None
         self._leave()
         for one in wanted:
             self._work_done(one)
         here = [torch.empty_like(self._slots[one], device=device_of(one)) for one in wanted]
-        transfers = self._transfers_of(here[0])
+        transfers = self._transfers[here[0].device]
         transfers.wait(self._left)
-        arrived = self._brought = transfers.to_device(
-            [(it, self._slots[one]) for it, one in zip(here, wanted, strict=True)]
-        )
+        pairs = [(it, self._slots[one]) for it, one in zip(here, wanted, strict=True)]
+        arrived = self._brought = transfers.to_device(pairs)
 
         def put() -> None:
             transfers.wait(arrived)
@@ -222,11 +216,9 @@ class HostGradients:
         return put
 
     def bytes_of(self, part: Parameters) -> int:
-        """See `Tier`."""
         return sum(aligned(self._slots[one].nbytes) for one in part if one in self._held and not self._stays(one))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
-        """See `Tier`."""
         wanted = [one for one in part if one in self._held and not self._stays(one)]
         put = self.bring(wanted)
 
@@ -272,27 +264,15 @@ class HostGradients:
         )
 
     def _slot_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        slot = self._slots.get(parameter)
+        slot: torch.Tensor | None = self._slots.pop(parameter, None)
         if slot is None or slot.shape != gradient.shape or slot.dtype != gradient.dtype:
-            self._slots.pop(parameter, None)
+            del slot  # its room goes first
             slot = next(iter(self._store.take_like([gradient], pinned=gradient.is_cuda) or ()), None)
-            if slot is not None:
-                self._slots[parameter] = slot
-        found: torch.Tensor | None = slot
-        return found
+        if slot is not None:
+            self._slots[parameter] = slot
+        return slot
 
-    def _add(self, parameter: torch.Tensor, room: torch.Tensor, new: torch.Tensor) -> "Future[None]":
-        slot, rooms, computes = self._slots[parameter], self._rooms, has_values(device_of(parameter))
-
-        def add() -> None:
-            if computes:
-                slot.add_(new)
-            if rooms is not None:
-                rooms.give_back(room)
-
-        return self._after_copies(add)
-
-    def _after_copies(self, work: Callable[[], None]) -> "Future[None]":
+    def _after_copies(self, device: torch.device, work: Callable[[], None]) -> "Future[None]":
         event = self._left
 
         def work_then() -> None:
@@ -300,7 +280,7 @@ class HostGradients:
                 event.synchronize()
             work()
 
-        self._thread = self._thread or threads_at(self._device, 1, "stalloc-gradients")
+        self._thread = self._thread or threads_at(device, 1, "stalloc-gradients")
         return self._thread.submit(work_then)
 
     def _work_done(self, parameter: torch.Tensor) -> None:
@@ -313,29 +293,9 @@ class HostGradients:
         """Free device memory that was copied, except for the last gradients, which may still be on their way."""
         while len(self._leaving) > most:
             gradient, event = self._leaving.popleft()
-            self._transfers_of(gradient).wait(event)
+            self._transfers[gradient.device].wait(event)
 
     def _give_room_back(self) -> None:
         """Give host memory back for others to use, except for gradients that are held."""
-        for one in [one for one in list(self._slots) if one not in self._held]:
-            del self._slots[one]
-        self._rooms = None
-
-    def _transfers_of(self, tensor: torch.Tensor) -> Transfers:
-        if self._transfers is None:
-            self._device = tensor.device
-            self._transfers = Transfers(tensor.device)
-        return self._transfers
-
-    def _rooms_of(self, gradient: torch.Tensor) -> HostSlots:
-        if self._rooms is None:
-            self._rooms = HostSlots(self._store, _nothing, pinned=gradient.is_cuda)
-        return self._rooms
-
-
-def _like(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return room[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-def _nothing() -> None:
-    pass
+        self._slots = WeakIdKeyDictionary({one: slot for one, slot in self._slots.items() if one in self._held})
+        self._rooms = HostSlots(self._store, lambda: None, pinned=True)

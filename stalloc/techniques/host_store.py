@@ -52,10 +52,8 @@ class HostStore:
         return torch.from_numpy(block)  # which holds the array
 
     def take_like(self, tensors: list[torch.Tensor], *, pinned: bool) -> list[torch.Tensor] | None:
-        """Room for each of these tensors, in one block, with their shapes, their orders in memory and their types.
-
-        None as in `take`.
-        """
+        """Room for each of these tensors, in one block, with their shapes, their orders in memory and their types. None
+        as in `take`."""
         *begins, total = itertools.accumulate((aligned(one.nbytes) for one in tensors), initial=0)
         block = self.take(total, pinned=pinned)
         if block is None:
@@ -81,12 +79,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class HostSlots:
-    """Places in host memory that are used again for later tensors of about the same size.
-
-    Places are of exact sizes, so what a step takes is what it holds at the most; with `changing` sizes, where no two
-    tensors may be alike, a place may be up to an eighth larger, and no more lies free than is in use. Where there is no
-    more room those that nobody uses are given back first; `settle` waits until no copy uses one of these.
-    """
+    """Places in host memory that are used again for later tensors of about the same size. Places are of exact sizes, so
+    what a step takes is what it holds at the most; with `changing` sizes, where no two tensors may be alike, a place
+    may be up to an eighth larger, and no more lies free than is in use. Where there is no more room those that nobody
+    uses are given back first; `settle` waits until no copy uses one of these."""
 
     def __init__(self, store: HostStore, settle: Callable[[], None], *, pinned: bool, changing: bool = False) -> None:
         self._store, self._settle, self._pinned, self._changing = store, settle, pinned, changing
@@ -94,7 +90,6 @@ class HostSlots:
         self._free_bytes = self._used_bytes = 0
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        """A flat tensor with room for so many bytes; None where there is no room."""
         room_bytes = _in_eighths(size_bytes) if self._changing else aligned(size_bytes)
         free = self._free.get(room_bytes)
         if free:
@@ -111,7 +106,6 @@ class HostSlots:
         return slot
 
     def give_back(self, slot: torch.Tensor) -> None:
-        """Give a place back whose content is not needed any more."""
         self._free.setdefault(slot.nbytes, []).append(slot)
         self._free_bytes += slot.nbytes
         self._used_bytes -= slot.nbytes
@@ -123,7 +117,6 @@ class HostSlots:
 
 
 def _in_eighths(size_bytes: int) -> int:
-    """The next of the sizes that lie an eighth of a power of two apart."""
     step = max(1 << max(size_bytes.bit_length() - 4, 0), aligned(1))
     return -(-size_bytes // step) * step
 
@@ -138,7 +131,6 @@ class HostCopy:
         self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
 
     def current_stream(self) -> Any:
-        """The program's current stream on the storage's device."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def stream_number(self) -> tuple[int, int, int]:
@@ -155,7 +147,6 @@ class HostCopy:
         return storage if storage is not None and storage.nbytes() == self.size_bytes else None
 
     def place(self) -> torch.Tensor:
-        """The place of the copy in host memory."""
         assert self.slot is not None
         return self.slot[: self.size_bytes].view(self._kind)
 

@@ -58,7 +58,9 @@ class IdleMemory:
             if module not in self._blocks:
                 self._blocks[module] = {id(block.module) for block in find_blocks(module)}
             self._called = module
-            self._begin()
+            stack = _get_current_dispatch_mode_stack()
+            if all(type(mode).__module__.startswith("stalloc.device.") and mode is not self._mode for mode in stack):
+                self._mode.__enter__()  # below modes of the program's, each of which ends before this
             try:
                 return call(module, *args, **kwargs)
             finally:
@@ -66,11 +68,6 @@ class IdleMemory:
                 self._finish()
 
         return look_and_call
-
-    def _begin(self) -> None:
-        if not any(_is_of_program(mode) or mode is self._mode for mode in _get_current_dispatch_mode_stack()):
-            # below modes of the program's, each of which ends before this
-            self._mode.__enter__()
 
     def _finish(self) -> None:
         """The model has been called: operations are watched on as long as anything is away."""
@@ -90,7 +87,6 @@ class IdleMemory:
             self._memory.slots.give_back(idle.slot)
 
     def do(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """Do an operation of the program, with what it reads on the device."""
         self._operations += 1
         busy = {one.untyped_storage()._cdata: one for one in tensors_of((args, kwargs)) if _is_plain(one)}
         before, self._busy = self._busy, self._busy | busy.keys()
@@ -117,7 +113,8 @@ class IdleMemory:
             return
         if storage._cdata in self._known:
             self._gone(storage._cdata)
-        self._known[storage._cdata] = _Idle(storage, tensor.device, self._operations)
+        self._known[storage._cdata] = idle = _Idle(storage, tensor.device)
+        idle.last_use = self._operations
 
     def _use(self, idle: "_Idle", storage: torch.UntypedStorage) -> None:
         idle.last_use = self._operations
@@ -131,13 +128,14 @@ class IdleMemory:
         self._memory.slots.give_back(idle.slot)
         idle.slot = None
         self._num_away -= 1
-        self._memory.note_brought(idle.size_bytes)
+        self._memory.note_copied(idle.size_bytes, to_device=True)
 
     def evict(self, device: torch.device, size_bytes: int) -> int:
         """Move at least so many bytes to the host, if as many may go; how many went."""
-        stack = _get_current_dispatch_mode_stack()
-        watched = self._is_inside or self._mode in stack
-        if not watched or self._is_captured or _has_compiled():
+        is_inside = self._busy or self._mode.is_at_work  # an operation, during which torch puts the mode aside
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        has_compiled = dynamo is not None and dynamo.counters["frames"]
+        if not (is_inside or self._mode in _get_current_dispatch_mode_stack()) or self._is_captured or has_compiled:
             return 0
         self._forget()
         free = [one for key, one in self._known.items() if one.slot is None and key not in self._busy]
@@ -150,11 +148,6 @@ class IdleMemory:
             freed += self._move(one)
         return freed
 
-    @property
-    def _is_inside(self) -> bool:
-        """Whether an operation that is watched is running, during which torch puts the mode aside."""
-        return bool(self._busy) or self._mode.is_at_work
-
     def _move(self, idle: "_Idle") -> int:
         storage = idle.held()
         slot = self._memory.slots.take(idle.size_bytes) if storage is not None else None
@@ -165,7 +158,7 @@ class IdleMemory:
         transfers.wait(transfers.to_host([(idle.place(), idle.numbers(storage))]))
         storage.resize_(0)
         self._num_away += 1
-        self._memory.note_moved(idle.size_bytes)
+        self._memory.note_copied(idle.size_bytes, to_device=False)
         return aligned(idle.size_bytes)
 
 
@@ -188,21 +181,8 @@ class _Mode(TorchDispatchMode):
 class _Idle(HostCopy):
     """Memory that a model has made without gradients. Away while it has a slot."""
 
-    def __init__(self, storage: torch.UntypedStorage, device: torch.device, last_use: int) -> None:
-        super().__init__(storage, device)
-        self.last_use = last_use
-
-
-def _is_of_program(mode: Any) -> bool:
-    """Whether a mode is the program's own, not one by which the virtual GPU watches it."""
-    return not type(mode).__module__.startswith("stalloc.device.")
+    last_use = 0  #: by the clock of operations
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])

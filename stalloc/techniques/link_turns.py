@@ -76,11 +76,9 @@ class LinkTurns:
 
 
 class _LockFile:
-    """A file in which two bytes are locked for each way: one by the next in line, one by whoever has the turn.
-
-    Locks are the process's own (fcntl), not the descriptor's: a forked child has none of them, and keeps none alive.
-    They go when any descriptor of the file is closed, so there is one for all of the process, and it stays open.
-    """
+    """A file in which two bytes are locked for each way: one by the next in line, one by whoever has the turn. Locks
+    are the process's own (fcntl), not the descriptor's: a forked child has none of them, and keeps none alive. They go
+    when any descriptor of the file is closed, so there is one for all of the process, and it stays open."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor

@@ -1,15 +1,11 @@
-"""What a forward pass depends on besides tensors: attributes, what it is given, variables outside of functions, and the
-generators of Python and NumPy.
+"""What a forward pass depends on besides tensors, put back while a block runs again.
 
 Contract: `as_before` puts the state of a moment back while its block runs and what was there when it ends, so that a
-block that counts its calls or draws a number sees the same again and leaves nothing behind. A list or a dictionary that
-grows cannot be put back and is an error.
-
-Put back are the attributes of modules and of objects that they hold; numbers and texts in lists, dictionaries and
-objects of classes that are neither Python's nor torch's, also within each other; sets of numbers and texts, small
-arrays of NumPy and generators as a whole; and numbers and texts in cells of closures and global variables of the
-functions that a module calls by its own code, a few steps deep. Nothing of the program is kept alive for it but the
-holders themselves.
+block that counts its calls or draws a number sees the same again and leaves nothing behind. That is attributes of
+modules and of objects that they hold; numbers and texts in lists, dictionaries and objects of classes that are neither
+Python's nor torch's, also within each other; sets of these, small arrays and generators as a whole; and numbers and
+texts in cells and global variables of the functions that a module calls by its own code. A list or a dictionary that
+grows cannot be put back and is an error. Nothing of the program is kept alive but the holders themselves.
 """
 
 import collections
@@ -117,7 +113,6 @@ def _put(
 
 
 def _generators() -> tuple[Any, Any]:
-    """The states of the generators of Python and NumPy."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy.random.get_state() if numpy is not None else None
 
@@ -140,15 +135,12 @@ def _attributes(module: Any) -> list[_Attributes]:
 
 @functools.cache
 def _of_every_module() -> frozenset[str]:
-    """The names of attributes that torch gives to every module."""
     return frozenset(vars(sys.modules["torch"].nn.Module()))
 
 
 def as_it_is_now(value: Any, depth: int = _MAX_DEPTH + 1) -> Any:
     """A copy of an object of the program's that changes of the object do not reach; tensors and modules are shared.
-
-    What cannot be copied, and what lies deeper than a few objects, is shared too.
-    """
+    What cannot be copied, and what lies deeper than a few objects, is shared too."""
     if depth == 0 or value is None or isinstance(value, _SHARED):
         return value
     if _is_generator(value):
@@ -214,7 +206,6 @@ def _holders(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_generator(value: Any) -> bool:
-    """Whether a value is a random generator of Python or NumPy, one of the program's own."""
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     drawn = getattr(sys.modules.get("numpy"), "random", None)
@@ -245,7 +236,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _state(holder: Any) -> Any:
-    """The whole state of a holder that is no container."""
     if isinstance(holder, random.Random):
         return holder.getstate()
     if isinstance(holder, set):
@@ -327,7 +317,6 @@ def _named_by(function: types.FunctionType) -> tuple[_Variable, ...]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of those within it."""
     yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):

@@ -11,33 +11,100 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import BadInputError, GradientError
 from stalloc.techniques.disk_store import DiskStore
-from stalloc.techniques.gradient_access import has_gradient
 from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore, dense_strides
+from stalloc.techniques.parameters import Parameters, has_gradient, own_step, parameters_of, why_not_one_by_one
 from stalloc.techniques.parts import Place, Shares, arranged_with_copies
 from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
 from stalloc.techniques.state_pager import StatePager, is_large
 from stalloc.techniques.step_in_backward import StepInBackward
-from stalloc.techniques.streamed_layers import WeightTier, device_of, layer_of, settle_layers
-from stalloc.techniques.transfers import Transfers
-from stalloc.techniques.update_order import DividedStep, Parameters, parameters_of, why_not_one_by_one
+from stalloc.techniques.streamed_layers import WeightTier, device_of, layer_of, layers_of
+from stalloc.techniques.transfers import Transfers, phase
 
 _paged: "weakref.WeakKeyDictionary[Any, PagedOptimizer]" = weakref.WeakKeyDictionary()
+_dispatched: set[type] = set()
 
 
 def paged_optimizer(optimizer: Any) -> "PagedOptimizer | None":
     """The `PagedOptimizer` of an optimizer; None if it is not paged."""
     return _paged.get(optimizer)
+
+
+class _Tier(Protocol):
+    """Brings what an update of some parameters needs to the device, and takes it away again."""
+
+    def bytes_of(self, part: Parameters) -> int:
+        """The bytes that `fetch` would put on the device."""
+
+    def fetch(self, part: Parameters) -> Callable[[], None]:
+        """Begin to bring it; returns a function that makes the program's stream wait for it."""
+
+    def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
+        """Begin to take it away after an update; its bytes, and a function that waits for that and frees the memory."""
+
+
+class _Flight:
+    """What is on its way during a step. Invariant: `_bytes` is the sum of what was fetched and not freed."""
+
+    def __init__(self, tiers: Sequence[_Tier], window_bytes: int) -> None:
+        self._tiers, self._window_bytes, self._bytes = tiers, window_bytes, 0
+        self._arriving: dict[int, tuple[int, list[Callable[[], None]]]] = {}
+        self._leaving: deque[tuple[int, list[Callable[[], None]]]] = deque()
+
+    def fetch(self, number: int, part: Parameters) -> None:
+        """Begin to bring a part unless it is there already; parts on their way out make room first."""
+        is_there = number in self._arriving
+        size_bytes = 0 if is_there else sum(tier.bytes_of(part) for tier in self._tiers)
+        while self._leaving and self._bytes + size_bytes > self._window_bytes:
+            self._let_go()
+        if not is_there:
+            self._begin(number, part, size_bytes)
+
+    def fetch_ahead(self, number: int, part: Parameters) -> None:
+        """Begin to bring a part if there is room while the part that left last is still going, during an update."""
+        size_bytes = sum(tier.bytes_of(part) for tier in self._tiers)
+        while len(self._leaving) > 1 and self._bytes + size_bytes > self._window_bytes:
+            self._let_go()
+        if self._bytes + size_bytes <= self._window_bytes:
+            self._begin(number, part, size_bytes)
+
+    def wait(self, number: int) -> None:
+        for arrived in self._arriving[number][1]:
+            arrived()
+
+    def store(self, number: int, part: Parameters) -> None:
+        fetched_bytes, _ = self._arriving.pop(number)
+        stored = [tier.store(part) for tier in self._tiers]
+        size_bytes = sum(size for size, _ in stored)
+        self._bytes += size_bytes - fetched_bytes  # more, where the update made it
+        self._leaving.append((size_bytes, [let_go for _, let_go in stored]))
+
+    def land(self) -> None:
+        while self._leaving:
+            self._let_go()
+        for number in self._arriving:
+            self.wait(number)
+
+    def _begin(self, number: int, part: Parameters, size_bytes: int) -> None:
+        self._bytes += size_bytes
+        self._arriving[number] = size_bytes, [tier.fetch(part) for tier in self._tiers]
+
+    def _let_go(self) -> None:
+        size_bytes, waits = self._leaving.popleft()
+        for let_go in waits:
+            let_go()
+        self._bytes -= size_bytes
 
 
 class PagedOptimizer:
@@ -54,15 +121,17 @@ class PagedOptimizer:
         sends_gradients: bool,
         updates_beside_backward: bool,
     ) -> None:
-        """`sends_gradients` from the device in backward, where the processor uses them, and of streamed layers.
-
-        With `updates_beside_backward` the processor updates streamed layers as their gradients come, by the rules of
-        `StepInBackward`. Raises BadInputError if it cannot be paged, or not be updated where `shares` says.
-        """
+        """`sends_gradients` from the device in backward, where the processor uses them, and of streamed layers. With
+        `updates_beside_backward` the processor updates streamed layers as their gradients come, by the rules of
+        `StepInBackward`. Raises BadInputError if it cannot be paged, or not be updated where `shares` says."""
         if reason := why_not_one_by_one(optimizer):
             raise BadInputError(f"{reason}: its state stays on the device.")
         if shares.processor and (reason := why_not_on_processor(optimizer)):
             raise BadInputError(f"{reason}: give no share to the processor.")
+        if "step" in vars(optimizer) and type(optimizer) not in _dispatched:
+            raise BadInputError(
+                f"the step of this {type(optimizer).__name__} has been wrapped, by a scheduler perhaps: page it before."
+            )
         self.store, self.disk = store, disk
         self._window_bytes, self._shares = window_bytes, shares
         self._reads_for_processor = True  # until it shows that there is no room for what is read from disk
@@ -71,14 +140,7 @@ class PagedOptimizer:
         self.pager = StatePager(optimizer, store, disk, self._place_of)
         self.gradients = HostGradients(store, self._sends_gradient, self._is_on_processor)
         self._processor = ProcessorUpdates(store, self._is_on_processor, self.gradients)
-        self.divided = DividedStep(
-            optimizer,
-            [WeightTier(self._is_on_processor), self.pager, self.gradients, self._processor],
-            self._divide,
-            window_bytes,
-            self._stepping,
-            self._processor.stand_ins,
-        )
+        self._tiers: list[_Tier] = [WeightTier(self._is_on_processor), self.pager, self.gradients, self._processor]
         self._hooks = [
             optimizer.register_state_dict_pre_hook(self._looked),
             optimizer.register_load_state_dict_pre_hook(self.pager.about_to_load),
@@ -90,6 +152,7 @@ class PagedOptimizer:
         if updates_beside_backward:
             self._early = StepInBackward(optimizer, self._update_beside, self._is_updated_beside)
         self._arrange(optimizer)
+        _let_dispatch(type(optimizer))
         _paged[optimizer] = self
         weakref.finalize(optimizer, self._forget).atexit = False
         self.pager.take_over(optimizer)
@@ -111,7 +174,6 @@ class PagedOptimizer:
 
     def undo(self, optimizer: Any) -> None:
         """Bring the state back to the device, and let the optimizer step as it did."""
-        self.divided.undo(optimizer)
         _paged.pop(optimizer, None)
         self._updated_beside()
         for hook in self._hooks:
@@ -129,11 +191,56 @@ class PagedOptimizer:
         self.disk = None
         self.committed_regions = WeakIdKeyDictionary()
 
+    def step(self, optimizer: Any, closure: Any = None) -> Any:
+        """The optimizer's own step, a part of its parameters at a time: each is updated once, with the options of its
+        group; hooks of the step run once around all parts, a closure once before them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = optimizer.param_groups
+        members = [group["params"] for group in groups]
+        present = ([one for one in part if has_gradient(one)] for part in self._divide(optimizer))
+        parts = [part for part in present if part]
+        own = own_step(type(optimizer))
+        group_of = {id(one): number for number, params in enumerate(members) for one in params}
+
+        def update(part: Parameters) -> None:
+            optimizer.param_groups = groups
+            with self._processor.stand_ins(optimizer, part) as present:
+                optimizer.param_groups = []
+                for number, group in enumerate(groups):
+                    group["params"] = [it for one, it in zip(part, present, strict=True) if group_of[id(one)] == number]
+                    if group["params"]:
+                        optimizer.param_groups.append(group)
+                own(optimizer)
+
+        with self._stepping(optimizer):
+            flight = _Flight(self._tiers, self._window_bytes)
+            try:
+                for number, part in enumerate(parts):
+                    with phase(f"update/{number}"):
+                        flight.fetch(number, part)
+                    if number + 1 < len(parts):
+                        with phase(f"update/{number + 1}"):
+                            flight.fetch_ahead(number + 1, parts[number + 1])
+                    with phase(f"update/{number}"):
+                        flight.wait(number)
+                        update(part)
+                        flight.store(number, part)
+            finally:
+                flight.land()
+                optimizer.param_groups = groups
+                for group, params in zip(groups, members, strict=True):
+                    group["params"] = params
+        return loss
+
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:
         with self.pager.stepping(optimizer), self.gradients.unseen():
             yield
-        settle_layers(optimizer)
+        for layer in layers_of(parameters_of(optimizer)):  # whole in the host, where the program may read them
+            layer.home.settle()
 
     def _place_of(self, parameter: Any) -> Place:
         found: Place = self._places.get(parameter, Place.PAGED)
@@ -167,7 +274,6 @@ class PagedOptimizer:
         return done is not None
 
     def _updated_beside(self) -> None:
-        """Wait for updates that run beside backward."""
         while self._beside:
             parameter, done = self._beside.popitem()
             done.result()
@@ -278,7 +384,6 @@ def commit(optimizer: Any, label: int) -> None:
 
 
 def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, value: Any) -> dict[str, Any]:
-    """What a manifest tells of a value; for a large tensor, its facts and the region that it is written to."""
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     kind = str(value.dtype).removeprefix("torch.")
@@ -296,3 +401,21 @@ def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, val
         region = regions[name]
         disk.write([(value, region)], Transfers(value.device))()
     return {"dtype": kind, "shape": list(value.shape), "stride": list(dense_strides(value)), "region": region}
+
+
+def _let_dispatch(kind: type) -> None:
+    """Make the class of an optimizer check, for each of its optimizers, whether that one's step is paged."""
+    if kind in _dispatched:
+        return
+    own = own_step(kind)
+
+    def step(self: Any, closure: Any = None) -> Any:
+        paged = _paged.get(self)
+        if paged is None:
+            return own(self) if closure is None else own(self, closure)
+        return paged.step(self, closure)
+
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked, hooked.stalloc_own = True, own
+    kind.step = hooked  # type: ignore[attr-defined]
+    _dispatched.add(kind)

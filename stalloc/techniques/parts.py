@@ -44,12 +44,10 @@ def part_bytes(window_bytes: int) -> int:
 
 
 def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
-    """The parts of parameters with these sizes in bytes, in the order of their updates.
-
-    `layers` numbers the streamed layer of each, -1: none; a layer is a part of its own, after the others. What stays
-    on the device comes first, as it waits for nothing; the processor's parts lie evenly between the paged ones, so
-    that both go on at once (the interleaving of Maurya et al., Deep Optimizer States, 2024).
-    """
+    """The parts of parameters with these sizes in bytes, in the order of their updates. `layers` numbers the streamed
+    layer of each, -1: none; a layer is a part of its own, after the others. What stays on the device comes first, as it
+    waits for nothing; the processor's parts lie evenly between the paged ones, so that both go on at once (the
+    interleaving of Maurya et al., Deep Optimizer States, 2024)."""
     together: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
         if layer >= 0:
@@ -97,30 +95,21 @@ def arranged_with_copies(
     reads_for_processor: bool,
     gradients: Set[int] = frozenset(),
 ) -> tuple[list[Part], int]:
-    """The parts as in `arranged`, and the host memory that the processor needs for copies.
-
-    `on_disk` has the layers on disk: the processor updates them if they are read for it, else the device does.
-    `gradients` has the parameters whose gradients are in the host already.
-    """
+    """The parts as in `arranged`, and the host memory that the processor needs for copies of two of them. `on_disk` has
+    the layers on disk: the processor updates them if they are read for it, else the device does. `gradients` has the
+    parameters whose gradients are in the host already."""
     parts = arranged(sizes, layers, window_bytes, shares)
     if not reads_for_processor:
         parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
-    in_host = [-1 if layer in on_disk else layer for layer in layers]
-    return parts, staging_bytes(parts, sizes, in_host, gradients)
-
-
-def staging_bytes(
-    parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[int], gradients: Set[int] = frozenset()
-) -> int:
-    """Host memory for what the processor updates: gradients of two parts, and parameters, that do not lie there."""
-    largest = 0
-    for part in parts:
-        if part.place is Place.PROCESSOR:
-            needed = sum(
-                aligned(sizes[number]) * ((number not in gradients) + (layers[number] < 0)) for number in part.members
-            )
-            largest = max(largest, needed)
-    return 2 * largest
+    copied = [  # gradients and parameters that do not lie in the host, of each part
+        sum(
+            aligned(sizes[number]) * ((number not in gradients) + (layers[number] < 0 or layers[number] in on_disk))
+            for number in part.members
+        )
+        for part in parts
+        if part.place is Place.PROCESSOR
+    ]
+    return parts, 2 * max(copied, default=0)
 
 
 def disk_chunk_bytes(host_bytes: int | None) -> int:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from stalloc.techniques.gradient_access import own_gradient
 from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.parameters import Parameters, own_gradient, own_step
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.streamed_layers import device_of, layer_of
-from stalloc.techniques.transfers import Transfers
-from stalloc.techniques.update_order import Parameters, own_step
+from stalloc.techniques.transfers import DeviceTransfers
 
+_OPTIONS = ("fused", "foreach")  # of a group, which depend on the device
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives a fused optimizer
 
 
@@ -40,11 +40,12 @@ class _OnItsWay:
     """One part between its gradients' copy and the copy of its new values."""
 
     block: int
-    values: list[torch.Tensor]  #: on the host: parameters of layers streamed from there, copies of others
-    gradients: list[torch.Tensor]
-    copied: Any  #: event
-    read: Callable[[], None]  #: waits for reads from a file
-    kept: list[torch.Tensor] = field(default_factory=list)  #: sources of copies that are no gradients themselves
+    values: Parameters = field(default_factory=list)
+    """On the host: parameters of layers streamed from there, copies of others."""
+    gradients: Parameters = field(default_factory=list)
+    copied: Any = None  #: event
+    read: Callable[[], None] = lambda: None  #: waits for reads from a file
+    kept: Parameters = field(default_factory=list)  #: sources of copies that are no gradients themselves
 
 
 class ProcessorUpdates:
@@ -53,14 +54,13 @@ class ProcessorUpdates:
     def __init__(
         self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool], in_host: HostGradients
     ) -> None:
-        """`in_host` gives gradients that are in the host already and need no copy."""
         self._store, self._is_on_processor, self._in_host = store, is_on_processor, in_host
         self._blocks: list[torch.Tensor] = []
         self._uploaded: list[Any] = [None, None]
         self._written: list[list[Callable[[], None]]] = [[], []]  # what waits for copies to a file, by block
         self._next = 0
         self._parts: dict[int, _OnItsWay] = {}  # by the id of the first parameter
-        self._transfers: Transfers | None = None
+        self._transfers = DeviceTransfers()
 
     def make_room(self, size_bytes: int, device: torch.device) -> bool:
         """Have so many bytes of host memory for copies; False if there is no room."""
@@ -72,8 +72,12 @@ class ProcessorUpdates:
 
     def forget(self) -> None:
         """Give back the memory for copies."""
-        self._finish()
-        self._blocks = []
+        for block in range(2):
+            self._finish_writing(block)
+        for event in self._uploaded:
+            if event is not None:
+                event.synchronize()
+        self._uploaded, self._blocks = [None, None], []
 
     def begin_state(self, optimizer: Any, parameter: torch.Tensor) -> dict[str, Any]:
         """The state that an optimizer begins with for a parameter, large tensors on device "meta"."""
@@ -85,14 +89,12 @@ class ProcessorUpdates:
         return dict(optimizer.state.pop(copy))
 
     def bytes_of(self, part: Parameters) -> int:
-        """As in `Tier`: nothing is put on the device."""
         return 0
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
-        """Begin to copy gradients, and parameters that are on the device."""
         if not self._is_on_processor(part[0]):
             return lambda: None
-        transfers = self._transfers_of(part[0])
+        transfers = self._transfers[device_of(part[0])]
         number, self._next = self._next, 1 - self._next
         transfers.wait(self._uploaded[number])
         self._finish_writing(number)
@@ -105,7 +107,7 @@ class ProcessorUpdates:
             begin += aligned(size_bytes)
             return piece.as_strided(like.shape, dense_strides(like))
 
-        way = _OnItsWay(number, [], [], None, lambda: None)
+        way = _OnItsWay(number)
         pairs = []
         layer = layer_of(part[0])  # which is a part of its own
         if layer is not None:
@@ -143,17 +145,26 @@ class ProcessorUpdates:
             return
         way = self._parts[id(part[0])]
         computes = has_values(device_of(part[0]))
-        state = optimizer.state
-        copies = []
+        state, copies = optimizer.state, []
         for one, value, gradient in zip(part, way.values, way.gradients, strict=True):
             copy = torch.nn.Parameter(value if computes else value.to("meta"))
             copy.grad = gradient if computes else gradient.to("meta")
             state[copy] = _on_processor(state[one], computes)
             copies.append(copy)
+        options = [
+            (group, {name: group.get(name) for name in ("fused", "foreach")}) for group in optimizer.param_groups
+        ]
+        scaling = {name: vars(optimizer)[name] for name in _SCALING if name in vars(optimizer)}
+        for group, _ in options:
+            group["fused"], group["foreach"] = computes, False
+        for name, value in scaling.items():
+            setattr(optimizer, name, value.cpu() if computes and isinstance(value, torch.Tensor) else None)
         try:
-            with _as_on_processor(optimizer, computes):
-                yield copies
+            yield copies
         finally:
+            for group, before in options:
+                group.update(before)
+            vars(optimizer).update(scaling)
             for copy in copies:
                 state.pop(copy)
         torch.autograd.graph.increment_version(part)
@@ -175,7 +186,6 @@ class ProcessorUpdates:
         return update
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        """Begin to copy new values to the device."""
         way = self._parts.pop(id(part[0]), None)
         if way is None:
             return 0, lambda: None
@@ -184,7 +194,7 @@ class ProcessorUpdates:
             self._uploaded[way.block] = None
             self._written[way.block].append(layer.take_back(part, way.values))
             return 0, lambda: self._finish_writing(way.block)
-        transfers = self._transfers_of(part[0])
+        transfers = self._transfers[device_of(part[0])]
         pairs = [(one.detach(), value) for one, value in zip(part, way.values, strict=True)]
         uploaded = self._uploaded[way.block] = transfers.to_device(pairs)
         return 0, lambda: transfers.wait(uploaded)
@@ -192,19 +202,6 @@ class ProcessorUpdates:
     def _finish_writing(self, block: int) -> None:
         while self._written[block]:
             self._written[block].pop()()
-
-    def _finish(self) -> None:
-        for block in range(2):
-            self._finish_writing(block)
-        for event in self._uploaded:
-            if event is not None:
-                event.synchronize()
-        self._uploaded = [None, None]
-
-    def _transfers_of(self, parameter: torch.Tensor) -> Transfers:
-        if self._transfers is None:
-            self._transfers = Transfers(device_of(parameter))
-        return self._transfers
 
 
 def _on_processor(state: dict[str, Any], computes: bool) -> dict[str, Any]:
@@ -215,21 +212,3 @@ def _on_processor(state: dict[str, Any], computes: bool) -> dict[str, Any]:
     return {
         name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it for name, it in state.items()
     }
-
-
-@contextmanager
-def _as_on_processor(optimizer: Any, computes: bool) -> Iterator[None]:
-    """The options of an optimizer, adapted to tensors of the host."""
-    groups = [(group, group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
-    scaling = {name: vars(optimizer)[name] for name in _SCALING if name in vars(optimizer)}
-    for group, *_ in groups:
-        group["fused"], group["foreach"] = computes, False
-    for name, value in scaling.items():
-        setattr(optimizer, name, value.cpu() if computes and isinstance(value, torch.Tensor) else None)
-    try:
-        yield
-    finally:
-        for group, fused, foreach in groups:
-            group["fused"], group["foreach"] = fused, foreach
-        for name, value in scaling.items():
-            setattr(optimizer, name, value)

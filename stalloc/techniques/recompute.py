@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from stalloc.errors import RecomputeError
 from stalloc.techniques.block_tape import BlockTape, Wanted, current_block
-from stalloc.techniques.exchanged_forward import ExchangedForward
+from stalloc.techniques.forward_rows import ExchangedForward
 from stalloc.techniques.module_state import ModuleState, as_it_is_now
 from stalloc.techniques.repeated_blocks import Block, hooked_inside, why_not
 
@@ -35,23 +35,16 @@ MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
 """Makes the tape of one call, given the block's name, what is to be kept, and the tensors that it was called with."""
 
 
-class Checkpoint(Protocol):
-    """A way to drop what the first run of a block would save, and to make the second run when it is needed."""
+class Checkpoint:
+    """A way to drop what the first run of a block would save, and to make the second run when it is needed. Here that
+    of torch: everything is dropped at once, and recomputed when backward first asks for any of it."""
 
     def is_wanted(self, block: Any) -> bool:
         """Whether a block (a module) that is about to run is to run in this way."""
-
-    def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape, /) -> Any:
-        """The results of `run(*values)`, recorded on the tape, which a later run repeats."""
-
-
-class _AlwaysRecomputed:
-    """torch's checkpoint: everything is dropped at once, and recomputed when backward first asks for any of it."""
-
-    def is_wanted(self, block: Any) -> bool:
         return True
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
+        """The results of `run(*values)`, recorded on the tape, which a later run repeats."""
         contexts = tape.recording(), tape.repeating()
         return torch_checkpoint(run, *values, use_reentrant=False, context_fn=lambda: contexts)
 
@@ -141,7 +134,7 @@ def wrap(
 ) -> Recomputation:
     """Recompute blocks, keeping of each what is wanted; blocks that cannot be recomputed are left as they are."""
     _refuse_scripts_in_blocks()
-    done, left, how = {}, {}, checkpoint or _AlwaysRecomputed()
+    done, left, how = {}, {}, checkpoint or Checkpoint()
     for block, keep in zip(blocks, wanted, strict=True):
         reason = why_not(block)
         if isinstance(vars(block.module).get("forward"), RecomputedForward):
@@ -169,10 +162,8 @@ _place = _Place()
 
 
 def in_program_checkpoint() -> bool:
-    """Whether what is called now is in a checkpoint of the program's, in its forward pass or its second one.
-
-    Our own checkpoints, in which blocks within a block of ours run, and hooks of other kinds are told apart.
-    """
+    """Whether what is called now is in a checkpoint of the program's, in its forward pass or its second one. Our own
+    checkpoints, in which blocks within a block of ours run, and hooks of other kinds are told apart."""
     return _here() != _place.mark
 
 
@@ -207,7 +198,6 @@ def _num_checkpoints() -> int:
 
 
 def _uppermost() -> Any:
-    """The hooks (pack, unpack) in force, None without any."""
     try:
         return _HOOKS._top_saved_tensors_default_hooks(False)
     except TypeError:  # older releases take no argument

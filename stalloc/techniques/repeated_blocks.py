@@ -31,12 +31,10 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
         return type(self.module).__name__
 
 
 def find_blocks(model: Any) -> list[Block]:
-    """The repeated blocks below `model`, a torch module."""
     modules = held_modules(model)
     unseen = {id(module) for module in modules} - {id(module) for module in model.modules()}
     found = list(_below("", model, Counter(type(module) for module in modules), unseen))
@@ -55,7 +53,6 @@ def held_modules(model: Any) -> list[Any]:
 
 
 def _in_lists(parent: Any) -> Iterator[tuple[str, Any]]:
-    """Modules in plain lists, tuples and dictionaries that are attributes of a module."""
     from torch.nn import Module
 
     for name, value in vars(parent).items():
@@ -118,20 +115,18 @@ def _parts(model: Any) -> list[Block]:
 
 
 def layers_of(module: Any) -> tuple[type, ...]:
-    """The classes of a module and of its children, in order."""
     return (type(module), *(type(child) for child in module.children()))
 
 
 def is_leaf(module: Any) -> bool:
-    """Whether a module has no others below it."""
     return next(module.children(), None) is None
 
 
 def holds_layers(module: Any) -> bool:
     """Whether modules of one class lie in a row below a module."""
-    rows = [one for one in module.modules() if _is_container(one)]
-    kinds = [Counter(type(child) for child in _called_of(row) if not is_leaf(child)) for row in rows]
-    return any(count > 1 for found in kinds for count in found.values())
+    rows = (one for one in module.modules() if _is_container(one))
+    kinds = ([type(child) for child in _called_of(row) if not is_leaf(child)] for row in rows)
+    return any(len(set(found)) < len(found) for found in kinds)
 
 
 def _called_of(row: Any) -> Iterator[Any]:
@@ -191,10 +186,8 @@ def _is_sharded_whole(module: Any) -> bool:
 
 
 def hooked_inside(block: Any) -> str | None:
-    """The name of a module below a block with hooks of the program, which a second forward pass would call again.
-
-    None if there is none. Hooks of the block itself are not called by its forward pass.
-    """
+    """The name of a module below a block with hooks of the program, which a second forward pass would call again. None
+    if there is none. Hooks of the block itself are not called by its forward pass."""
     for name, module in block.named_modules():
         if name and (module._forward_hooks or module._forward_pre_hooks):
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

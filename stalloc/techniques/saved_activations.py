@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stalloc.techniques.host_store import HostCopy, HostSlots, HostStore
 from stalloc.techniques.link_turns import LinkTurns, SharedLink
 from stalloc.techniques.offload_order import OffloadOrder
-from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
 from stalloc.techniques.technique_settings import ActivationSettings
+from stalloc.techniques.tensor_memory import PackedTensor, may_be_kept_elsewhere
 from stalloc.techniques.transfers import DeviceTransfers, Transfers, is_copying, phase
 
 _MOST_LASTING = 4096
@@ -81,7 +81,7 @@ class SavedActivations:
         self._entered.pop().__exit__()
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor:
-        return PackedTensor(self, self._activation_of(tensor) if self._may_leave(tensor) else None, tensor)
+        return PackedTensor(self.needed, self._activation_of(tensor) if self._may_leave(tensor) else None, tensor)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         if not may_be_kept_elsewhere(tensor, self._device_type) or tensor.untyped_storage()._cdata in self._lasting:
@@ -137,7 +137,6 @@ class SavedActivations:
             self._order.gone(self._over.popleft())
 
     def gone(self, activation: "_Activation") -> None:
-        """Nothing that was saved needs it any more."""
         if is_copying():
             self._late.append(activation)
             return
@@ -168,13 +167,11 @@ class _Activation(HostCopy):
         self._owner = owner
 
     def copy_out(self, transfers: Transfers) -> None:
-        """Begin to copy it to the host."""
         assert self.here is not None
         left = transfers.to_host([(self.place(), self.numbers(self.here))])
         self._wait = functools.partial(transfers.wait, left, self.stream)
 
     def let_go(self) -> None:
-        """Free its memory on the device, once no copy uses it."""
         self._land()
         self.here = None
 

@@ -4,13 +4,10 @@ Contract: what is divided is computed as before: each rank's gradients become th
 divided when it is called first, block by block, and its optimizer given the parts; what cannot be divided ends the
 program with one sentence, before it has trained. Recomputation that is applied before lies inside.
 
-Rank R of N gets batches R, R + N, R + 2N, … of what a loader would give a single process, so that all ranks together
-train on the same data once, on N batches in each step; what is left at the end of an epoch, fewer than N batches, is
-dropped, as ranks must make the same number of steps. Samplers that shuffle draw alike where the program sets a seed; a
-seed is set here if it does not. Loaders of iterable data sets are dealt out too, each batch being read.
-
-A state dictionary of the model, or of its optimizer, holds whole tensors in host memory, the same on every rank; every
-rank must ask for it, as an unmodified program does. `torch.save` to a path writes on the first rank alone.
+Rank R of N gets batches R, R + N, R + 2N, … of what a loader would give a single process; what is left at the end of an
+epoch, fewer than N batches, is dropped, as ranks must make the same number of steps. Samplers that shuffle draw alike
+where the program sets a seed; a seed is set here if it does not. A state dictionary of the model, or of its optimizer,
+holds whole tensors in host memory, the same on every rank; every rank must ask for it, as an unmodified program does.
 """
 
 import atexit
@@ -151,7 +148,6 @@ def units_within(model: Any, blocks: list[Block]) -> list[Block]:
 
 
 def _is_own(optimizer: Any) -> bool:
-    """Whether an optimizer is the program's, not one that ZeroRedundancyOptimizer makes inside."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return not isinstance(optimizer, ZeroRedundancyOptimizer) and not _making
@@ -183,7 +179,6 @@ def _group(layout: Layout, num_ranks: int) -> Any:
 
 
 def _divide_parts(optimizer: Any, group: Any) -> None:
-    """Divide an optimizer of parameters in shards among the ranks that have the same shards."""
     parts = [one for of_group in optimizer.param_groups for one in of_group["params"]]
     local = {id(one): torch.nn.Parameter(_local(one), one.requires_grad) for one in parts}
     groups = [{**one, "params": [local[id(part)] for part in one["params"]]} for one in optimizer.param_groups]
@@ -253,7 +248,6 @@ def _divide(optimizer: Any, group: Any, groups: list[dict[str, Any]]) -> Any:
 
 
 def _keep_whole(model: Any, optimizers: Iterable[Any]) -> None:
-    """Let state dictionaries of a model in shards, and of its optimizers, have whole tensors."""
     model.register_state_dict_post_hook(lambda _, state, *__: state.update(_whole(dict(state))))
     for one in optimizers:
         one.register_state_dict_post_hook(lambda _, state: _whole(state))

@@ -16,17 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stalloc.errors import DiskError
 from stalloc.techniques.disk_store import DiskStore, Region, viewed
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.parameters import Parameters, parameters_of
 from stalloc.techniques.parts import Place, aligned
 from stalloc.techniques.streamed_layers import device_of
 from stalloc.techniques.transfers import DeviceTransfers
-from stalloc.techniques.update_order import Parameters, parameters_of
 
 
 class WatchedState(defaultdict[Any, Any]):
-    """An optimizer's state that, before anybody but the step reads it, waits for what is on its way to the host.
-
-    A copy, or a pickle, of it is as it would be without paging.
-    """
+    """An optimizer's state that, before anybody but the step reads it, waits for what is on its way to the host. A
+    copy, or a pickle, of it is as it would be without paging."""
 
     def __init__(self, pager: "StatePager", state: Any) -> None:
         super().__init__(dict, state)
@@ -88,7 +86,6 @@ class StateSlots:
         return found
 
     def make(self, wanted: list[Named], device: torch.device, *, to_disk: bool) -> None:
-        """Make slots for tensors that have none."""
         lacking = []
         for parameter, name, tensor in wanted:
             slot = self.of(parameter).get(name)
@@ -116,7 +113,6 @@ class StateSlots:
         return slot
 
     def in_file(self) -> list[torch.Tensor]:
-        """The parameters with state in the file."""
         return list(self._regions)
 
 
@@ -166,7 +162,6 @@ class StatePager:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until all copies and writes under way are done."""
         for copies in self._transfers.values():
             copies.settle()
         if self._disk is not None:
@@ -192,7 +187,6 @@ class StatePager:
         return {**values, **{name: value.to(device) for name, value in (small | hosted).items()}}
 
     def bytes_of(self, part: Parameters) -> int:
-        """Bytes of a part's state that are not on the device."""
         return sum(aligned(slot.nbytes) for _, _, slot in self.elsewhere(self._used_on_device(part)))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
@@ -202,12 +196,10 @@ class StatePager:
         return self._take_away([one for one in part if self._place_of(one) is Place.PAGED])
 
     def begin(self, part: Parameters, of_meta: Callable[[torch.Tensor], dict[str, Any]]) -> bool:
-        """Have the whole state of some parameters in host memory, before the processor updates them.
-
-        `of_meta` gives the state that the optimizer begins with, whose large tensors are zeros. False where there is
-        no room, or where numbers lie in another order than those of their parameter, which the processor goes through
-        in a row: what there was of state is left where it was.
-        """
+        """Have the whole state of some parameters in host memory, before the processor updates them. `of_meta` gives
+        the state that the optimizer begins with, whose large tensors are zeros. False where there is no room, or where
+        numbers lie in another order than those of their parameter, which the processor goes through in a row: what
+        there was of state is left where it was."""
         with self.state.unwatched():
             self._take_away(part, to_disk=False)[1]()
             new = {one: of_meta(one) for one in part if not self.state.get(one)}
@@ -273,11 +265,9 @@ class StatePager:
                 self._write([one for one in self.elsewhere([parameter]) if self._slots.region(*one[:2]) is not None])()
 
     def region_of(self, parameter: torch.Tensor, name: str, value: Any) -> Region | None:
-        """Where a tensor of state lies in the file, if it does."""
         return self._slots.region(parameter, name) if self._slots.of(parameter).get(name) is value else None
 
     def elsewhere(self, part: Parameters) -> Iterator[Named]:
-        """State of some parameters that is not on the device."""
         with self.state.unwatched():
             for parameter in part:
                 for name, slot in self._slots.of(parameter).items():
@@ -361,7 +351,6 @@ class StatePager:
         return [one for one in part if self._place_of(one) is not Place.PROCESSOR]
 
     def _large(self, part: Parameters) -> Iterator[Named]:
-        """State of some parameters that is on the device."""
         for parameter in part:
             slots = self._slots.of(parameter)
             for name, value in self.state.get(parameter, {}).items():

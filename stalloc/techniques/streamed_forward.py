@@ -5,11 +5,8 @@ it is there. What this cannot be right for is an error in one sentence: gradient
 called several times for one backward pass onto gradients of an earlier one, which would be summed in another order.
 Nothing here keeps a model or its blocks alive; their layers live on while a graph may need them. A parameter whose
 memory somebody else has a part of (tied weights), or that is no plain dense tensor, stays on the device; a block that
-finds no room elsewhere stays there whole.
-
-A block may take a batch in microbatches, one after the other, while its parameters are there (Pudipeddi et al., L2L,
-2020, algorithm 3). What comes back is what it makes of each by itself, put together; in backward a parameter's
-gradients are added from the first microbatch to the last, as by a loop over them around the whole model.
+finds no room elsewhere stays there whole. Microbatches (Pudipeddi et al., L2L, 2020, algorithm 3) give what a loop over
+them around the whole model would: what a block makes of each, and gradients that are added from the first to the last.
 """
 
 import contextlib
@@ -26,13 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from stalloc.errors import StreamError
 from stalloc.techniques.disk_store import DiskStore
-from stalloc.techniques.exchanged_forward import ExchangedForward
-from stalloc.techniques.gradient_access import has_gradient
+from stalloc.techniques.forward_rows import ExchangedForward
 from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.parameters import Parameters, has_gradient
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.streamed_layers import StreamedLayer, find_home
 from stalloc.techniques.transfers import phase
-from stalloc.techniques.update_order import Parameters
 
 _ADVICE = "Stream this model without microbatches."
 _CONSUMERS = "_stalloc_consumers"  # of a tensor that a block made: calls that were given it
@@ -40,10 +36,8 @@ _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParalle
 
 
 class Streaming:
-    """The blocks of one model, in their order. `window` of them are on the device at once, one at the least.
-
-    Each takes a batch in so many microbatches.
-    """
+    """The blocks of one model, in their order. `window` of them are on the device at once, one at the least. Each takes
+    a batch in so many microbatches."""
 
     def __init__(
         self, blocks: Sequence[Block], layers: Sequence[StreamedLayer], window: int, microbatches: int = 1
@@ -130,7 +124,6 @@ class Streaming:
         self.need(call.place, -1)
 
     def came(self, layer: StreamedLayer | None) -> None:
-        """Note that one of the gradients that a block waits for in backward has come."""
         if layer is not None and layer.waiting:
             layer.waiting -= 1
             if not layer.waiting:
@@ -187,7 +180,6 @@ class _Call:
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers that require a gradient."""
     return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
@@ -211,7 +203,6 @@ class _Forward(ExchangedForward):
         raise AttributeError(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of the block with its parameters on the device."""
         streaming, place = self._streaming, self._place
         streaming.need(place, 1)
         in_backward = torch._C._current_graph_task_id() != -1  # the program itself computes its block again
@@ -243,10 +234,8 @@ def stream_blocks(
     disk: DiskStore | None = None,
     microbatches: int = 1,
 ) -> tuple[Streaming | None, str]:
-    """Stream the blocks of a model that can be streamed; also returns why others, or all, stay on the device.
-
-    What has no room in `store` goes to `disk`.
-    """
+    """Stream the blocks of a model that can be streamed; also returns why others, or all, stay on the device. What has
+    no room in `store` goes to `disk`."""
     if type(model).__name__ in _PARALLEL or hasattr(model, "_get_fsdp_state"):
         return None, f"{type(model).__name__} has a hold of the parameters of its blocks"
     chosen, layers, reason = [], [], ""
@@ -297,11 +286,8 @@ def why_not_in_microbatches(block: Any) -> str:
 def _in_microbatches(
     call: Callable[..., Any], number: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call a block with a batch in `number` parts, or in as many as it has rows.
-
-    The first dimension of the first tensor counts the rows of the batch; other tensors with as many rows are divided
-    too. Raises StreamError.
-    """
+    """Call a block with a batch in `number` parts, or in as many as it has rows. The first dimension of the first
+    tensor counts the rows of the batch; other tensors with as many rows are divided too. Raises StreamError."""
     first = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()), None)
     rows = 0 if first is None else len(first)
     number = min(number, rows)

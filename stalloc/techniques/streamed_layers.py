@@ -13,7 +13,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,15 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from stalloc.errors import DiskError, StreamError
 from stalloc.techniques.disk_store import DiskStore, Region, viewed
-from stalloc.techniques.gradient_access import set_own_gradient
 from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.parameters import Parameters, set_own_gradient
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.transfers import Transfers
-from stalloc.techniques.update_order import Parameters, is_divided, parameters_of
 
 _Lent = tuple[Parameters, Callable[[], None]]
 """Tensors, and a function that waits until they have their values."""
 _ON_HOST = Transfers(torch.device("cpu"))
-_HELD, _OF_FILE = 3 << 62, 1 << 61  # bits of a page in /proc/PID/pagemap
+_HELD, _OF_FILE = 3 << 62, 1 << 61  # of a page in /proc/PID/pagemap: in memory or swapped out, still that of the file
 _layer_of: Any = WeakIdKeyDictionary()  # parameter -> its StreamedLayer
 
 
@@ -48,52 +47,21 @@ def device_of(parameter: torch.Tensor) -> torch.device:
 
 def put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Let a parameter, which may be a tensor of the host now, have a gradient where it computes."""
-    layer = layer_of(parameter)
-    is_away = layer is not None and parameter.device != gradient.device
-    with layer.as_on_device(parameter) if layer is not None and is_away else contextlib.nullcontext():
+    layer, elsewhere = layer_of(parameter), parameter.data
+    if layer is None or parameter.device == gradient.device:
         set_own_gradient(parameter, gradient)
+        return
+    try:
+        parameter.data = layer.place_of(parameter)  # without memory, as a gradient asks for it
+        set_own_gradient(parameter, gradient)
+    finally:
+        parameter.data = elsewhere
 
 
-class Home(Protocol):
-    """Where the parameters of a layer lie while its block does not compute.
-
-    `tensors` have the values that were stored last, or that the program has put there since, by whichever way; what is
-    fetched has those. They stay the same tensors. What is read from a disk may raise DiskError.
-    """
-
-    tensors: Parameters
-
-    def fetch(self, here: Parameters) -> Callable[[], None]:
-        """Begin to copy the layer to tensors of the device; returns a function that makes the program wait for that."""
-
-    def store(self, here: Parameters) -> Callable[[], None]:
-        """Begin to copy them back; returns a function that waits until their memory can be freed."""
-
-    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
-        """Begin to provide some as tensors of the host that can be changed; `room` gives memory like a tensor's."""
-
-    def take_back(self, rows: Sequence[int], lent: Parameters) -> Callable[[], None]:
-        """Begin to keep their changed values; returns a function that waits until their memory can be freed."""
-
-    def settle(self) -> None:
-        """Wait until what was stored can be read."""
-
-    def finish(self) -> None:
-        """Wait until no copy uses this memory or the device's, which others are about to get."""
-
-
-def find_home(parameters: Parameters, store: HostStore, disk: DiskStore | None) -> Home | None:
-    """Room for parameters in the host, else on disk; None if there is none."""
-    transfers = Transfers(parameters[0].device)
-    tensors = store.take_like(parameters, pinned=parameters[0].is_cuda)
-    if tensors is not None:
-        return HostHome(tensors, transfers)
-    regions = None if disk is None else disk.take([one.nbytes for one in parameters])
-    return _DiskHome(parameters, disk, regions, transfers) if disk is not None and regions is not None else None
-
-
-class HostHome:
-    """The home of a layer in tensors of the host."""
+class Home:
+    """Where the parameters of a layer lie while its block does not compute: here in tensors of the host. `tensors` have
+    the values that were stored last, or that the program has put there since, by whichever way; what is fetched has
+    those. They stay the same tensors."""
 
     def __init__(self, tensors: Parameters, transfers: Transfers) -> None:
         self.tensors = tensors
@@ -101,42 +69,48 @@ class HostHome:
         self._fetched: Any = None  # event after the last copy from here
 
     def fetch(self, here: Parameters) -> Callable[[], None]:
+        """Begin to copy the layer to tensors of the device; returns a function that makes the program wait for that."""
         arrived = self._fetched = self._transfers.to_device(list(zip(here, self.tensors, strict=True)))
         return lambda: self._transfers.wait(arrived)
 
     def store(self, here: Parameters) -> Callable[[], None]:
+        """Begin to copy them back; returns a function that waits until their memory can be freed."""
         stored = self._transfers.to_host(list(zip(self.tensors, here, strict=True)))
         return lambda: self._transfers.wait(stored)
 
     def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
+        """Begin to provide some as tensors of the host that can be changed; `room` gives memory like a tensor's."""
         return [self.tensors[row] for row in rows], lambda: None
 
     def take_back(self, rows: Sequence[int], lent: Parameters) -> Callable[[], None]:
+        """Begin to keep their changed values; returns a function that waits until their memory can be freed."""
         return lambda: None
 
     def settle(self) -> None:
+        """Wait until what was stored can be read."""
         self._transfers.settle()
 
     def finish(self) -> None:
+        """Wait until no copy uses this memory or the device's, which others are about to get."""
         self.settle()
         if self._fetched is not None:
             self._fetched.synchronize()
 
 
-class _DiskHome:
+class _DiskHome(Home):
     """Regions of a file, and tensors that are mapped from it: what the program puts there stays in memory until it is
     written, which is before it is read again."""
 
     def __init__(self, like: Parameters, disk: DiskStore, regions: list[Region], transfers: Transfers) -> None:
-        self._disk, self._regions, self._transfers = disk, regions, transfers
+        self._disk, self._regions = disk, regions
         self._memory = [disk.memory(region) for region in regions]
-        self.tensors = [viewed(*one) for one in zip(self._memory, like, strict=True)]
-        self._fetched: Callable[[], None] = lambda: None  # waits for what is read
+        super().__init__([viewed(*one) for one in zip(self._memory, like, strict=True)], transfers)
+        self._fetched = lambda: None  # waits for what is read
 
     def fetch(self, here: Parameters) -> Callable[[], None]:
         self._write_changes()
-        self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
-        return self._fetched
+        found = self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
+        return found
 
     def store(self, here: Parameters) -> Callable[[], None]:
         # the memory of the device stays until all is in the file, so an error there loses nothing
@@ -191,11 +165,18 @@ class _DiskHome:
         return stored
 
 
-def _changed(memory: mmap.mmap) -> bool:
-    """Whether any page of a private mapping of a file may have been written to, and is a copy of the file's.
+def find_home(parameters: Parameters, store: HostStore, disk: DiskStore | None) -> Home | None:
+    """Room for parameters in the host, else on disk; None if there is none."""
+    transfers = Transfers(parameters[0].device)
+    tensors = store.take_like(parameters, pinned=parameters[0].is_cuda)
+    if tensors is not None:
+        return Home(tensors, transfers)
+    regions = None if disk is None else disk.take([one.nbytes for one in parameters])
+    return _DiskHome(parameters, disk, regions, transfers) if disk is not None and regions is not None else None
 
-    A change is never overlooked; where the kernel does not tell, anything may have been changed.
-    """
+
+def _changed(memory: mmap.mmap) -> bool:
+    """Whether any page of a private mapping of a file may be a copy of the file's, where the kernel tells it or not."""
     try:
         return not _kernel_tells() or _has_copies(memory)
     except OSError:
@@ -211,11 +192,7 @@ def _kernel_tells() -> bool:
 
 
 def _has_copies(memory: mmap.mmap) -> bool:
-    """Whether any page is a copy. Raises OSError where /proc/self/pagemap is missing or must not be read.
-
-    Of each page its bit 63 says that it is in memory, bit 62 that it was swapped out, bit 61 that it is still that of
-    the file (the Linux kernel's documentation of /proc/PID/pagemap).
-    """
+    """Whether any page is a copy. Raises OSError where /proc/self/pagemap is missing or must not be read."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         file.seek(begin // mmap.PAGESIZE * 8)
@@ -251,14 +228,13 @@ class StreamedLayer:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the layer lies on disk while it is not on the device."""
         return isinstance(self.home, _DiskHome)
 
     def load(self) -> None:
         """Begin to bring it; `wait` before it is used. Raises DiskError."""
         if self.is_here:
             return
-        self._gather()
+        self.adopt()
         for here, size in zip(self._here, self._num_bytes, strict=True):
             here.untyped_storage().resize_(size)
         with self._let_go_if_lost():
@@ -281,7 +257,7 @@ class StreamedLayer:
             self.wait()
             if self._versions != self._versions_now():
                 self.store()()
-                self.settle()
+                self.home.settle()
             else:
                 self._let_go()
 
@@ -296,42 +272,42 @@ class StreamedLayer:
         return let_go
 
     def adopt(self) -> None:
-        """While it is here: what the program has given a parameter in place of its memory goes there."""
-        for parameter, here, _ in self._placed():
-            self._take(parameter, here)
+        """Put what the program has given a parameter in place of its memory there, perhaps by moving the model."""
+        for parameter, here, host in self._placed():
+            place = here if self.is_here else host
+            if parameter.data_ptr() == place.data_ptr():
+                continue
+            if parameter.shape != place.shape or parameter.dtype != place.dtype:
+                raise StreamError(
+                    f"a parameter of {self.name}, which is streamed, was given another shape or type: change the model "
+                    "before its first forward pass."
+                )
+            self.home.settle()
+            with torch.no_grad():
+                place.copy_(parameter)
+            parameter.data = place
 
     def in_host(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter as it is in host memory, while it is here too; None of one on disk, or changed meanwhile."""
         if self.is_on_disk or (self.is_here and self._versions != self._versions_now()):
             return None
-        self.settle()
+        self.home.settle()
         return self.home.tensors[self._rows([parameter])[0]]
 
-    @contextmanager
-    def as_on_device(self, parameter: torch.Tensor) -> Iterator[None]:
-        """While it is not here: a parameter has its place on the device, without memory, as a gradient asks for."""
-        elsewhere = parameter.data
-        try:
-            parameter.data = self._here[self._rows([parameter])[0]]
-            yield
-        finally:
-            parameter.data = elsewhere
+    def place_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The place of a parameter on the device, without memory while the layer is not here."""
+        return self._here[self._rows([parameter])[0]]
 
     def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> _Lent:
-        """Let some of its parameters be changed in the host, as `Home.lend` does. Raises DiskError."""
         self.release()
-        self.settle()
-        self._gather()
+        self.home.settle()
+        self.adopt()
         return self.home.lend(self._rows(part), room)
 
     def take_back(self, part: Parameters, lent: Parameters) -> Callable[[], None]:
         return self.home.take_back(self._rows(part), lent)
 
-    def settle(self) -> None:
-        self.home.settle()
-
     def bring_home(self) -> None:
-        """Bring the layer to the device for good."""
         self.load()
         self.wait()
         for one in self.parameters:
@@ -347,11 +323,6 @@ class StreamedLayer:
     def _rows(self, part: Parameters) -> list[int]:
         row_of = {id(weak()): row for row, weak in enumerate(self._parameters)}
         return [row_of[id(one)] for one in part]
-
-    def _gather(self) -> None:
-        """As `adopt`, while it is not here."""
-        for parameter, _, host in self._placed():
-            self._take(parameter, host)
 
     def _versions_now(self) -> list[int]:
         return [one._version for one in self.parameters]
@@ -370,20 +341,6 @@ class StreamedLayer:
         for here in self._here:
             here.untyped_storage().resize_(0)
         self.is_here, self.waiting, self._arrived = False, 0, None
-
-    def _take(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy to `place` a parameter to which the program gave other memory meanwhile, perhaps by moving the model."""
-        if parameter.data_ptr() == place.data_ptr():
-            return
-        if parameter.shape != place.shape or parameter.dtype != place.dtype:
-            raise StreamError(
-                f"a parameter of {self.name}, which is streamed, was given another shape or type: change the model "
-                "before its first forward pass."
-            )
-        self.settle()
-        with torch.no_grad():
-            place.copy_(parameter)
-        parameter.data = place
 
 
 class WeightTier:
@@ -417,26 +374,10 @@ class WeightTier:
         return sum(layer.size_bytes for layer in layers), let_go
 
     def _needed(self, part: Parameters) -> list[StreamedLayer]:
-        return _layers([one for one in part if not self._is_on_processor(one)])
+        return layers_of([one for one in part if not self._is_on_processor(one)])
 
 
-def _layers(part: Parameters) -> list[StreamedLayer]:
+def layers_of(part: Parameters) -> list[StreamedLayer]:
+    """The layers that some parameters are streamed with."""
     found = {id(layer): layer for one in part if (layer := layer_of(one)) is not None}
     return list(found.values())
-
-
-def settle_layers(optimizer: Any) -> None:
-    """Let the processor wait until updated layers are whole in the host, where the program may read them."""
-    for layer in _layers(parameters_of(optimizer)):
-        layer.settle()
-
-
-def check_can_step(optimizer: Any) -> None:
-    """Raise StreamError for an optimizer that would update parameters where they are not."""
-    if is_divided(optimizer):
-        return
-    for layer in _layers(parameters_of(optimizer))[:1]:
-        raise StreamError(
-            f"{layer.name} is streamed, and {type(optimizer).__name__} is not known to update it a part at a time: do "
-            "not stream this model."
-        )

@@ -32,7 +32,6 @@ class RecomputeSettings:
     blocks: tuple[BlockSettings, ...] = ()
 
     def of_model(self, model: int) -> dict[str, BlockSettings]:
-        """The settings of one model's blocks, by the block's name."""
         return {block.name: block for block in self.blocks if block.model == model}
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -84,7 +83,6 @@ class ActivationSettings:
         return self.ratio > 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values (JSON) for a file."""
         return asdict(self)
 
 
@@ -104,7 +102,6 @@ class TechniqueSettings:
         return max(self.tiers.host_bytes if self.tiers else 0, self.activations.host_bytes if self.activations else 0)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values (JSON) for a file."""
         return {**asdict(self), "recompute": self.recompute.as_json()}
 
     @classmethod
@@ -136,7 +133,6 @@ def activations_from_json(told: Any) -> ActivationSettings:
 
 
 def _fields_from_json(kind: Any, told: Any, what: str) -> Any:
-    """Settings of one class, whose fields are numbers of bytes or blocks, shares, and true or false."""
     types: dict[str, Any] = {one.name: one.type for one in fields(kind)}
     if not isinstance(told, dict) or not set(told) <= set(types):
         raise ValueError(f"{what} is damaged")

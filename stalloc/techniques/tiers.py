@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stalloc.errors import StreamError
 from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
 from stalloc.techniques.disk_store import PARAMETERS, STATE, Disk, DiskStore, Holding
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.paged_optimizer import PagedOptimizer, paged_optimizer
+from stalloc.techniques.parameters import parameters_of, why_not_one_by_one
 from stalloc.techniques.parts import Shares
 from stalloc.techniques.processor_updates import why_not_on_processor
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.streamed_forward import stream_blocks
-from stalloc.techniques.streamed_layers import check_can_step
+from stalloc.techniques.streamed_layers import layers_of
 from stalloc.techniques.technique_settings import TierSettings
-from stalloc.techniques.update_order import why_not_one_by_one
 
 
 class Tiers:
@@ -43,12 +44,11 @@ class Tiers:
             when_optimizers_are_made(self._page)
         if settings.streamed_window:
             when_models_appear(self._stream)
-            register_optimizer_step_pre_hook(lambda optimizer, *_: check_can_step(optimizer))
+            register_optimizer_step_pre_hook(_check_can_step)
 
     def told(self) -> dict[str, int]:
-        """How much is in host memory and on disk, by name."""
         return {
-            "disk_bytes": self._shared_disk.peak_bytes if self._shared_disk is not None else 0,
+            "disk_bytes": self._shared_disk.room.peak_bytes if self._shared_disk is not None else 0,
             "num_paged": self.num_paged,
             "streamed_bytes": self.streamed_bytes,
             "disk_streamed_bytes": self.disk_streamed_bytes,
@@ -102,3 +102,12 @@ class Tiers:
             self.disk_streamed_bytes += layer.size_bytes * layer.is_on_disk
         if reason:
             self._say(f"{reason}: layers stay on the device.")
+
+
+def _check_can_step(optimizer: Any, *_: Any) -> None:
+    """Raise StreamError for an optimizer that would update parameters where they are not."""
+    for layer in layers_of(parameters_of(optimizer) if paged_optimizer(optimizer) is None else [])[:1]:
+        raise StreamError(
+            f"{layer.name} is streamed, and {type(optimizer).__name__} is not known to update it a part at a time: do "
+            "not stream this model."
+        )

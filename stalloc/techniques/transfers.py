@@ -52,7 +52,6 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current_phase() -> str:
-    """The phase of the program in which this is called."""
     return _phase
 
 
@@ -129,12 +128,10 @@ class Transfers:
 
 
 class TransfersInTurn(Transfers):
-    """Copies of one device, each in this process's turn on a link that it shares with others.
-
-    A copy is asked for at once and made by a thread when its turn has come, so the program goes on meanwhile; where it
-    is waited for the program waits until the copy has begun, and its stream until it is over. The thread holds nothing
-    of the device any more by then.
-    """
+    """Copies of one device, each in this process's turn on a link that it shares with others. A copy is asked for at
+    once and made by a thread when its turn has come, so the program goes on meanwhile; where it is waited for the
+    program waits until the copy has begun, and its stream until it is over. The thread holds nothing of the device any
+    more by then."""
 
     def __init__(self, device: torch.device, turns: LinkTurns) -> None:
         super().__init__(device)
@@ -198,11 +195,9 @@ class DeviceTransfers(dict[torch.device, Transfers]):
 def threads_at(
     device: torch.device, number: int, name: str, begin: Callable[[], None] | None = None
 ) -> ThreadPoolExecutor:
-    """So many threads whose current device is `device`; `begin` is called in each.
-
-    A thread is at GPU 0 by default, where leaving a stream of another one would put it back, and with it a context on a
-    GPU that may be another process's.
-    """
+    """So many threads whose current device is `device`; `begin` is called in each. A thread is at GPU 0 by default,
+    where leaving a stream of another one would put it back, and with it a context on a GPU that may be another
+    process's."""
     index = device.index
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()

@@ -1,16 +1,63 @@
-"""The gradients of parameters, where something stands between a program and them.
+"""The parameters of optimizers: who updates each by itself, and their gradients where something stands before these.
 
-Contract: a watcher is told before the program reads or replaces a gradient, in the thread that does so; what torch
-itself does in a backward pass is not seen. It costs nothing before the first gradient is watched.
+Contract: only optimizers that were tried are taken as updating each parameter by its own gradient and state alone. A
+watcher is told before the program reads or replaces a gradient, in the thread that does so; what torch itself does in a
+backward pass is not seen. It costs nothing before the first gradient is watched.
 """
 
 import functools
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
+
+_KNOWN = {
+    "torch.optim": ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam",
+                    "RMSprop", "Rprop", "SGD"),
+    "transformers.optimization": ("Adafactor",),
+}  # fmt: skip
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Parameters = list[torch.Tensor]
+
+
+def parameters_of(optimizer: Any) -> Parameters:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def own_step(kind: type) -> Callable[..., Any]:
+    """The step of a class of optimizers, without the wrapper that calls its hooks."""
+    step: Any = getattr(kind.step, "stalloc_own", kind.step)  # type: ignore[attr-defined]
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
+
+
+def why_not_one_by_one(optimizer: Any) -> str:
+    """Why the parameters of an optimizer cannot be updated one by one; empty if they can."""
+    kind = type(optimizer)
+    found = [getattr(sys.modules.get(module), name, None) for module, names in _KNOWN.items() for name in names]
+    if not any(own_step(kind) is own_step(one) for one in found if isinstance(one, type)):
+        return f"{kind.__name__} is not known to update each parameter by its own gradient and state alone"
+    for group in optimizer.param_groups:
+        for option in ("differentiable", "capturable"):
+            if group.get(option):
+                return f"{kind.__name__} was made with {option}=True"
+        if isinstance(group.get("lr"), torch.Tensor):
+            return f"the learning rate of {kind.__name__} is a tensor"
+        precision = group.get("eps")
+        if isinstance(precision, tuple) and precision[0] is None and len({one.dtype for one in group["params"]}) > 1:
+            return f"{kind.__name__} takes the precision of one of its parameters for a whole group, which has several"
+        strange = [type(one).__name__ for one in group["params"] if type(one) not in _PLAIN]
+        if strange:
+            return f"{kind.__name__} updates a {strange[0]}, a kind of tensor that was not tried"
+    return ""
+
 
 _own_grad: Any = torch._C.TensorBase.grad
 _watchers: Any = WeakIdKeyDictionary()  # parameter -> list of who watches its gradient
@@ -43,12 +90,9 @@ def watch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
 
 
 def unwatch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
-    """Stop telling the watcher of a parameter."""
-    left = [one for one in _watchers.get(parameter, ()) if one is not watcher]
+    left = [one for one in _watchers.pop(parameter, ()) if one is not watcher]
     if left:
         _watchers[parameter] = left
-    else:
-        _watchers.pop(parameter, None)
 
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -99,7 +143,10 @@ def _let_zero(kind: Any) -> None:
 
     @functools.wraps(own)
     def zero_grad(self: Any, set_to_none: bool = True) -> Any:
-        for parameter in _parameters(self):
+        is_module = isinstance(self, torch.nn.Module)
+        for parameter in (
+            self.parameters() if is_module else (one for group in self.param_groups for one in group["params"])
+        ):
             for watcher in _of(parameter):
                 watcher.about_to_zero(parameter, set_to_none=set_to_none)
         _thread.is_zeroing = True
@@ -109,9 +156,3 @@ def _let_zero(kind: Any) -> None:
             _thread.is_zeroing = False
 
     kind.zero_grad = zero_grad
-
-
-def _parameters(owner: Any) -> Iterable[torch.Tensor]:
-    if isinstance(owner, torch.nn.Module):
-        return owner.parameters()
-    return (one for group in owner.param_groups for one in group["params"])
