@@ -10,11 +10,15 @@ from stalloc.lazy import loaded_on_use
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
     from stalloc.techniques.checkpointing import checkpoint, chunked_cross_entropy
-    from stalloc.techniques.disk_store import committed
-    from stalloc.techniques.elsewhere import offload_activations, page_optimizer, stream_layers
-    from stalloc.techniques.expert_cache import cache_experts
+    from stalloc.techniques.elsewhere import (
+        cache_experts,
+        commit,
+        committed,
+        offload_activations,
+        page_optimizer,
+        stream_layers,
+    )
     from stalloc.techniques.link_turns import SharedLink
-    from stalloc.techniques.paged_optimizer import commit
 
 __all__ = [
     "SharedLink",
@@ -32,11 +36,11 @@ _MODULES = {
     "SharedLink": ".link_turns",
     "checkpoint": ".checkpointing",
     "chunked_cross_entropy": ".checkpointing",
-    "commit": ".paged_optimizer",
-    "committed": ".disk_store",
+    "commit": ".elsewhere",
+    "committed": ".elsewhere",
     "offload_activations": ".elsewhere",
     "page_optimizer": ".elsewhere",
-    "cache_experts": ".expert_cache",
+    "cache_experts": ".elsewhere",
     "stream_layers": ".elsewhere",
 }
 

@@ -16,7 +16,7 @@ from stalloc.techniques.repeated_blocks import Block, find_blocks, held_modules,
 
 Call = Callable[..., Any]
 """The call of a module: a function of the module and of the arguments that it is given."""
-Appeared = Callable[[int, list[Block], Any], None]
+Appeared = Callable[[int, list[Block], Any], object]
 """Called with the number of a model, its repeated blocks and itself, before its first forward pass; before the second
 of one with lazy layers, which have no parameters before."""
 

@@ -173,8 +173,7 @@ class _FormerValues:
                 one = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 return one.set_(copied.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
-        found: _Arguments = tree_map_only(torch.Tensor, as_it_was, (args, kwargs))
-        return found
+        return tree_map_only(torch.Tensor, as_it_was, (args, kwargs))
 
 
 _Cast = tuple[int, int, Any]

@@ -144,8 +144,7 @@ def chunked_cross_entropy(
         total = total + checkpoint(
             _sum_of_part, part, weight, bias, classes, ignore_index, label_smoothing, use_reentrant=False
         )
-    loss: Tensor = total / (wanted != ignore_index).sum() if reduction == "mean" else total
-    return loss
+    return total / (wanted != ignore_index).sum() if reduction == "mean" else total
 
 
 def _sum_of_part(

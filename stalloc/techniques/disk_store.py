@@ -161,7 +161,7 @@ class DiskStore:
         size_bytes = in_pages(region.size_bytes)
         if self.folder is None:
             return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)
-        return self.folder.map(region.places[region.current], size_bytes)
+        return _mapped(self.folder.mapped, size_bytes, region.places[region.current])
 
     def commit(self, manifest: dict[str, Any]) -> None:
         """Make the file's content, described by `manifest`, what is found however this process ends.
@@ -181,8 +181,10 @@ class DiskStore:
             )
         for region, begin in zip(single, begins, strict=True):
             region.places.append(begin)
-        with self._told("commit"):
+        try:
             self.folder.commit(manifest)
+        except OSError as error:
+            raise self._lost(error) from error
         for region in self._regions:
             region.committed = region.current
         for taken in self._taken:
@@ -196,7 +198,7 @@ class DiskStore:
             return None
         if self.folder is not None:
             try:
-                self.folder.allocate(self._end, total)
+                os.posix_fallocate(self.folder.mapped, self._end, total)
             except OSError as error:
                 self.room.give_back(total)
                 say(
@@ -254,24 +256,21 @@ class DiskStore:
     def _wait(self, tasks: "list[Future[None]]") -> None:
         """Wait for all, even if one fails, so that none still uses memory that is freed then."""
         wait(tasks)
-        with self._told("use"):
+        try:
             if self._failed:
                 raise OSError(0, self._failed)
             for task in tasks:
                 task.result()
+        except OSError as error:
+            self._failed = self._failed or error.strerror or str(error)
+            raise self._lost(error) from error
         tasks.clear()
 
-    @contextlib.contextmanager
-    def _told(self, what: str) -> Any:
-        try:
-            yield
-        except OSError as error:
-            if what == "use":
-                self._failed = self._failed or error.strerror or str(error)
-            where = "" if self.folder is None else f" {self.folder.path}"
-            raise DiskError(
-                f"{self._holds.name} cannot be kept in{where} ({error.strerror or error}): {self._holds.way_out}."
-            ) from error
+    def _lost(self, error: OSError) -> DiskError:
+        where = "" if self.folder is None else f" {self.folder.path}"
+        return DiskError(
+            f"{self._holds.name} cannot be kept in{where} ({error.strerror or error}): {self._holds.way_out}."
+        )
 
 
 def viewed(memory: mmap.mmap, like: torch.Tensor) -> torch.Tensor:
@@ -304,11 +303,8 @@ class _StateFolder:
             if left.name != _file_of(path):
                 left.unlink(missing_ok=True)
         self._name = _PATTERN.replace("*", os.urandom(8).hex())
-        self._file, self._mapped = _open_both(path / self._name)
-        self._end = weakref.finalize(self, _close, os.getpid(), path, self._name, self._file, self._mapped, self._lock)
-
-    def allocate(self, begin: int, size_bytes: int) -> None:
-        os.posix_fallocate(self._mapped, begin, size_bytes)
+        self._file, self.mapped = _open_both(path / self._name)
+        self._end = weakref.finalize(self, _close, os.getpid(), path, self._name, self._file, self.mapped, self._lock)
 
     def read(self, target: Any, begin: int) -> None:
         view = memoryview(target)
@@ -324,10 +320,6 @@ class _StateFolder:
         while view:
             count = os.pwritev(self._file, [view], begin)
             view, begin = view[count:], begin + count
-
-    def map(self, begin: int, size_bytes: int) -> mmap.mmap:
-        kept = mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(self._mapped, size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
 
     def commit(self, told: dict[str, Any]) -> None:
         os.fdatasync(self._file)
@@ -345,12 +337,8 @@ class _StateFolder:
             (self.path / before).unlink(missing_ok=True)
 
 
-def committed(folder: str | os.PathLike[str]) -> tuple[int, dict[str, Any]]:
-    """The label and the state of the last commit in a folder, as `optimizer.load_state_dict` takes it.
-
-    Large tensors are mapped from the file, so they take no memory before they are read. Every byte is checked first.
-    Raises BadInputError if nothing was committed there, or the files are damaged.
-    """
+def read_committed(folder: str | os.PathLike[str]) -> tuple[int, dict[str, Any]]:
+    """See `stalloc.committed`. Every byte is checked first."""
     path = Path(folder)
     told = _manifest(path)
     if told is None:
@@ -384,9 +372,14 @@ def _value(file: Any, told: dict[str, Any], chunk_bytes: int) -> Any:
         count = min(chunk_bytes, size_bytes - at)
         if zlib.crc32(os.pread(file.fileno(), count, begin + at)) != told["sums"][number]:
             raise ValueError("a checksum does not agree")
-    kept = mmap.PROT_READ | mmap.PROT_WRITE
-    memory = mmap.mmap(file.fileno(), size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
+    memory = _mapped(file.fileno(), size_bytes, begin)
     return torch.frombuffer(memory, dtype=kind).as_strided(told["shape"], told["stride"])
+
+
+def _mapped(descriptor: int, size_bytes: int, begin: int) -> mmap.mmap:
+    """Bytes of a file as memory, whose changes stay there."""
+    kept = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=kept, offset=begin)
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

@@ -1,14 +1,18 @@
-"""Optimizer state, layers and activations of a program of one's own in host memory or on disk, without a budget.
+"""State, layers, experts and activations of a program of one's own in host memory or on disk, without a budget.
 
-Contract: this module loads no torch until it is given an optimizer or a model, or asked for a context.
+Contract: this module loads no torch until it is given an optimizer or modules, or asked for a context.
 """
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import BadInputError
-from stalloc.techniques.repeated_blocks import find_blocks
+from stalloc.figures import human_bytes
+from stalloc.techniques.parts import Shares, aligned
+from stalloc.techniques.repeated_blocks import Block, find_blocks
 
 if TYPE_CHECKING:
     from stalloc.techniques.disk_store import DiskStore
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from stalloc.techniques.paged_optimizer import PagedOptimizer
     from stalloc.techniques.saved_activations import SavedActivations
     from stalloc.techniques.streamed_forward import Streaming
+    from stalloc.techniques.streamed_layers import ExpertCache
 
 
 def page_optimizer(
@@ -53,7 +58,6 @@ def page_optimizer(
     import torch
 
     from stalloc.techniques.paged_optimizer import PagedOptimizer
-    from stalloc.techniques.parts import Shares
 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInputError(f"{type(optimizer).__name__} is no torch optimizer: give page_optimizer() one.")
@@ -70,6 +74,28 @@ def page_optimizer(
         sends_gradients=send_gradients,
         updates_beside_backward=beside_backward,
     )
+
+
+def commit(optimizer: Any, label: int) -> None:
+    """Let the state of an optimizer, as it is now, be what is on disk after any end of this process, bit by bit.
+
+    `label` is a number of your own, such as that of the step: save the parameters under it first. Until the next commit
+    the disk holds both this state and the one that is worked with. `stalloc.committed(folder)` gives it back. Raises
+    BadInputError if the optimizer has no state on disk, DiskError if it cannot be written: the commit before stays.
+    """
+    from stalloc.techniques.paged_optimizer import commit_state
+
+    commit_state(optimizer, label)
+
+
+def committed(folder: str | os.PathLike[str]) -> tuple[int, dict[str, Any]]:
+    """The label and the state of the last commit in a folder, for `optimizer.load_state_dict`.
+
+    Large tensors are mapped from the file. Raises BadInputError if there is none, or it is damaged.
+    """
+    from stalloc.techniques.disk_store import read_committed
+
+    return read_committed(folder)
 
 
 def stream_layers(
@@ -143,6 +169,47 @@ def offload_activations(
     store = HostStore(None if host is None else parse_memory(host))
     settings = ActivationSettings(ratio=ratio, window_bytes=parse_memory(window, at_least=0))
     return SavedActivations(settings, store, device, link=link)
+
+
+def cache_experts(experts: Iterable[Any], *, room: str | int, host: str | int | None = None) -> "ExpertCache":
+    """Keep modules, such as the experts of a mixture, in pinned host memory, and those used most on the device too.
+
+    `experts` are torch modules on one device, each called by itself, with parameters of their own; at most `room` of
+    them is on the device at once. `host` bounds the host memory. To be called before the experts are, with gradients
+    off: `torch.no_grad()`. Results are those without it, to the last bit. What comes back counts `hits` and `misses`,
+    and has `undo()`.
+
+    Raises BadInputError for what cannot be cached, with all experts where they were.
+    """
+    import torch
+
+    from stalloc.techniques.streamed_forward import streamable
+    from stalloc.techniques.streamed_layers import ExpertCache, Home, StreamedLayer, layer_of
+    from stalloc.techniques.transfers import Transfers
+
+    modules = list(experts)
+    for one in modules:
+        if not isinstance(one, torch.nn.Module):
+            raise BadInputError(f"{type(one).__name__} is no torch module: give cache_experts() a list of experts.")
+    room_bytes, (store, _) = parse_memory(room), _places(host, None, None)
+    together = torch.nn.ModuleList(modules)
+    found = []
+    for number, one in enumerate(modules):
+        parameters, why = streamable(together, Block(f"expert {number}", one))
+        shared = len(parameters) < sum(1 for _ in one.parameters()) or any(map(layer_of, parameters))
+        why = why or f"expert {number} has a parameter that lies elsewhere too, or is streamed" * shared
+        size_bytes = sum(aligned(one.nbytes) for one in parameters)
+        if not why and size_bytes > room_bytes:
+            why = f"expert {number} takes {human_bytes(size_bytes)}, and has room for {human_bytes(room_bytes)}"
+        slots = None if why else store.take_like(parameters, pinned=parameters[0].is_cuda)
+        if slots is None:
+            raise BadInputError(f"{why or f'there is no room in host memory for expert {number}'}: nothing is cached.")
+        found.append((parameters, slots))
+    layers = [
+        StreamedLayer(f"expert {number}", parameters, Home(slots, Transfers(parameters[0].device)))
+        for number, (parameters, slots) in enumerate(found)
+    ]
+    return ExpertCache(modules, layers, room_bytes)
 
 
 def parse_disk(text: str) -> tuple[Path, int]:

@@ -173,7 +173,10 @@ class EvictableMemory:
                 break
             gone = 0 if lot.is_dropped else sum(map(self._move, lot.members))
             if gone == 0 and lot.region is not None:  # the host has no room
-                gone = self._drop(lot)
+                for saved in lot.members:
+                    saved.let_go()
+                    self.evicted.dropped_bytes += saved.size_bytes if saved.slot is None else 0
+                    gone += aligned(saved.size_bytes)
             freed += gone
         return freed
 
@@ -192,12 +195,6 @@ class EvictableMemory:
             again = region.seconds_to_recompute() if region is not None else float("inf")
             one = Candidate(min(link, again), 0.0, lot_bytes, stale, draw=self._draw.random())
             yield _Lot(region, members, self._policy.score(one), again <= link)
-
-    def _drop(self, lot: "_Lot") -> int:
-        for saved in lot.members:
-            saved.let_go()
-        self.evicted.dropped_bytes += sum(one.size_bytes for one in lot.members if one.slot is None)
-        return sum(aligned(one.size_bytes) for one in lot.members)
 
     def _move(self, saved: "Saved") -> int:
         """Bytes that went to the host; none where it has no room."""
@@ -266,7 +263,6 @@ class Saved(HostCopy):
         self._aliases: list[torch.Tensor] = []  # of packed tensors, which hold it as long as it is here
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An alias of a tensor that lies in it, which is empty once it is let go of."""
         alias = alias_of(tensor)
         self._aliases.append(alias)
         return alias

@@ -90,7 +90,10 @@ class HostSlots:
         self._free_bytes = self._used_bytes = 0
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        room_bytes = _in_eighths(size_bytes) if self._changing else aligned(size_bytes)
+        room_bytes = aligned(size_bytes)
+        if self._changing:  # to the next of the sizes that lie an eighth of a power of two apart
+            step = max(1 << max(size_bytes.bit_length() - 4, 0), aligned(1))
+            room_bytes = -(-size_bytes // step) * step
         free = self._free.get(room_bytes)
         if free:
             slot: torch.Tensor | None = free.pop()
@@ -116,11 +119,6 @@ class HostSlots:
         self._free_bytes = 0
 
 
-def _in_eighths(size_bytes: int) -> int:
-    step = max(1 << max(size_bytes.bit_length() - 4, 0), aligned(1))
-    return -(-size_bytes // step) * step
-
-
 class HostCopy:
     """The copy of a storage in the host; refers to the storage without keeping it alive."""
 
@@ -138,8 +136,7 @@ class HostCopy:
         if self.device.type != "cuda":
             return 0, 0, 0
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        number: tuple[int, int, int] = torch._C._cuda_getCurrentStream(index)
-        return number
+        return torch._C._cuda_getCurrentStream(index)
 
     def held(self) -> torch.UntypedStorage | None:
         """The storage, if somebody has held it all the time and it is as large as it was."""

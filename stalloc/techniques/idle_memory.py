@@ -43,7 +43,6 @@ class IdleMemory:
         self._calls = ModuleCalls(self._watched)
 
     def end(self) -> None:
-        """Watch no more; what is away comes back when it is read."""
         self._calls.remove()  # later, where somebody else watches in front of this
         self._is_over = True
 
@@ -142,10 +141,8 @@ class IdleMemory:
         idle = [one for one in free if one.device == device]
         idle.sort(key=lambda one: (one.last_use >= self._block_began, abs(one.last_use - self._block_began)))
         freed = 0
-        for one in idle:
-            if freed >= size_bytes:
-                break
-            freed += self._move(one)
+        while idle and freed < size_bytes:
+            freed += self._move(idle.pop(0))
         return freed
 
     def _move(self, idle: "_Idle") -> int:

@@ -54,25 +54,20 @@ class LinkTurns:
     @contextmanager
     def turn(self, *, to_device: bool) -> Iterator[None]:
         """A context that has the turn of one way, or goes without if the turn does not come in time."""
-        has_turn = self._take(to_device)
-        if not has_turn:
-            self.num_without += 1
+        patience = 0.0 if self._has_given_up[to_device] else self._patience_seconds
+        has_turn = self._file.lock(to_device, time.monotonic() + patience)
+        self.num_without += not has_turn
+        if not has_turn and not self._has_given_up[to_device]:
+            say(
+                f"a copy has waited {patience:g} s for its turn on {self._file.path}: copies are made without one "
+                "until there is one again."
+            )
+        self._has_given_up[to_device] = not has_turn
         try:
             yield
         finally:
             if has_turn:
                 self._file.unlock(to_device)
-
-    def _take(self, way: bool) -> bool:
-        patience = 0.0 if self._has_given_up[way] else self._patience_seconds
-        has_turn = self._file.lock(way, time.monotonic() + patience)
-        if not has_turn and not self._has_given_up[way]:
-            say(
-                f"a copy has waited {patience:g} s for its turn on {self._file.path}: copies are made without one "
-                "until there is one again."
-            )
-        self._has_given_up[way] = not has_turn
-        return has_turn
 
 
 class _LockFile:
@@ -98,7 +93,6 @@ class _LockFile:
         return has_turn
 
     def unlock(self, way: bool) -> None:
-        """The turn is over."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * way + 1)
         self._threads[way].release()
 

@@ -43,12 +43,14 @@ class ModuleState:
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
         self._attributes = _attributes(module)
-        self._variables = list(_variables_of(module))
+        known: set[int] = set()
+        functions = (one for each in module.modules() for one in (type(each).forward, *vars(each).values()))
+        self._variables = [variable for one in functions for variable in _of_function(one, known, _MAX_DEPTH)]
         self._values = [(one, one.value) for one in self._variables if type(one.value) in _PLAIN]
         common = _of_every_module()
         own = (value for _, target, _ in self._attributes for name, value in target.items() if name not in common)
         holders = _holders([*own, *(one.value for one in self._variables)])
-        self._held = [(one, _plain_entries(one) if _is_container(one) else _state(one)) for one in holders]
+        self._held = [(one, _state(one, only_plain=True)) for one in holders]
         self._generators = _generators()
 
     def sizes(self) -> list[dict[Any, int]]:
@@ -61,7 +63,7 @@ class ModuleState:
         """This state in force for the block. Raises RecomputeError if a container of the module grows or shrinks."""
         attributes = [(owner, target, dict(target)) for owner, target, _ in self._attributes]
         values = [(one, one.value) for one, _ in self._values]
-        held = [(one, dict(_entries(one)) if _is_container(one) else _state(one)) for one, _ in self._held]
+        held = [(one, _state(one)) for one, _ in self._held]
         now, sizes = (attributes, values, held, _generators()), self.sizes()
         _put(self._attributes, self._values, self._held, self._generators)
         try:
@@ -217,25 +219,23 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    array = getattr(sys.modules.get("numpy"), "ndarray", None)
-    if array is None or type(value) is not array or value.dtype.kind not in "biufc":
+    if type(value) is not getattr(sys.modules.get("numpy"), "ndarray", _EMPTY):
         return False
-    return bool(value.nbytes <= _MOST_ARRAY_BYTES and value.flags.writeable)
+    return value.dtype.kind in "biufc" and value.nbytes <= _MOST_ARRAY_BYTES and bool(value.flags.writeable)
 
 
 def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
     return container.items() if isinstance(container, dict) else enumerate(container)
 
 
-def _plain_entries(container: Any) -> dict[Any, Any]:
-    return {key: value for key, value in _entries(container) if _is_plain(value)}
-
-
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(type(one) in _PLAIN for one in value))
 
 
-def _state(holder: Any) -> Any:
+def _state(holder: Any, *, only_plain: bool = False) -> Any:
+    """The state of a holder: of a container, the entries, or those that are numbers and texts."""
+    if _is_container(holder):
+        return {key: value for key, value in _entries(holder) if not only_plain or _is_plain(value)}
     if isinstance(holder, random.Random):
         return holder.getstate()
     if isinstance(holder, set):
@@ -284,13 +284,6 @@ class _Variable:
             self.holder[self.name] = value
         else:
             self.holder.cell_contents = value
-
-
-def _variables_of(module: Any) -> Iterator[_Variable]:
-    known: set[int] = set()
-    for one in module.modules():
-        for function in (type(one).forward, *(vars(one).values())):
-            yield from _of_function(function, known, _MAX_DEPTH)
 
 
 def _of_function(function: Any, known: set[int], depth: int) -> Iterator[_Variable]:

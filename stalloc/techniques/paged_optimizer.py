@@ -22,18 +22,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import BadInputError, GradientError
 from stalloc.techniques.disk_store import DiskStore
-from stalloc.techniques.host_gradients import HostGradients
 from stalloc.techniques.host_store import HostStore, dense_strides
 from stalloc.techniques.parameters import Parameters, has_gradient, own_step, parameters_of, why_not_one_by_one
 from stalloc.techniques.parts import Place, Shares, arranged_with_copies
-from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
+from stalloc.techniques.processor_updates import HostGradients, ProcessorUpdates, why_not_on_processor
 from stalloc.techniques.state_pager import StatePager, is_large
 from stalloc.techniques.step_in_backward import StepInBackward
 from stalloc.techniques.streamed_layers import WeightTier, device_of, layer_of, layers_of
 from stalloc.techniques.transfers import Transfers, phase
 
 _paged: "weakref.WeakKeyDictionary[Any, PagedOptimizer]" = weakref.WeakKeyDictionary()
-_dispatched: set[type] = set()
 
 
 def paged_optimizer(optimizer: Any) -> "PagedOptimizer | None":
@@ -62,22 +60,16 @@ class _Flight:
         self._arriving: dict[int, tuple[int, list[Callable[[], None]]]] = {}
         self._leaving: deque[tuple[int, list[Callable[[], None]]]] = deque()
 
-    def fetch(self, number: int, part: Parameters) -> None:
-        """Begin to bring a part unless it is there already; parts on their way out make room first."""
+    def fetch(self, number: int, part: Parameters, *, ahead: bool = False) -> None:
+        """Begin to bring a part unless it is there already; parts on their way out make room first. Ahead, during the
+        update before, only if there is room while the part that left last is still going."""
         is_there = number in self._arriving
         size_bytes = 0 if is_there else sum(tier.bytes_of(part) for tier in self._tiers)
-        while self._leaving and self._bytes + size_bytes > self._window_bytes:
+        while len(self._leaving) > ahead and self._bytes + size_bytes > self._window_bytes:
             self._let_go()
-        if not is_there:
-            self._begin(number, part, size_bytes)
-
-    def fetch_ahead(self, number: int, part: Parameters) -> None:
-        """Begin to bring a part if there is room while the part that left last is still going, during an update."""
-        size_bytes = sum(tier.bytes_of(part) for tier in self._tiers)
-        while len(self._leaving) > 1 and self._bytes + size_bytes > self._window_bytes:
-            self._let_go()
-        if self._bytes + size_bytes <= self._window_bytes:
-            self._begin(number, part, size_bytes)
+        if not is_there and (not ahead or self._bytes + size_bytes <= self._window_bytes):
+            self._bytes += size_bytes
+            self._arriving[number] = size_bytes, [tier.fetch(part) for tier in self._tiers]
 
     def wait(self, number: int) -> None:
         for arrived in self._arriving[number][1]:
@@ -95,10 +87,6 @@ class _Flight:
             self._let_go()
         for number in self._arriving:
             self.wait(number)
-
-    def _begin(self, number: int, part: Parameters, size_bytes: int) -> None:
-        self._bytes += size_bytes
-        self._arriving[number] = size_bytes, [tier.fetch(part) for tier in self._tiers]
 
     def _let_go(self) -> None:
         size_bytes, waits = self._leaving.popleft()
@@ -128,7 +116,7 @@ class PagedOptimizer:
             raise BadInputError(f"{reason}: its state stays on the device.")
         if shares.processor and (reason := why_not_on_processor(optimizer)):
             raise BadInputError(f"{reason}: give no share to the processor.")
-        if "step" in vars(optimizer) and type(optimizer) not in _dispatched:
+        if "step" in vars(optimizer) and not hasattr(type(optimizer).step, "stalloc_own"):
             raise BadInputError(
                 f"the step of this {type(optimizer).__name__} has been wrapped, by a scheduler perhaps: page it before."
             )
@@ -152,7 +140,8 @@ class PagedOptimizer:
         if updates_beside_backward:
             self._early = StepInBackward(optimizer, self._update_beside, self._is_updated_beside)
         self._arrange(optimizer)
-        _let_dispatch(type(optimizer))
+        if not hasattr(type(optimizer).step, "stalloc_own"):
+            _let_dispatch(type(optimizer))
         _paged[optimizer] = self
         weakref.finalize(optimizer, self._forget).atexit = False
         self.pager.take_over(optimizer)
@@ -163,10 +152,9 @@ class PagedOptimizer:
         updates, of all these those that are streamed."""
         found = dict.fromkeys(("paged_bytes", "disk_state_bytes", "processor_bytes", "processor_streamed_bytes"), 0)
         for parameter, place in list(self._places.items()):
-            for _, name, slot in self.pager.elsewhere([parameter]):
-                on_disk = self.pager.region_of(parameter, name, slot) is not None
+            for _, _, slot, region in self.pager.elsewhere([parameter]):
                 found["paged_bytes"] += slot.nbytes * (place is not Place.PROCESSOR)
-                found["disk_state_bytes"] += slot.nbytes * on_disk
+                found["disk_state_bytes"] += slot.nbytes * (region is not None)
             if place is Place.PROCESSOR:
                 found["processor_bytes"] += parameter.nbytes
                 found["processor_streamed_bytes"] += parameter.nbytes * (layer_of(parameter) is not None)
@@ -223,7 +211,7 @@ class PagedOptimizer:
                         flight.fetch(number, part)
                     if number + 1 < len(parts):
                         with phase(f"update/{number + 1}"):
-                            flight.fetch_ahead(number + 1, parts[number + 1])
+                            flight.fetch(number + 1, parts[number + 1], ahead=True)
                     with phase(f"update/{number}"):
                         flight.wait(number)
                         update(part)
@@ -243,8 +231,7 @@ class PagedOptimizer:
             layer.home.settle()
 
     def _place_of(self, parameter: Any) -> Place:
-        found: Place = self._places.get(parameter, Place.PAGED)
-        return found
+        return self._places.get(parameter, Place.PAGED)
 
     def _is_on_processor(self, parameter: Any) -> bool:
         return self._place_of(parameter) is Place.PROCESSOR
@@ -296,7 +283,6 @@ class PagedOptimizer:
         self.pager.looked()
 
     def _arrange(self, optimizer: Any) -> tuple[list[tuple[Place, Parameters]], int]:
-        """The parts of all parameters, and the host memory that the processor needs for copies."""
         parameters = parameters_of(optimizer)
         numbers: dict[int, int] = {}
         layers = [
@@ -345,13 +331,8 @@ def _is_on_disk(parameter: Any) -> bool:
     return layer is not None and layer.is_on_disk
 
 
-def commit(optimizer: Any, label: int) -> None:
-    """Let the state of an optimizer, as it is now, be what is on disk after any end of this process, bit by bit.
-
-    `label` is a number of your own, such as that of the step: save the parameters under it first. Until the next commit
-    the disk holds both this state and the one that is worked with. `stalloc.committed(folder)` gives it back. Raises
-    BadInputError if the optimizer has no state on disk, DiskError if it cannot be written: the commit before stays.
-    """
+def commit_state(optimizer: Any, label: int) -> None:
+    """See `stalloc.commit`."""
     paged = paged_optimizer(optimizer)
     if paged is None or paged.disk is None:
         raise BadInputError('this optimizer keeps no state on a disk: page it with disk="FOLDER:SIZE".')
@@ -405,8 +386,6 @@ def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, val
 
 def _let_dispatch(kind: type) -> None:
     """Make the class of an optimizer check, for each of its optimizers, whether that one's step is paged."""
-    if kind in _dispatched:
-        return
     own = own_step(kind)
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -418,4 +397,3 @@ def _let_dispatch(kind: type) -> None:
     hooked = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked, hooked.stalloc_own = True, own
     kind.step = hooked  # type: ignore[attr-defined]
-    _dispatched.add(kind)

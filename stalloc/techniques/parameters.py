@@ -34,8 +34,7 @@ def own_step(kind: type) -> Callable[..., Any]:
     step: Any = getattr(kind.step, "stalloc_own", kind.step)  # type: ignore[attr-defined]
     while getattr(step, "hooked", False):
         step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
+    return step
 
 
 def why_not_one_by_one(optimizer: Any) -> str:
@@ -81,7 +80,6 @@ class GradientWatcher(Protocol):
 
 
 def watch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
-    """Tell `watcher` of one parameter from here on."""
     if not isinstance(vars(torch.Tensor).get("grad"), _WatchedGradient):
         torch.Tensor.grad = _WatchedGradient()
         for kind in (torch.optim.Optimizer, torch.nn.Module):
@@ -97,8 +95,7 @@ def unwatch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that torch holds itself, without telling the watcher."""
-    found: torch.Tensor | None = _own_grad.__get__(parameter)
-    return found
+    return _own_grad.__get__(parameter)
 
 
 def set_own_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -133,8 +130,7 @@ class _WatchedGradient:
 
 
 def _of(tensor: torch.Tensor) -> list[GradientWatcher]:
-    found: list[GradientWatcher] = list(_watchers.get(tensor, ())) if _watchers else []
-    return found
+    return list(_watchers.get(tensor, ())) if _watchers else []
 
 
 def _let_zero(kind: Any) -> None:

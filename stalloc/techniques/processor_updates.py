@@ -1,24 +1,310 @@
-"""Updates by the processor: gradients come to the host, where the optimizer's own code updates copies of parameters.
+"""Updates by the processor, of parameters whose gradients leave for the host as backward makes them.
 
-Contract: each update begins with the values that a parameter has on the device, whoever changed them, and ends with the
-new ones there; state lies in host memory only. Arithmetic is that of torch's fused Adam for processors, whose results
-differ from the device's by rounding. (Ren et al., ZeRO-Offload, 2021, section 4; their one-step delayed update is left
-out, since it changes what is computed.) A virtual GPU has no values: the step is made on tensors of device "meta".
+Contract: a program finds the gradients that it would find without this, to the last bit: one that it reads is on the
+device again first. What is accumulated is added in the host, in the same order. A gradient stays on the device where it
+is differentiated or is no plain dense tensor, where the host has no room, as long as somebody may hold it who read it,
+and in a step after one in which the program read any. Two are on their way at once, so that one is copied while the
+next is computed. Each update, by the optimizer's own code, begins with the values that a parameter has on the device,
+whoever changed them, and ends with the new ones there; state lies in host memory only. Arithmetic is that of torch's
+fused Adam for processors, whose results differ from the device's by rounding. A virtual GPU has no values: the step is
+made on tensors of device "meta". (Pudipeddi et al., L2L, 2020, section 3; Ren et al., ZeRO-Offload, 2021, section 4,
+whose one-step delayed update is left out, since it changes what is computed.)
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-from stalloc.techniques.host_gradients import HostGradients
-from stalloc.techniques.host_store import HostStore, dense_strides, has_values
-from stalloc.techniques.parameters import Parameters, own_gradient, own_step
+from stalloc.techniques.host_store import HostSlots, HostStore, dense_strides, has_values
+from stalloc.techniques.parameters import (
+    Parameters,
+    has_gradient,
+    own_gradient,
+    own_step,
+    parameters_of,
+    set_own_gradient,
+    unwatch_gradient,
+    watch_gradient,
+)
 from stalloc.techniques.parts import aligned
-from stalloc.techniques.streamed_layers import device_of, layer_of
-from stalloc.techniques.transfers import DeviceTransfers
+from stalloc.techniques.streamed_layers import device_of, layer_of, put_gradient
+from stalloc.techniques.transfers import DeviceTransfers, phase, threads_at
+
+
+class HostGradients:
+    """As in `Tier` and `GradientWatcher`. Invariant: the gradient of a parameter in `_held` is what its slot will have
+    when the work that is named there is done, plus the parameter's own, which backward has made since."""
+
+    def __init__(
+        self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """`goes` tells whether a parameter's gradient leaves; `stays`, whether it is used in the host."""
+        self._store, self._goes, self._stays = store, goes, stays
+        self._slots: Any = WeakIdKeyDictionary()  # parameter -> its place in the host
+        self._held: Any = WeakIdKeyDictionary()  # parameter -> list of work in the host that is to be waited for
+        self._lent: Any = WeakIdKeyDictionary()  # parameter -> count of changes of its gradient, which a part brought
+        self._seen: Any = WeakIdKeyDictionary()  # parameters whose gradient the program has read
+        self._hooks: Any = WeakIdKeyDictionary()
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._backward = -1  # the number of the last backward pass in which any left
+        self._lock = threading.RLock()  # backward passes of the processor and of the device have a thread each
+        self._was_read = self._is_read = self._is_unseen = self._is_over = False
+        self._left: Any = None  # event after the last copy to the host
+        self._brought: Any = None  # and after the last from there
+        self._adding: deque[Future[None]] = deque()
+        self._transfers = DeviceTransfers()
+        self._rooms = HostSlots(store, lambda: None, pinned=True)  # for what is added to a gradient in the host
+        self._thread: ThreadPoolExecutor | None = None
+
+    def watch(self, optimizer: Any) -> None:
+        """Let the gradients of its parameters leave, including parameters that were added, or made trainable, since."""
+        for one in parameters_of(optimizer):
+            if one.requires_grad and one.is_leaf and one not in self._hooks:
+                self._hooks[one] = one.register_post_accumulate_grad_hook(self._came)
+                watch_gradient(one, self)
+
+    def undo(self) -> None:
+        self.forget()
+        self.bring(list(self._held))()
+        for parameter, hook in list(self._hooks.items()):
+            hook.remove()
+            unwatch_gradient(parameter, self)
+
+    def forget(self) -> None:
+        """The optimizer is gone: gradients no longer leave, and those that have left come back when somebody asks."""
+        self._is_over = True
+        self._give_room_back()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """A context in which reads of gradients are stalloc's own, not the program's."""
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            yield
+        finally:
+            self._is_unseen = before
+
+    def about_to_step(self, optimizer: Any) -> None:
+        """Gradients that others hold come back, and what the program has read since the last step decides the next."""
+        self.watch(optimizer)
+        self._was_read, self._is_read = self._is_read, False
+        if self._was_read:
+            self._give_room_back()
+        with self.unseen():
+            for one in parameters_of(optimizer):
+                if not self.holds(one) and own_gradient(one) is None and has_gradient(one):
+                    _ = one.grad
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._held
+
+    def about_to_read(self, parameter: torch.Tensor) -> None:
+        if self._is_unseen:
+            return
+        with self._lock:
+            if parameter in self._held or own_gradient(parameter) is not None:
+                self._is_read = self._seen[parameter] = True
+            self.bring([parameter])()
+
+    def about_to_set(self, parameter: torch.Tensor) -> None:
+        self._seen.pop(parameter, None)
+        self.drop(parameter)
+
+    def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
+        if parameter not in self._held:
+            return
+        if set_to_none:
+            self.drop(parameter)
+        elif has_values(device_of(parameter)):
+            slot = self.in_host(parameter)
+            if self._brought is not None:
+                self._brought.synchronize()
+            slot.zero_()
+
+    def in_host(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A gradient held in host memory; the processor waits until it is whole."""
+        slot: torch.Tensor = self._slots[parameter]
+        self._work_done(parameter)
+        for copies in self._transfers.values():
+            copies.settle()
+        return slot
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        if parameter in self._held:
+            self._work_done(parameter)
+            self._held.pop(parameter, None)
+
+    def send(self, parameter: torch.Tensor) -> bool:
+        """Begin to take the parameter's own gradient away, onto what is held; False where there is no room."""
+        gradient = own_gradient(parameter)
+        assert gradient is not None
+        room = None
+        if parameter not in self._held:
+            target = self._slot_for(parameter, gradient)
+        elif gradient.is_cuda:
+            while len(self._adding) > 1:  # so two rooms are enough
+                self._adding.popleft().result()
+            room = target = self._rooms.take(gradient.nbytes)
+            if room is not None:
+                target = room[: gradient.nbytes].view(gradient.dtype).as_strided(gradient.shape, gradient.stride())
+        else:
+            self.in_host(parameter).add_(gradient)
+            set_own_gradient(parameter, None)
+            return True
+        if target is None:
+            return False
+        self._leave(most=1)
+        with phase("backward"):
+            event = self._left = self._transfers[gradient.device].to_host([(target, gradient)])
+        self._leaving.append((gradient, event))
+        number = torch._C._current_graph_task_id()
+        if number not in (-1, self._backward):
+            self._backward = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+        set_own_gradient(parameter, None)
+        if room is None:
+            self._held[parameter] = []
+        else:
+            slot, rooms, computes = self._slots[parameter], self._rooms, has_values(device_of(parameter))
+
+            def add() -> None:
+                if computes:
+                    slot.add_(target)
+                rooms.give_back(room)
+
+            self._adding.append(self._after_copies(gradient.device, add))
+            self._held[parameter].append(self._adding[-1])
+        return True
+
+    def use(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> "Future[None] | None":
+        """Take the parameter's own gradient away for good, for an update in another thread when it is in the host. None
+        where it cannot go."""
+        gradient = own_gradient(parameter)
+        with self._lock:
+            if gradient is None or not self._can_go(parameter, gradient) or not self.send(parameter):
+                return None
+            del self._held[parameter]
+            slot = self._slots[parameter]
+            return self._after_copies(gradient.device, lambda: update(slot))
+
+    def bring(self, part: Parameters) -> Callable[[], None]:
+        """Begin to bring held gradients to the device; the function returned makes them the parameters' own."""
+        wanted = [one for one in part if one in self._held]
+        if not wanted:
+            return lambda: None
+        self._leave()
+        for one in wanted:
+            self._work_done(one)
+        here = [torch.empty_like(self._slots[one], device=device_of(one)) for one in wanted]
+        transfers = self._transfers[here[0].device]
+        transfers.wait(self._left)
+        pairs = [(it, self._slots[one]) for it, one in zip(here, wanted, strict=True)]
+        arrived = self._brought = transfers.to_device(pairs)
+
+        def put() -> None:
+            transfers.wait(arrived)
+            while wanted:
+                one, gradient = wanted.pop(), here.pop()
+                new = own_gradient(one)
+                if new is not None:
+                    with torch.no_grad() if not new.requires_grad else torch.enable_grad():
+                        gradient = gradient + new if new.requires_grad else gradient.add_(new)
+                self._held.pop(one, None)
+                put_gradient(one, gradient)
+
+        return put
+
+    def bytes_of(self, part: Parameters) -> int:
+        return sum(aligned(self._slots[one].nbytes) for one in part if one in self._held and not self._stays(one))
+
+    def fetch(self, part: Parameters) -> Callable[[], None]:
+        wanted = [one for one in part if one in self._held and not self._stays(one)]
+        put = self.bring(wanted)
+
+        def arrived() -> None:
+            put()
+            for one in wanted:
+                gradient = own_gradient(one)
+                self._lent[one] = -1 if gradient is None else gradient._version
+            wanted.clear()
+
+        return arrived
+
+    def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
+        """As in `Tier`: what the optimizer has not changed is in the host yet."""
+        for one in part:
+            version, gradient = self._lent.pop(one, None), own_gradient(one)
+            if version is None or gradient is None:
+                continue
+            if version != gradient._version:
+                self.send(one)
+            else:
+                set_own_gradient(one, None)
+                self._held[one] = []
+        return 0, self._leave
+
+    def _came(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            gradient = own_gradient(parameter)
+            if gradient is None:  # somebody who heard of it first has taken it
+                return
+            if not (self._goes(parameter) and self._can_go(parameter, gradient) and self.send(parameter)):
+                self.bring([parameter])()
+
+    def _can_go(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        return (
+            not (self._is_over or self._was_read)
+            and parameter not in self._seen
+            and type(gradient) is torch.Tensor
+            and gradient.layout == torch.strided
+            and not gradient.requires_grad
+            and gradient.dtype == parameter.dtype
+            and gradient.stride() == dense_strides(parameter)  # as the processor's updates go through them
+        )
+
+    def _slot_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        slot: torch.Tensor | None = self._slots.pop(parameter, None)
+        if slot is None or slot.shape != gradient.shape or slot.dtype != gradient.dtype:
+            del slot  # its room goes first
+            slot = next(iter(self._store.take_like([gradient], pinned=gradient.is_cuda) or ()), None)
+        if slot is not None:
+            self._slots[parameter] = slot
+        return slot
+
+    def _after_copies(self, device: torch.device, work: Callable[[], None]) -> "Future[None]":
+        event = self._left
+
+        def work_then() -> None:
+            if event is not None:
+                event.synchronize()
+            work()
+
+        self._thread = self._thread or threads_at(device, 1, "stalloc-gradients")
+        return self._thread.submit(work_then)
+
+    def _work_done(self, parameter: torch.Tensor) -> None:
+        for one in self._held.get(parameter, ()):
+            one.result()
+        if parameter in self._held:
+            self._held[parameter] = []
+
+    def _leave(self, most: int = 0) -> None:
+        """Free device memory that was copied, except for the last gradients, which may still be on their way."""
+        while len(self._leaving) > most:
+            gradient, event = self._leaving.popleft()
+            self._transfers[gradient.device].wait(event)
+
+    def _give_room_back(self) -> None:
+        self._slots = WeakIdKeyDictionary({one: slot for one, slot in self._slots.items() if one in self._held})
+        self._rooms = HostSlots(self._store, lambda: None, pinned=True)
+
 
 _OPTIONS = ("fused", "foreach")  # of a group, which depend on the device
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives a fused optimizer

@@ -190,7 +190,6 @@ class _Activation(HostCopy):
             self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
 
     def arrive(self, transfers: Transfers) -> torch.UntypedStorage:
-        """Its memory on the device; the program's stream waits for it."""
         assert self.here is not None
         if self._brought_on is None:
             return self.here

@@ -18,7 +18,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from os import PathLike
 from types import MethodType
 from typing import Any
@@ -32,17 +32,15 @@ from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.shard_settings import Layout, ShardWay
 
 _LAST_MOMENT_SECONDS = 0.2  # of a busy machine, in which a thread that waits for a core gets one
+_making: list[bool] = []  # while an optimizer is being divided
 
 
 def recompute_whole_blocks() -> None:
     """Recompute every repeated block of the models of this program; to be called before they are sharded."""
-    from stalloc.techniques.block_tape import BlockTape, keeps_nothing
+    from stalloc.techniques.block_tape import keeps_nothing
     from stalloc.techniques.recompute import wrap
 
-    def appeared(_: int, blocks: list[Block], __: Any) -> None:
-        wrap(blocks, [keeps_nothing] * len(blocks), BlockTape)
-
-    when_models_appear(appeared)
+    when_models_appear(lambda _, blocks, __: wrap(blocks, [keeps_nothing] * len(blocks)))
 
 
 def shard_program(way: ShardWay) -> None:
@@ -69,7 +67,9 @@ class Sharding:
         when_models_appear(self._appeared)
 
     def _made(self, optimizer: Any) -> None:
-        if not _is_own(optimizer) or any(optimizer is one for one in self._optimizers):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        if _making or isinstance(optimizer, ZeroRedundancyOptimizer) or optimizer in self._optimizers:
             return
         if self._is_done:
             raise SetupError("an optimizer was made after the first call of its model: make it before, to be sharded.")
@@ -88,15 +88,25 @@ class Sharding:
         with torch.no_grad():  # every rank begins with the parameters and buffers of the first
             for one in (*model.parameters(), *model.buffers()):
                 dist.broadcast(one, 0)
-        if self.layout.executor == "ddp":
-            self._replicate(model, device)
-        else:
+        if self.layout.executor != "ddp":
             self._shard(model, blocks, device)
+            return
+        from torch.distributed._composable import replicate
+
+        replicate(model, gradient_as_bucket_view=True, device_id=device)
+        replicate.state(model).lazy_init()
+        if self.layout.state > 1:
+            group = _group(self.layout, self.num_ranks)
+            for optimizer in self._optimizers:
+                _divide(optimizer, group, [dict(one) for one in optimizer.param_groups])
 
     def _shard(self, model: Any, blocks: list[Block], device: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        layout, mesh = self.layout, _mesh(self.layout, self.num_ranks, device.type)
+        layout, groups = self.layout, self.num_ranks // self.layout.gradients
+        shape = (groups, layout.gradients) if groups > 1 else (self.num_ranks,)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard") if groups > 1 else None)
         names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
         former = {name: weakref.ref(one) for name, one in model.named_parameters()}
         for block in units_within(model, blocks):
@@ -109,7 +119,9 @@ class Sharding:
             for group in optimizer.param_groups:
                 group["params"] = [parts[names[id(one)]] if id(one) in names else one for one in group["params"]]
         del names
-        _keep_whole(model, self._optimizers)
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update(_whole(dict(state))))
+        for optimizer in self._optimizers:
+            optimizer.register_state_dict_post_hook(lambda _, state: _whole(state))
         if layout.divides_optimizer:
             group = _group(layout, self.num_ranks)
             for optimizer in self._optimizers:
@@ -120,16 +132,6 @@ class Sharding:
                 f"the program itself holds on to {still[0]}, of its {len(former)} parameters, from before they were "
                 "sharded: let it ask model.parameters() anew where it uses them, as in clip_grad_norm_."
             )
-
-    def _replicate(self, model: Any, device: Any) -> None:
-        from torch.distributed._composable import replicate
-
-        replicate(model, gradient_as_bucket_view=True, device_id=device)
-        replicate.state(model).lazy_init()
-        if self.layout.state > 1:
-            group = _group(self.layout, self.num_ranks)
-            for optimizer in self._optimizers:
-                _divide(optimizer, group, [dict(one) for one in optimizer.param_groups])
 
 
 def _leave_job() -> None:
@@ -145,24 +147,6 @@ def units_within(model: Any, blocks: list[Block]) -> list[Block]:
     """The blocks that are modules of the model, as FSDP2 needs; rows of layers that it was cut into are not."""
     modules = {id(one) for one in model.modules()}
     return [block for block in blocks if id(block.module) in modules]
-
-
-def _is_own(optimizer: Any) -> bool:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return not isinstance(optimizer, ZeroRedundancyOptimizer) and not _making
-
-
-_making: list[bool] = []  # while an optimizer is being divided
-
-
-def _mesh(layout: Layout, num_ranks: int, device_type: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if layout.gradients == num_ranks:
-        return init_device_mesh(device_type, (num_ranks,))
-    shape = (num_ranks // layout.gradients, layout.gradients)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _group(layout: Layout, num_ranks: int) -> Any:
@@ -247,13 +231,8 @@ def _divide(optimizer: Any, group: Any, groups: list[dict[str, Any]]) -> Any:
     return divided
 
 
-def _keep_whole(model: Any, optimizers: Iterable[Any]) -> None:
-    model.register_state_dict_post_hook(lambda _, state, *__: state.update(_whole(dict(state))))
-    for one in optimizers:
-        one.register_state_dict_post_hook(lambda _, state: _whole(state))
-
-
 def _whole(state: Any) -> Any:
+    """The state of a model in shards, or of its optimizer, with whole tensors."""
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_map_only
 

@@ -21,6 +21,23 @@ from stalloc.techniques.parts import Place, aligned
 from stalloc.techniques.streamed_layers import device_of
 from stalloc.techniques.transfers import DeviceTransfers
 
+LEAST_BYTES = 4096  #: smaller tensors of state, such as the count of steps, stay where they are
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Named = tuple[torch.Tensor, str, torch.Tensor]
+"""A parameter, the name of a tensor of its state, and that tensor."""
+_InRegion = tuple[torch.Tensor, str, torch.Tensor, Region]
+
+
+def _watched(name: str) -> Any:
+    own = getattr(defaultdict, name)
+
+    def look_and_call(self: Any, *args: Any) -> Any:
+        self.look()
+        return own(self, *args)
+
+    return look_and_call
+
 
 class WatchedState(defaultdict[Any, Any]):
     """An optimizer's state that, before anybody but the step reads it, waits for what is on its way to the host. A
@@ -39,85 +56,56 @@ class WatchedState(defaultdict[Any, Any]):
         finally:
             self._watched = before
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Somebody reads it, or is about to change it."""
         if self._watched:
             self._pager.looked()
 
-    def __getitem__(self, key: Any) -> Any:
-        self._look()
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._look()
-        return super().get(key, default)
-
-    def values(self) -> Any:
-        self._look()
-        return super().values()
-
-    def items(self) -> Any:
-        self._look()
-        return super().items()
+    __getitem__, get, values, items = map(_watched, ("__getitem__", "get", "values", "items"))
 
     def __reduce__(self) -> Any:
         found = {key: self._pager.of_device(key, values) for key, values in self.items()}
         return defaultdict, (dict, found)
 
 
-Named = tuple[torch.Tensor, str, torch.Tensor]
-"""A parameter, the name of a tensor of its state, and that tensor."""
-
-
 class StateSlots:
-    """The slots of one optimizer's state, by parameter and name."""
+    """The slots of an optimizer's state, by parameter and name: tensors of the host, or mapped from a region of a file.
+    A tensor keeps its slot as long as its shape and type stay."""
 
     def __init__(self, store: HostStore, disk: DiskStore | None) -> None:
         self._store, self._disk = store, disk
-        self._slots: Any = WeakIdKeyDictionary()  # parameter -> tensors of the host, or mapped from the file, by name
-        self._regions: Any = WeakIdKeyDictionary()  # parameter -> where in the file those are that lie there, by name
+        self._slots: Any = WeakIdKeyDictionary()  # parameter -> by name
 
-    def of(self, parameter: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._slots.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
-        return found
+    def of(self, parameter: Any) -> dict[str, tuple[torch.Tensor, Region | None]]:
+        return self._slots.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
 
-    def region(self, parameter: torch.Tensor, name: str) -> Region | None:
-        """Where in the file a slot is; None for one in host memory."""
-        found: Region | None = self._regions.get(parameter, {}).get(name)
-        return found
+    def get(self, parameter: torch.Tensor, name: str) -> tuple[torch.Tensor | None, Region | None]:
+        return self.of(parameter).get(name, (None, None))
 
     def make(self, wanted: list[Named], device: torch.device, *, to_disk: bool) -> None:
+        """Make slots for tensors that have none: for all of these, or for none."""
         lacking = []
         for parameter, name, tensor in wanted:
-            slot = self.of(parameter).get(name)
+            slot, _ = self.get(parameter, name)
             if slot is None or slot.shape != tensor.shape or slot.dtype != tensor.dtype:
                 self.of(parameter).pop(name, None)
-                self._regions.get(parameter, {}).pop(name, None)
                 lacking.append((parameter, name, tensor))
         if not lacking:
             return
         tensors = [tensor for _, _, tensor in lacking]
         slots = self._store.take_like(tensors, pinned=device.type == "cuda")
-        for (parameter, name, _), slot in zip(lacking, slots or (), strict=False):
-            self._slots.setdefault(parameter, {})[name] = slot
+        for (parameter, name, _), made in zip(lacking, slots or (), strict=False):
+            self._slots.setdefault(parameter, {})[name] = made, None
         if slots is None and to_disk and self._disk is not None:
             regions = self._disk.take([tensor.nbytes for tensor in tensors])
-            for (parameter, name, tensor), region in zip(lacking, regions or (), strict=False):
-                self._regions.setdefault(parameter, {})[name] = region
-                self.map(parameter, name, tensor)
+            for one, region in zip(lacking, regions or (), strict=False):
+                self.map(*one, region)
 
-    def map(self, parameter: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Let a slot in the file show what is written there now."""
+    def map(self, parameter: torch.Tensor, name: str, like: torch.Tensor, region: Region) -> torch.Tensor:
         assert self._disk is not None
-        slot = viewed(self._disk.memory(self._regions[parameter][name]), like)
-        self._slots.setdefault(parameter, {})[name] = slot
+        slot = viewed(self._disk.memory(region), like)
+        self._slots.setdefault(parameter, {})[name] = slot, region
         return slot
-
-    def in_file(self) -> list[torch.Tensor]:
-        return list(self._regions)
-
-
-LEAST_BYTES = 4096  #: smaller tensors of state, such as the count of steps, stay where they are
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class StatePager:
@@ -183,11 +171,11 @@ class StatePager:
             name: value for name, value in values.items()
             if isinstance(value, torch.Tensor) and (name != "step" or self._has_step_on_device)
         }  # fmt: skip
-        hosted = {name: slot for name, slot in slots.items() if values.get(name) is slot}
+        hosted = {name: slot for name, (slot, _) in slots.items() if values.get(name) is slot}
         return {**values, **{name: value.to(device) for name, value in (small | hosted).items()}}
 
     def bytes_of(self, part: Parameters) -> int:
-        return sum(aligned(slot.nbytes) for _, _, slot in self.elsewhere(self._used_on_device(part)))
+        return sum(aligned(slot.nbytes) for _, _, slot, _ in self.elsewhere(self._used_on_device(part)))
 
     def fetch(self, part: Parameters) -> Callable[[], None]:
         return self._bring(self._used_on_device(part))
@@ -206,7 +194,7 @@ class StatePager:
             wanted = [(one, name, value) for one in new for name, value in new[one].items() if is_large(value)]
             self._slots.make(wanted, device_of(part[0]), to_disk=False)
             for one, name, _ in wanted:
-                slot = self._slots.of(one).get(name)
+                slot, _ = self._slots.get(one, name)
                 if slot is None:
                     return False
                 if has_values(device_of(one)):
@@ -215,10 +203,8 @@ class StatePager:
             for one, values in new.items():
                 small = {name for name, value in values.items() if isinstance(value, torch.Tensor) and value.is_meta}
                 self.state[one] = values | {name: torch.zeros_like(values[name], device="cpu") for name in small}
-            lies_well = all(
-                self._slots.region(one, name) is None and slot.stride() == dense_strides(one)
-                for one, name, slot in self.elsewhere(part)
-            )
+            found = self.elsewhere(part)
+            lies_well = all(region is None and slot.stride() == dense_strides(one) for one, _, slot, region in found)
             return lies_well and not any(True for _ in self._large(part))
 
     def about_to_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -248,11 +234,11 @@ class StatePager:
                 if place is not Place.DEVICE:
                     device = device_of(parameter)
                     self._slots.make([(parameter, name, wanted)], device, to_disk=place is Place.PAGED)
-                slot = self._slots.of(parameter).get(name)
+                slot, region = self._slots.get(parameter, name)
                 if place is Place.DEVICE or slot is None:
                     self.state[parameter][name] = value.to(dtype=kind, device=device_of(parameter))
-                elif self._slots.region(parameter, name) is not None:
-                    self._write([(parameter, name, value.to(dtype=kind, copy=True))])()
+                elif region is not None:
+                    self._write([(parameter, name, value.to(dtype=kind, copy=True), region)])()
                 else:
                     slot.copy_(value)
                     self.state[parameter][name] = slot
@@ -260,19 +246,22 @@ class StatePager:
 
     def put_down(self) -> None:
         """Write to the file the state that somebody may have changed in memory."""
-        for parameter in self._slots.in_file():
+        for parameter in self._known():
             if self._stored.get(parameter) != self._looks:
-                self._write([one for one in self.elsewhere([parameter]) if self._slots.region(*one[:2]) is not None])()
+                self._write([(*one, region) for *one, region in self.elsewhere([parameter]) if region is not None])()
 
     def region_of(self, parameter: torch.Tensor, name: str, value: Any) -> Region | None:
-        return self._slots.region(parameter, name) if self._slots.of(parameter).get(name) is value else None
+        """Where a tensor of state lies in the file, if it does."""
+        slot, region = self._slots.get(parameter, name)
+        return region if slot is value else None
 
-    def elsewhere(self, part: Parameters) -> Iterator[Named]:
+    def elsewhere(self, part: Parameters) -> Iterator[tuple[torch.Tensor, str, torch.Tensor, Region | None]]:
+        """State of some parameters that is not on the device: parameter, name, tensor, and its region if it has one."""
         with self.state.unwatched():
             for parameter in part:
-                for name, slot in self._slots.of(parameter).items():
+                for name, (slot, region) in self._slots.of(parameter).items():
                     if self.state.get(parameter, {}).get(name) is slot:
-                        yield parameter, name, slot
+                        yield parameter, name, slot, region
 
     def _known(self) -> Parameters:
         return [one for one in self.state if isinstance(one, torch.Tensor)]
@@ -280,10 +269,9 @@ class StatePager:
     def _bring(self, part: Parameters) -> Callable[[], None]:
         pairs, reads = [], []
         with self.state.unwatched():
-            for parameter, name, slot in list(self.elsewhere(part)):
+            for parameter, name, slot, region in list(self.elsewhere(part)):
                 here = torch.empty_like(slot, device=device_of(parameter))
                 self.state[parameter][name] = here
-                region = self._slots.region(parameter, name)
                 if region is None or self._stored.get(parameter) != self._looks:
                     pairs.append((here, slot))
                 else:
@@ -301,28 +289,24 @@ class StatePager:
         return wait
 
     def _take_away(self, part: Parameters, *, to_disk: bool = True) -> tuple[int, Callable[[], None]]:
-        leaving: list[torch.Tensor] = []
-        slots: list[torch.Tensor] = []
-        written: list[Named] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        written: list[_InRegion] = []
         with self.state.unwatched():
             found = list(self._large(part))
             if found:
                 self._slots.make(found, found[0][2].device, to_disk=to_disk)
             for parameter, name, tensor in found:
-                slot = self._slots.of(parameter).get(name)
-                if slot is not None and self._slots.region(parameter, name) is not None:
-                    written.append((parameter, name, tensor))
+                slot, region = self._slots.get(parameter, name)
+                if region is not None:
+                    written.append((parameter, name, tensor, region))
                 elif slot is not None:
                     self.state[parameter][name] = slot
-                    leaving.append(tensor)
-                    slots.append(slot)
-        if not leaving and not written:
+                    pairs.append((slot, tensor))
+        if not pairs and not written:
             return 0, lambda: None
         transfers = self._transfers[device_of(part[0])]
-        stored = transfers.to_host(list(zip(slots, leaving, strict=True))) if leaving else None
-        wrote = self._write(written)
-        leaving += [tensor for *_, tensor in written]
-        written.clear()
+        stored, wrote = transfers.to_host(pairs) if pairs else None, self._write(written)
+        leaving = [tensor for _, tensor in pairs] + [tensor for *_, tensor, _ in written]
         size_bytes = sum(aligned(one.nbytes) for one in leaving)
 
         def let_go() -> None:
@@ -334,16 +318,15 @@ class StatePager:
 
         return size_bytes, let_go
 
-    def _write(self, written: list[Named]) -> Callable[[], None]:
+    def _write(self, written: list[_InRegion]) -> Callable[[], None]:
         """Begin to write tensors to their regions; the state then has them mapped from the file."""
         if self._disk is None or not written:
             return _nothing
-        regions = [self._slots.region(parameter, name) for parameter, name, _ in written]
-        tensors = [(tensor, region) for (*_, tensor), region in zip(written, regions, strict=True) if region]
+        tensors = [(tensor, region) for *_, tensor, region in written]
         copied = self._disk.write(tensors, self._transfers[device_of(written[0][0])])
         with self.state.unwatched():
-            for parameter, name, tensor in written:
-                self.state[parameter][name] = self._slots.map(parameter, name, tensor)
+            for parameter, name, tensor, region in written:
+                self.state[parameter][name] = self._slots.map(parameter, name, tensor, region)
                 self._stored[parameter] = self._looks
         return copied
 
@@ -352,9 +335,9 @@ class StatePager:
 
     def _large(self, part: Parameters) -> Iterator[Named]:
         for parameter in part:
-            slots = self._slots.of(parameter)
             for name, value in self.state.get(parameter, {}).items():
-                if is_large(value) and value is not slots.get(name) and value.device == device_of(parameter):
+                is_slot = value is self._slots.get(parameter, name)[0]
+                if is_large(value) and not is_slot and value.device == device_of(parameter):
                     yield parameter, name, value
 
 

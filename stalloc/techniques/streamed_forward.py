@@ -11,6 +11,7 @@ them around the whole model would: what a block makes of each, and gradients tha
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import weakref
@@ -55,7 +56,6 @@ class Streaming:
 
     @property
     def layers(self) -> list[StreamedLayer]:
-        """The streamed layers whose parameters the program still has."""
         return [layer for one in self._layers if (layer := one()) is not None]
 
     def undo(self) -> None:
@@ -156,22 +156,17 @@ class _Call:
 
     def made(self, results: Any) -> None:
         for tensor in _with_gradients(results):
-            setattr(tensor, _CONSUMERS, self._tell_of(tensor))
+            consumers: list[_Call] = []  # which the tensor is given to, and which are told first
+            tensor.register_hook(functools.partial(self._begin, consumers))
+            setattr(tensor, _CONSUMERS, consumers)
 
-    def _tell_of(self, tensor: torch.Tensor) -> "list[_Call]":
-        """Tell this call of the gradient of a tensor that it made, after the calls that the tensor is given to."""
-        consumers: list[_Call] = []
-
-        def begin(_: torch.Tensor) -> None:
-            for one in consumers:
-                one.done()
-            number = torch._C._current_graph_task_id()
-            if self._backward != number:
-                self._backward = number
-                self._streaming.backward_begins(self)
-
-        tensor.register_hook(begin)
-        return consumers
+    def _begin(self, consumers: "list[_Call]", _: torch.Tensor) -> None:
+        for one in consumers:
+            one.done()
+        number = torch._C._current_graph_task_id()
+        if self._backward != number:
+            self._backward = number
+            self._streaming.backward_begins(self)
 
     def done(self) -> None:
         """Note that a tensor that it was given has its gradient, which need not have come through this call."""

@@ -29,14 +29,14 @@ from stalloc.techniques.transfers import Transfers
 _Lent = tuple[Parameters, Callable[[], None]]
 """Tensors, and a function that waits until they have their values."""
 _ON_HOST = Transfers(torch.device("cpu"))
+_HALVED_AFTER = 16  # uses of each expert, on average
 _HELD, _OF_FILE = 3 << 62, 1 << 61  # of a page in /proc/PID/pagemap: in memory or swapped out, still that of the file
 _layer_of: Any = WeakIdKeyDictionary()  # parameter -> its StreamedLayer
 
 
 def layer_of(parameter: torch.Tensor) -> "StreamedLayer | None":
     """The layer that a parameter is streamed with."""
-    found: StreamedLayer | None = _layer_of.get(parameter)
-    return found
+    return _layer_of.get(parameter)
 
 
 def device_of(parameter: torch.Tensor) -> torch.device:
@@ -109,8 +109,8 @@ class _DiskHome(Home):
 
     def fetch(self, here: Parameters) -> Callable[[], None]:
         self._write_changes()
-        found = self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
-        return found
+        self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
+        return self._fetched
 
     def store(self, here: Parameters) -> Callable[[], None]:
         # the memory of the device stays until all is in the file, so an error there loses nothing
@@ -223,7 +223,6 @@ class StreamedLayer:
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters that the program still has."""
         return [one for one, _, _ in self._placed()]
 
     @property
@@ -381,3 +380,70 @@ def layers_of(part: Parameters) -> list[StreamedLayer]:
     """The layers that some parameters are streamed with."""
     found = {id(layer): layer for one in part if (layer := layer_of(one)) is not None}
     return list(found.values())
+
+
+class ExpertCache:
+    """Modules of which a call uses few lie in host memory, and those used most on the device too. What is used least
+    goes first, where uses of long ago count less and less; of several the one that was used last, since layers come in
+    turn (Yu et al., MoESys, 2022, for inference). What goes is written back, whoever changed it. Invariant:
+    `here_bytes` is what those in `_here` take, at most `room_bytes`."""
+
+    def __init__(self, modules: list[Any], layers: list[StreamedLayer], room_bytes: int) -> None:
+        self.room_bytes, self.here_bytes, self.most_bytes = room_bytes, 0, 0
+        self.hits = self.misses = 0
+        self._layers = layers
+        self._here: dict[int, tuple[StreamedLayer, Any]] = {}  # by id, the last used last, with the stream it is for
+        self._uses = dict.fromkeys(map(id, layers), 0.0)
+        self._hooks = [
+            module.register_forward_pre_hook(functools.partial(self._about_to_call, layer), prepend=True)
+            for module, layer in zip(modules, layers, strict=True)
+        ]
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of calls so far whose expert was on the device, from 0 to 1."""
+        return self.hits / max(1, self.hits + self.misses)
+
+    def undo(self) -> None:
+        """Bring every expert back to the device, for good."""
+        for hook in self._hooks:
+            hook.remove()
+        self._here.clear()
+        for layer in self._layers:
+            layer.bring_home()
+
+    def _about_to_call(self, layer: StreamedLayer, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise StreamError(
+                f"{layer.name} is cached, and is called with gradients: call the model under torch.no_grad(), or "
+                "stream its layers."
+            )
+        on_gpu = layer.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise StreamError(f"{layer.name} is cached, and a CUDA graph would keep its place: capture none with it.")
+        stream = torch.cuda.current_stream(layer.device) if on_gpu else None
+        self._uses[id(layer)] += 1
+        if (self.hits + self.misses) % (_HALVED_AFTER * len(self._layers)) == 0:
+            self._uses = {one: count / 2 for one, count in self._uses.items()}
+        before = self._here.pop(id(layer), None)
+        if before is not None and before[1] == stream:
+            self.hits += 1
+            layer.adopt()
+        else:
+            self.misses += 1
+            if before is not None:  # its memory would be given away without asking this stream
+                self._send_away(*before)
+            while self._here and self.here_bytes + layer.size_bytes > self.room_bytes:
+                self._send_away(*self._here.pop(min(reversed(self._here), key=self._uses.__getitem__)))
+            layer.load()
+            layer.wait()
+            self.here_bytes += layer.size_bytes
+            self.most_bytes = max(self.most_bytes, self.here_bytes)
+        self._here[id(layer)] = layer, stream
+
+    def _send_away(self, layer: StreamedLayer, stream: Any) -> None:
+        with torch.cuda.stream(stream):  # that it arrived on, and was used on: the copy comes after both
+            layer.adopt()
+            layer.store()()
+        layer.home.settle()
+        self.here_bytes -= layer.size_bytes

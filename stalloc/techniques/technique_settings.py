@@ -128,8 +128,7 @@ def activations_from_json(told: Any) -> ActivationSettings:
     what = "what it keeps of activations in host memory"
     if not isinstance(told, dict) or "ratio" not in told:
         raise ValueError(f"{what} is damaged")
-    found: ActivationSettings = _fields_from_json(ActivationSettings, told, what)
-    return found
+    return _fields_from_json(ActivationSettings, told, what)
 
 
 def _fields_from_json(kind: Any, told: Any, what: str) -> Any:

@@ -105,7 +105,6 @@ class Tiers:
 
 
 def _check_can_step(optimizer: Any, *_: Any) -> None:
-    """Raise StreamError for an optimizer that would update parameters where they are not."""
     for layer in layers_of(parameters_of(optimizer) if paged_optimizer(optimizer) is None else [])[:1]:
         raise StreamError(
             f"{layer.name} is streamed, and {type(optimizer).__name__} is not known to update it a part at a time: do "

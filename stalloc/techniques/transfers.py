@@ -5,6 +5,7 @@ is let go only after `wait` has made the program's stream wait for it: at fixed 
 repeat, and never by record_stream. Each device has its two streams once. Without a GPU a copy is made at once.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from stalloc.techniques.link_turns import LinkTurns
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The tensor to write, and the tensor to read."""
 _streams: dict[int, tuple[Any, Any]] = {}
-_thread = threading.local()
+_IN_TURN = "stalloc-in-turn"  # begins the names of threads that make copies in turn
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class TransfersInTurn(Transfers):
         super().__init__(device)
         self._turns = turns
         ways = ("to-host", "to-device") if device.type == "cuda" else ()
-        self._threads = [threads_at(device, 1, f"stalloc-{way}", _begin_thread) for way in ways]
+        self._threads = [threads_at(device, 1, f"{_IN_TURN}-{way}") for way in ways]
 
     def wait(self, event: Any, stream: Any = None) -> None:
         if event is not None:
@@ -192,29 +193,17 @@ class DeviceTransfers(dict[torch.device, Transfers]):
                 torch.cuda.synchronize(device)
 
 
-def threads_at(
-    device: torch.device, number: int, name: str, begin: Callable[[], None] | None = None
-) -> ThreadPoolExecutor:
-    """So many threads whose current device is `device`; `begin` is called in each. A thread is at GPU 0 by default,
-    where leaving a stream of another one would put it back, and with it a context on a GPU that may be another
-    process's."""
+def is_copying() -> bool:
+    """Whether the calling thread makes copies in turn, so that it must not wait for any."""
+    return threading.current_thread().name.startswith(_IN_TURN)
+
+
+def threads_at(device: torch.device, number: int, name: str) -> ThreadPoolExecutor:
+    """So many threads whose current device is `device`. A thread is at GPU 0 by default, where leaving a stream of
+    another one would put it back, and with it a context on a GPU that may be another process's."""
     index = device.index
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()
 
-    def begin_at_device() -> None:
-        if index is not None:
-            torch.cuda.set_device(index)
-        if begin is not None:
-            begin()
-
-    return ThreadPoolExecutor(number, thread_name_prefix=name, initializer=begin_at_device)
-
-
-def _begin_thread() -> None:
-    _thread.makes_copies = True
-
-
-def is_copying() -> bool:
-    """Whether the calling thread makes copies in turn, so that it must not wait for any."""
-    return getattr(_thread, "makes_copies", False)
+    begin = None if index is None else functools.partial(torch.cuda.set_device, index)
+    return ThreadPoolExecutor(number, thread_name_prefix=name, initializer=begin)
