@@ -131,7 +131,8 @@ def chunked_cross_entropy(
 
     Raises BadInputError for shapes that do not fit, or another reduction.
     """
-    from torch.utils.checkpoint import checkpoint
+    from torch.nn import functional
+    from torch.utils.checkpoint import checkpoint as recomputed
 
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1:] != weight.shape[1:]:
         shapes = ", ".join(str(tuple(one.shape)) for one in (hidden, weight, targets))
@@ -139,20 +140,12 @@ def chunked_cross_entropy(
     if chunks < 1 or reduction not in ("mean", "sum"):
         raise BadInputError(f"chunks={chunks}, reduction={reduction!r} is not possible: give 1 or more, mean or sum.")
     rows, wanted = hidden.flatten(0, -2), targets.flatten()
-    total: Any = 0
-    for part, classes in zip(rows.chunk(chunks), wanted.chunk(chunks), strict=True):
-        total = total + checkpoint(
-            _sum_of_part, part, weight, bias, classes, ignore_index, label_smoothing, use_reentrant=False
-        )
+
+    def sum_of_part(part: "Tensor", classes: "Tensor") -> "Tensor":
+        logits = functional.linear(part, weight, bias).float()
+        options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
+        return functional.cross_entropy(logits, classes, **options)
+
+    parts = zip(rows.chunk(chunks), wanted.chunk(chunks), strict=True)
+    total: Any = sum(recomputed(sum_of_part, *part, use_reentrant=False) for part in parts)
     return total / (wanted != ignore_index).sum() if reduction == "mean" else total
-
-
-def _sum_of_part(
-    part: "Tensor", weight: "Tensor", bias: "Tensor | None", classes: "Tensor", ignore_index: int, smoothing: float
-) -> "Tensor":
-    from torch.nn import functional
-
-    logits = functional.linear(part, weight, bias).float()
-    return functional.cross_entropy(
-        logits, classes, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
-    )

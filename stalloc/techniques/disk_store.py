@@ -79,16 +79,11 @@ class Disk:
         self.threads = threads_at(device, DISK_THREADS, "stalloc-disk")
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What a file holds, as text for people."""
-
-    name: str
-    way_out: str
-
-
-STATE = Holding("the optimizer's state", "go on from what was committed last, with stalloc.committed()")
-PARAMETERS = Holding("parameters", "go on from what you saved last")
+STATE, PARAMETERS = "the optimizer's state", "parameters"  #: what a file may hold
+_WAYS_OUT = {
+    STATE: "go on from what was committed last, with stalloc.committed()",
+    PARAMETERS: "go on from what you saved last",
+}
 
 
 @dataclass(eq=False)
@@ -106,7 +101,7 @@ class Region:
 class DiskStore:
     """The file of one optimizer, or of one model's layers, in a folder that nobody else may use meanwhile."""
 
-    def __init__(self, folder: Path, disk: Disk, device: torch.device, holds: Holding = STATE) -> None:
+    def __init__(self, folder: Path, disk: Disk, device: torch.device, holds: str = STATE) -> None:
         """Raises BadInputError if the folder cannot be used."""
         self.chunk_bytes = disk.chunk_bytes
         self.room, self._disk, self._holds = disk.room, disk, holds
@@ -201,9 +196,7 @@ class DiskStore:
                 os.posix_fallocate(self.folder.mapped, self._end, total)
             except OSError as error:
                 self.room.give_back(total)
-                say(
-                    f"{self.folder.path} has no room for {human_bytes(total)} of {self._holds.name} ({error.strerror})."
-                )
+                say(f"{self.folder.path} has no room for {human_bytes(total)} of {self._holds} ({error.strerror}).")
                 return None
         taken = weakref.finalize(self, self.room.give_back, total)
         taken.atexit = False
@@ -269,7 +262,7 @@ class DiskStore:
     def _lost(self, error: OSError) -> DiskError:
         where = "" if self.folder is None else f" {self.folder.path}"
         return DiskError(
-            f"{self._holds.name} cannot be kept in{where} ({error.strerror or error}): {self._holds.way_out}."
+            f"{self._holds} cannot be kept in{where} ({error.strerror or error}): {_WAYS_OUT[self._holds]}."
         )
 
 

@@ -40,6 +40,7 @@ from stalloc.techniques.recompute import Checkpoint, in_transform, wrap
 from stalloc.techniques.repeated_blocks import Block, held_modules, is_compiled, is_leaf
 from stalloc.techniques.tensor_memory import (
     PackedTensor,
+    PackingContext,
     alias_of,
     let_go_of,
     may_be_kept_elsewhere,
@@ -64,10 +65,11 @@ class Evicted:
     seconds: float = 0.0  #: of recomputation and of copies, as if nothing else went on meanwhile
 
 
-class EvictableMemory:
+class EvictableMemory(PackingContext):
     """A context for all steps: what is saved in it may be evicted by `evict`."""
 
     def __init__(self, store: HostStore, rates: GpuRates, policy: Policy, device_type: str = "cuda") -> None:
+        super().__init__()
         self.evicted = Evicted()
         self.more: Callable[[torch.device, int], int] | None = None  #: lets go of what is not saved for backward
         self.rates, self.store = rates, store
@@ -78,18 +80,13 @@ class EvictableMemory:
         self._known: dict[tuple[int, int], ref[Saved]] = {}  # by memory and version
         self.went_from: WeakSet[Any] = WeakSet()  #: blocks of which, or of the program after which, something had to go
         self._uses = self._num_saved = 0
-        self._entered: list[saved_tensors_hooks] = []
         self._evicting = threading.Lock()  # threads of several devices may ask at once
         self._thread = 0  # that it was entered in, to which hooks on what is saved are bound
 
     def __enter__(self) -> "EvictableMemory":
         self._thread = threading.get_ident()
-        self._entered.append(saved_tensors_hooks(self.pack, PackedTensor.unpacked))
-        self._entered[-1].__enter__()
+        super().__enter__()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.pop().__exit__()
 
     def goes_from(self, block: Any) -> bool:
         """Whether a block that is about to run is to be made ready to be dropped: something of it had to go before.
@@ -103,9 +100,7 @@ class EvictableMemory:
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """What autograd is to hold of a tensor; its `memory` is a `Saved`, or None if it stays where it is."""
-        stays = not may_be_kept_elsewhere(tensor, self.device_type) or torch._C._current_graph_task_id() != -1
-        stays = stays or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-        saved = None if stays else self._saved(tensor)
+        saved = self._saved(tensor) if may_be_kept_elsewhere(tensor, self.device_type) else None
         return PackedTensor(self.needed, saved, tensor, None if saved is None else saved.alias_of(tensor))
 
     def _saved(self, tensor: torch.Tensor) -> "Saved":

@@ -32,11 +32,8 @@ from stalloc.techniques.streamed_layers import WeightTier, device_of, layer_of, 
 from stalloc.techniques.transfers import Transfers, phase
 
 _paged: "weakref.WeakKeyDictionary[Any, PagedOptimizer]" = weakref.WeakKeyDictionary()
-
-
-def paged_optimizer(optimizer: Any) -> "PagedOptimizer | None":
-    """The `PagedOptimizer` of an optimizer; None if it is not paged."""
-    return _paged.get(optimizer)
+paged_optimizer: "Callable[[Any], PagedOptimizer | None]" = _paged.get
+"""The `PagedOptimizer` of an optimizer; None if it is not paged."""
 
 
 class _Tier(Protocol):
@@ -193,15 +190,20 @@ class PagedOptimizer:
         own = own_step(type(optimizer))
         group_of = {id(one): number for number, params in enumerate(members) for one in params}
 
-        def update(part: Parameters) -> None:
+        def restore() -> None:
             optimizer.param_groups = groups
-            with self._processor.stand_ins(optimizer, part) as present:
-                optimizer.param_groups = []
-                for number, group in enumerate(groups):
-                    group["params"] = [it for one, it in zip(part, present, strict=True) if group_of[id(one)] == number]
-                    if group["params"]:
-                        optimizer.param_groups.append(group)
-                own(optimizer)
+            for group, params in zip(groups, members, strict=True):
+                group["params"] = params
+
+        def update(part: Parameters) -> None:
+            restore()
+            if self._is_on_processor(part[0]):
+                self._processor.update(optimizer, part)
+                return
+            for number, group in enumerate(groups):
+                group["params"] = [one for one in part if group_of[id(one)] == number]
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            own(optimizer)
 
         with self._stepping(optimizer):
             flight = _Flight(self._tiers, self._window_bytes)
@@ -218,9 +220,7 @@ class PagedOptimizer:
                         flight.store(number, part)
             finally:
                 flight.land()
-                optimizer.param_groups = groups
-                for group, params in zip(groups, members, strict=True):
-                    group["params"] = params
+                restore()
         return loss
 
     @contextmanager
@@ -254,8 +254,8 @@ class PagedOptimizer:
         with self.pager.stepping(optimizer):
             if not self.pager.begin([parameter], functools.partial(self._processor.begin_state, optimizer)):
                 return False
-            update = self._processor.update_of(optimizer, parameter, value)
-            done = self.gradients.use(parameter, update)
+            update = self._processor.update_of(optimizer, [parameter], [value])
+            done = self.gradients.use(parameter, lambda gradient: update([gradient]))
         if done is not None:
             self._beside[parameter] = done
         return done is not None

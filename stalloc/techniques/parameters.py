@@ -59,6 +59,10 @@ def why_not_one_by_one(optimizer: Any) -> str:
 
 
 _own_grad: Any = torch._C.TensorBase.grad
+own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _own_grad.__get__
+"""The gradient that torch holds itself, without telling the watcher."""
+set_own_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _own_grad.__set__
+"""Give torch another gradient, without telling the watcher."""
 _watchers: Any = WeakIdKeyDictionary()  # parameter -> list of who watches its gradient
 _thread = threading.local()  # is_zeroing: the thread is in `zero_grad`, whose watchers have been told
 
@@ -93,16 +97,6 @@ def unwatch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
         _watchers[parameter] = left
 
 
-def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that torch holds itself, without telling the watcher."""
-    return _own_grad.__get__(parameter)
-
-
-def set_own_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Give torch another gradient, without telling the watcher."""
-    _own_grad.__set__(parameter, gradient)
-
-
 def has_gradient(parameter: torch.Tensor) -> bool:
     """Whether a program that looked would find a gradient."""
     return own_gradient(parameter) is not None or any(one.holds(parameter) for one in _watchers.get(parameter, ()))
@@ -124,9 +118,7 @@ class _WatchedGradient:
         _own_grad.__set__(tensor, gradient)
 
     def __delete__(self, tensor: torch.Tensor) -> None:
-        for watcher in _of(tensor):
-            watcher.about_to_set(tensor)
-        _own_grad.__delete__(tensor)
+        self.__set__(tensor, None)
 
 
 def _of(tensor: torch.Tensor) -> list[GradientWatcher]:

@@ -38,12 +38,7 @@ class Part:
     place: Place
 
 
-def part_bytes(window_bytes: int) -> int:
-    """How many bytes of parameters make a part: with two tensors of state each, some three parts fill the window."""
-    return max(window_bytes // 6, 1)
-
-
-def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
+def _arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
     """The parts of parameters with these sizes in bytes, in the order of their updates. `layers` numbers the streamed
     layer of each, -1: none; a layer is a part of its own, after the others. What stays on the device comes first, as it
     waits for nothing; the processor's parts lie evenly between the paged ones, so that both go on at once (the
@@ -58,17 +53,14 @@ def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, sha
     parts: dict[Place, list[Part]] = {place: [] for place in Place}
     for place in Place:
         mine = [number for number, at in zip(alone, places, strict=False) if at is place]
-        most_bytes = part_bytes(window_bytes)
+        most_bytes = max(window_bytes // 6, 1)  # with two tensors of state each, some three parts fill the window
         if place is Place.PROCESSOR:
             most_bytes = min(_PROCESSOR_BYTES, sum(sizes[number] for number in mine) // _PROCESSOR_PARTS)
         found = [[mine[at] for at in part] for part in divided([sizes[number] for number in mine], most_bytes)]
         found += [unit for unit, at in zip(units[len(alone) :], places[len(alone) :], strict=True) if at is place]
         parts[place] = [Part(tuple(members), place) for members in found]
-    mixed = [
-        ((number + 0.5) / len(parts[place]), part)
-        for place in (Place.PAGED, Place.PROCESSOR)
-        for number, part in enumerate(parts[place])
-    ]
+    both = [parts[Place.PAGED], parts[Place.PROCESSOR]]
+    mixed = [((number + 0.5) / len(those), part) for those in both for number, part in enumerate(those)]
     return parts[Place.DEVICE] + [part for _, part in sorted(mixed, key=lambda one: one[0])]
 
 
@@ -95,10 +87,10 @@ def arranged_with_copies(
     reads_for_processor: bool,
     gradients: Set[int] = frozenset(),
 ) -> tuple[list[Part], int]:
-    """The parts as in `arranged`, and the host memory that the processor needs for copies of two of them. `on_disk` has
-    the layers on disk: the processor updates them if they are read for it, else the device does. `gradients` has the
-    parameters whose gradients are in the host already."""
-    parts = arranged(sizes, layers, window_bytes, shares)
+    """The parts of parameters in the order of their updates, and the host memory that the processor needs for copies of
+    two of them. `on_disk` has the layers on disk: the processor updates them if they are read for it, else the device
+    does. `gradients` has the parameters whose gradients are in the host already."""
+    parts = _arranged(sizes, layers, window_bytes, shares)
     if not reads_for_processor:
         parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
     copied = [  # gradients and parameters that do not lie in the host, of each part

@@ -306,7 +306,6 @@ class HostGradients:
         self._rooms = HostSlots(self._store, lambda: None, pinned=True)
 
 
-_OPTIONS = ("fused", "foreach")  # of a group, which depend on the device
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives a fused optimizer
 
 
@@ -423,50 +422,34 @@ class ProcessorUpdates:
 
         return arrived
 
-    @contextmanager
-    def stand_ins(self, optimizer: Any, part: Parameters) -> Iterator[Parameters]:
-        """Parameters of the host in place of a part's, with its state, for one update."""
-        if not self._is_on_processor(part[0]):
-            yield part
-            return
+    def update(self, optimizer: Any, part: Parameters) -> None:
+        """Update a part that was fetched."""
         way = self._parts[id(part[0])]
-        computes = has_values(device_of(part[0]))
-        state, copies = optimizer.state, []
-        for one, value, gradient in zip(part, way.values, way.gradients, strict=True):
-            copy = torch.nn.Parameter(value if computes else value.to("meta"))
-            copy.grad = gradient if computes else gradient.to("meta")
-            state[copy] = _on_processor(state[one], computes)
-            copies.append(copy)
-        options = [
-            (group, {name: group.get(name) for name in ("fused", "foreach")}) for group in optimizer.param_groups
-        ]
-        scaling = {name: vars(optimizer)[name] for name in _SCALING if name in vars(optimizer)}
-        for group, _ in options:
-            group["fused"], group["foreach"] = computes, False
-        for name, value in scaling.items():
-            setattr(optimizer, name, value.cpu() if computes and isinstance(value, torch.Tensor) else None)
-        try:
-            yield copies
-        finally:
-            for group, before in options:
-                group.update(before)
-            vars(optimizer).update(scaling)
-            for copy in copies:
-                state.pop(copy)
+        self.update_of(optimizer, part, way.values)(way.gradients)
         torch.autograd.graph.increment_version(part)
 
-    def update_of(self, optimizer: Any, parameter: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """A function that updates a parameter in the host with a gradient in the host; any thread may call it."""
-        group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
-        computes = has_values(device_of(parameter))
+    def update_of(self, optimizer: Any, part: Parameters, values: Parameters) -> Callable[[Parameters], None]:
+        """A function that updates parameters in the host with gradients in the host; any thread may call it."""
+        computes = has_values(device_of(part[0]))
+        copies = [torch.nn.Parameter(value if computes else value.to("meta")) for value in values]
+        copy_of = {id(one): copy for one, copy in zip(part, copies, strict=True)}
+        groups = [
+            {**group, "params": params, "fused": computes, "foreach": False}
+            for group in optimizer.param_groups
+            if (params := [copy_of[id(one)] for one in group["params"] if id(one) in copy_of])
+        ]
+        scaling = {
+            name: value.cpu() if computes and isinstance(value, torch.Tensor) else None
+            for name, value in vars(optimizer).items()
+            if name in _SCALING
+        }
+        state = {copy_of[id(one)]: _on_processor(optimizer.state[one], computes) for one in part}
         twin = object.__new__(type(optimizer))  # whose groups and state nobody else changes meanwhile
-        copy = torch.nn.Parameter(value if computes else value.to("meta"))
-        options = {**group, "params": [copy], "fused": computes, "foreach": False}
-        values = _on_processor(optimizer.state[parameter], computes)
-        vars(twin).update({**vars(optimizer), "param_groups": [options], "state": {copy: values}})
+        vars(twin).update({**vars(optimizer), **scaling, "param_groups": groups, "state": state})
 
-        def update(gradient: torch.Tensor) -> None:
-            copy.grad = gradient if computes else gradient.to("meta")
+        def update(gradients: Parameters) -> None:
+            for copy, gradient in zip(copies, gradients, strict=True):
+                copy.grad = gradient if computes else gradient.to("meta")
             own_step(type(optimizer))(twin)
 
         return update

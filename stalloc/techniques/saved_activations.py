@@ -17,14 +17,13 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stalloc.techniques.host_store import HostCopy, HostSlots, HostStore
 from stalloc.techniques.link_turns import LinkTurns, SharedLink
 from stalloc.techniques.offload_order import OffloadOrder
 from stalloc.techniques.technique_settings import ActivationSettings
-from stalloc.techniques.tensor_memory import PackedTensor, may_be_kept_elsewhere
+from stalloc.techniques.tensor_memory import PackedTensor, PackingContext, may_be_kept_elsewhere
 from stalloc.techniques.transfers import DeviceTransfers, Transfers, is_copying, phase
 
 _MOST_LASTING = 4096
@@ -43,7 +42,7 @@ class Watcher(Protocol):
         """Nothing needs it any more."""
 
 
-class SavedActivations:
+class SavedActivations(PackingContext):
     """A context, which may be entered often: a share of what autograd saves in it goes to the host."""
 
     def __init__(
@@ -55,6 +54,7 @@ class SavedActivations:
         link: SharedLink | None = None,
     ) -> None:
         """With `link`, copies take turns with other processes' copies. Raises BadInputError if they cannot."""
+        super().__init__()
         self.store = store
         self.turns = None if link is None else LinkTurns(link)
         self.left_bytes = 0  #: that went to the host in all
@@ -70,24 +70,11 @@ class SavedActivations:
         self._lock = RLock()  # backward passes of several devices have a thread each
         self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
         self._num_saved = 0
-        self._entered: list[saved_tensors_hooks] = []
 
-    def __enter__(self) -> "SavedActivations":
-        self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
-        self._entered[-1].__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.pop().__exit__()
-
-    def _pack(self, tensor: torch.Tensor) -> PackedTensor:
-        return PackedTensor(self.needed, self._activation_of(tensor) if self._may_leave(tensor) else None, tensor)
-
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if not may_be_kept_elsewhere(tensor, self._device_type) or tensor.untyped_storage()._cdata in self._lasting:
-            return False
-        in_backward = torch._C._current_graph_task_id() != -1
-        return not in_backward and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        stays = not may_be_kept_elsewhere(tensor, self._device_type)
+        stays = stays or tensor.untyped_storage()._cdata in self._lasting
+        return PackedTensor(self.needed, None if stays else self._activation_of(tensor), tensor)
 
     def _activation_of(self, tensor: torch.Tensor) -> "_Activation":
         storage = tensor.untyped_storage()

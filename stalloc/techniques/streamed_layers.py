@@ -32,11 +32,8 @@ _ON_HOST = Transfers(torch.device("cpu"))
 _HALVED_AFTER = 16  # uses of each expert, on average
 _HELD, _OF_FILE = 3 << 62, 1 << 61  # of a page in /proc/PID/pagemap: in memory or swapped out, still that of the file
 _layer_of: Any = WeakIdKeyDictionary()  # parameter -> its StreamedLayer
-
-
-def layer_of(parameter: torch.Tensor) -> "StreamedLayer | None":
-    """The layer that a parameter is streamed with."""
-    return _layer_of.get(parameter)
+layer_of: "Callable[[torch.Tensor], StreamedLayer | None]" = _layer_of.get
+"""The layer that a parameter is streamed with."""
 
 
 def device_of(parameter: torch.Tensor) -> torch.device:

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.errors import OffloadError
 from stalloc.sizes import aligned
 
+unseen = torch._C._DisableTorchDispatch
+"""A context for operations of stalloc's own, which no mode of the program or of stalloc is to see."""
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what operators are given
 
 
@@ -66,19 +69,35 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def unseen() -> Any:
-    """A context for operations of stalloc's own, which no mode of the program or of stalloc is to see."""
-    return torch._C._DisableTorchDispatch()
-
-
 def may_be_kept_elsewhere(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether the memory of a saved tensor is worth being kept elsewhere, and may be."""
+    """Whether the memory of a tensor that is being saved is worth being kept elsewhere, and may be."""
     if type(tensor) is not torch.Tensor or tensor.device.type != device_type or tensor.is_nested:
         return False
     owner = tensor if tensor._base is None else tensor._base
     if not is_plain(tensor) or isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
         return False
-    return tensor.untyped_storage().nbytes() >= LEAST_BYTES
+    if tensor.untyped_storage().nbytes() < LEAST_BYTES or torch._C._current_graph_task_id() != -1:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class PackingContext:
+    """A context, which may be entered often: autograd holds what `pack` makes of what is saved in it."""
+
+    def __init__(self) -> None:
+        self._entered: list[saved_tensors_hooks] = []
+
+    def pack(self, tensor: torch.Tensor) -> "PackedTensor":
+        """What autograd is to hold of a tensor."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        self._entered.append(saved_tensors_hooks(self.pack, PackedTensor.unpacked))
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().__exit__()
 
 
 class PackedTensor:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stalloc.errors import StreamError
 from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
-from stalloc.techniques.disk_store import PARAMETERS, STATE, Disk, DiskStore, Holding
+from stalloc.techniques.disk_store import PARAMETERS, STATE, Disk, DiskStore
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.paged_optimizer import PagedOptimizer, paged_optimizer
 from stalloc.techniques.parameters import parameters_of, why_not_one_by_one
@@ -80,7 +80,7 @@ class Tiers:
         self._paged.add(paging)
         self.num_paged += 1
 
-    def _disk(self, name: str, device: torch.device, holds: Holding = STATE) -> DiskStore | None:
+    def _disk(self, name: str, device: torch.device, holds: str = STATE) -> DiskStore | None:
         """A store with a file in a folder of that name; None where no disk is allowed."""
         if not self._settings.disk_bytes:
             return None
