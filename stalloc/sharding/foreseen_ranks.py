@@ -12,7 +12,7 @@ from typing import Protocol
 
 from stalloc.sharding.rank_events import RankEvents, Side
 from stalloc.sharding.step_marks import Mark, Parameter, StepMarks
-from stalloc.techniques.shard_settings import Layout
+from stalloc.techniques.technique_settings import Layout
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's, once it has seen a step
 

@@ -15,7 +15,7 @@ from typing import Any
 from stalloc.device import VirtualGPU
 from stalloc.files import write_whole
 from stalloc.sizing.fake_ranks import Rank, be_rank
-from stalloc.techniques.shard_settings import Layout
+from stalloc.techniques.technique_settings import Layout
 
 NUM_STEPS = 4  #: DDP makes its buckets anew in the second
 _WATCHDOG_SECONDS = 0.25  # NCCL's watchdog lets go of what collectives have used ten times a second

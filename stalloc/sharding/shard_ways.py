@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stalloc.sharding.foreseen_ranks import Foreseen, foresee
 from stalloc.sharding.step_marks import StepMarks
 from stalloc.sharding.traffic import Traffic, traffic
-from stalloc.techniques.shard_settings import Layout, valid_layouts
+from stalloc.techniques.technique_settings import Layout, valid_layouts
 
 
 @dataclass(frozen=True)

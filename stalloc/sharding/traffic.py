@@ -9,7 +9,7 @@ those that hold the same part are as far apart as a group is large. Sources: the
 from dataclasses import dataclass
 
 from stalloc.sharding.step_marks import StepMarks
-from stalloc.techniques.shard_settings import Layout
+from stalloc.techniques.technique_settings import Layout
 
 NETWORK_BYTES_PER_SECOND = 50e9
 """Each GPU's rate to other machines: 400 Gbit/s, as in NVIDIA's DGX H100 (its user guide: a ConnectX-7 a GPU)."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from stalloc.errors import SetupError
 from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
 from stalloc.techniques.repeated_blocks import Block
-from stalloc.techniques.shard_settings import Layout, ShardWay
+from stalloc.techniques.technique_settings import Layout, ShardWay
 
 _LAST_MOMENT_SECONDS = 0.2  # of a busy machine, in which a thread that waits for a core gets one
 _making: list[bool] = []  # while an optimizer is being divided

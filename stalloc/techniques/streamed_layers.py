@@ -136,9 +136,6 @@ class _DiskHome(Home):
 
         return stored
 
-    def settle(self) -> None:
-        pass  # as `store` has waited
-
     def finish(self) -> None:
         with contextlib.suppress(DiskError):
             self._fetched()
