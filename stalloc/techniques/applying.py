@@ -79,8 +79,7 @@ def _recompute_as_models_appear(
         modules = {name or type(module).__name__: one for name, one in module.named_modules()} if wanted else {}
         known = {name: Block(name, one) for name, one in modules.items()} | {block.name: block for block in blocks}
         found = {name: known[name] for name in wanted if name in known}
-        strange = [name for name, one in wanted.items() if name not in found or found[name].kind != one.kind]
-        if strange:
+        if strange := [name for name, one in wanted.items() if name not in found or found[name].kind != one.kind]:
             say(
                 f"the program has no block {strange[0]} of class {wanted[strange[0]].kind} any more: its blocks stay "
                 "as they are. Fit it anew with stalloc fit."

@@ -72,8 +72,7 @@ class OperatorFacts:
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
     """The facts of an operator, as a dispatch mode is given it."""
-    schema = getattr(operator, "_schema", None)
-    if schema is None:
+    if (schema := getattr(operator, "_schema", None)) is None:
         return OperatorFacts(str(operator))
     numbered = [(place, one.name, one) for place, one in enumerate(schema.arguments)]
     declared = {name for _, name, one in numbered if one.alias_info is not None and one.alias_info.is_write}
@@ -316,8 +315,7 @@ class BlockTape:
         read = {one for one, *_ in self._reads[position]}
         # asked for before, as set_ exchanges the memory of a tensor
         written = storages_of(facts.changed_by(args, kwargs)) if facts.mutated else set()
-        outside = written - self.own
-        if outside:
+        if outside := written - self.own:
             if facts.is_declared and outside & self._given:  # which autograd saves, and forbids to change
                 raise self._impossible(f"{facts.name} changes in place what the block was given")
             self._former.before_change(outside, (args, kwargs))

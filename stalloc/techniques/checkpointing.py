@@ -59,9 +59,8 @@ def checkpoint(
     if not isinstance(model, torch.nn.Module):
         raise BadInputError(f"{type(model).__name__} is no torch module: give checkpoint() a model.")
     if is_replicated(model):
-        raise BadInputError(
-            "nn.DataParallel copies a model at each call: recompute with DistributedDataParallel instead."
-        )
+        why = "nn.DataParallel copies a model at each call"
+        raise BadInputError(f"{why}: recompute with DistributedDataParallel instead.")
     found = find_blocks(model)
     if not found:
         raise BadInputError(
@@ -94,8 +93,7 @@ def _chosen(found: list[Block], blocks: int | Iterable[str] | None) -> list[Bloc
             raise BadInputError(f"{blocks} blocks are not possible: the model has {len(found)}.")
         return found[:blocks]
     named = set(blocks)
-    missing = sorted(named - {block.name for block in found})
-    if missing:
+    if missing := sorted(named - {block.name for block in found}):
         raise BadInputError(f"the model has no repeated block {missing[0]!r}: there are {found[0].name} and so on.")
     return [block for block in found if block.name in named]
 

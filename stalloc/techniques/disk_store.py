@@ -113,8 +113,7 @@ class DiskStore:
 
     def take(self, sizes: Sequence[int]) -> list[Region] | None:
         """Room for tensors of so many bytes; None where that is more than is allowed, or the disk is full."""
-        begins = self._extend([in_pages(size) for size in sizes])
-        if begins is None:
+        if (begins := self._extend([in_pages(size) for size in sizes])) is None:
             return None
         found = [Region(size, [begin]) for size, begin in zip(sizes, begins, strict=True)]
         self._regions.update(found)
@@ -167,8 +166,7 @@ class DiskStore:
             return
         self.settle()
         single = [region for region in self._regions if len(region.places) < 2]
-        begins = self._extend([in_pages(region.size_bytes) for region in single])
-        if begins is None:
+        if (begins := self._extend([in_pages(region.size_bytes) for region in single])) is None:
             needed = human_bytes(sum(in_pages(region.size_bytes) for region in single))
             raise DiskError(
                 f"a commit needs {needed} more in {self.folder.path}, since what it commits is not written to again: "
@@ -333,8 +331,7 @@ class _StateFolder:
 def read_committed(folder: str | os.PathLike[str]) -> tuple[int, dict[str, Any]]:
     """See `stalloc.committed`. Every byte is checked first."""
     path = Path(folder)
-    told = _manifest(path)
-    if told is None:
+    if (told := _manifest(path)) is None:
         raise BadInputError(f"{path} holds no committed state: stalloc.commit(optimizer, label) leaves one.")
     try:
         with (path / told["file"]).open("rb") as file:

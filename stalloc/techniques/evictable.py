@@ -124,8 +124,7 @@ class EvictableMemory(PackingContext):
     def needed(self, saved: "Saved") -> torch.UntypedStorage:
         """Backward asks for it."""
         while True:
-            storage = saved.here or saved.held()
-            if storage is not None:
+            if (storage := saved.here or saved.held()) is not None:
                 saved.here = storage
                 self._use(saved)
                 return storage
@@ -306,14 +305,12 @@ class _TimedTape(BlockTape):
     """A tape of a call that may turn out to be impossible to repeat, with about how long the call takes. That is as
     long as the first call with the same key, of the block and the shapes that it was given."""
 
-    def __init__(
-        self, block: str, wanted: Any, inputs: Any, times: dict[Any, float], key: Any, rates: GpuRates
-    ) -> None:
+    def __init__(self, block: str, wanted: Any, inputs: Any, checkpoint: "LateCheckpoint", key: Any) -> None:
         super().__init__(block, wanted, inputs)
         self.refusal = ""  #: why it cannot be made twice
-        self._times, self._key, self._rates = times, key, rates
-        self._is_timed = key not in times
-        self.seconds = times.get(key, 0.0)
+        self._times, self._key, self._rates = checkpoint.seconds, key, checkpoint.memory.rates
+        self._is_timed = key not in self._times
+        self.seconds = self._times.get(key, 0.0)
         self._state: ModuleState | None = None
         self._sizes: list[dict[Any, int]] = []
 
@@ -355,8 +352,8 @@ class LateCheckpoint(Checkpoint):
     """That for blocks whose saved memory can be evicted."""
 
     def __init__(self, memory: EvictableMemory) -> None:
-        self._memory = memory
-        self._times: dict[Any, float] = {}  # seconds of calls
+        self.memory = memory
+        self.seconds: dict[Any, float] = {}  #: of calls
 
     def __deepcopy__(self, _: Any) -> "LateCheckpoint":
         """A copied model is evicted with the others."""
@@ -364,15 +361,15 @@ class LateCheckpoint(Checkpoint):
 
     def is_wanted(self, block: Any) -> bool:
         """True once something of it had to be evicted; for a block that calls itself, only for the outermost call."""
-        return self._memory.goes_from(block) and not current_block()
+        return self.memory.goes_from(block) and not current_block()
 
     def make_tape(self, model: int, block: str, wanted: Any, inputs: Sequence[torch.Tensor]) -> BlockTape:
         key = model, block, tuple((one.shape, one.dtype) for one in inputs)
-        return _TimedTape(block, wanted, inputs, self._times, key, self._memory.rates)
+        return _TimedTape(block, wanted, inputs, self, key)
 
     def __call__(self, run: Callable[..., Any], values: list[Any], tape: BlockTape) -> Any:
         assert isinstance(tape, _TimedTape)
-        region = Region(self._memory, run, values, tape)
+        region = Region(self.memory, run, values, tape)
         with saved_tensors_hooks(region.pack, PackedTensor.unpacked), tape.recording():
             results = run(*values)
         region.finish(results)
@@ -457,8 +454,7 @@ class Region:
                 f"{self._tape.block} does not do the same when it is recomputed: it saves another tensor, of shape "
                 f"{tuple(tensor.shape)}."
             )
-        saved = self._missing.pop(place, None)
-        if saved is not None:
+        if (saved := self._missing.pop(place, None)) is not None:
             saved.here = tensor.untyped_storage()
             saved.streams = [saved.stream_number()]
         if not self._missing:

@@ -207,8 +207,7 @@ def rows_of_statements(module: Any) -> list[StatementRow]:
     """The rows of a module's own forward pass; none where it cannot be cut, or has too few layers to be worth it."""
     if active := _active_rows(module):
         return active
-    source = _read_forward(module)
-    if source is None:
+    if (source := _read_forward(module)) is None:
         return []
     children = {name: layer for name, layer in module._modules.items() if layer is not None}
     needed: list[frozenset[str]] = [frozenset()]  # variables, from each statement on

@@ -55,8 +55,7 @@ class HostStore:
         """Room for each of these tensors, in one block, with their shapes, their orders in memory and their types. None
         as in `take`."""
         *begins, total = itertools.accumulate((aligned(one.nbytes) for one in tensors), initial=0)
-        block = self.take(total, pinned=pinned)
-        if block is None:
+        if (block := self.take(total, pinned=pinned)) is None:
             return None
         return [
             block[begin : begin + one.nbytes].view(one.dtype).as_strided(one.shape, dense_strides(one))
@@ -94,8 +93,7 @@ class HostSlots:
         if self._changing:  # to the next of the sizes that lie an eighth of a power of two apart
             step = max(1 << max(size_bytes.bit_length() - 4, 0), aligned(1))
             room_bytes = -(-size_bytes // step) * step
-        free = self._free.get(room_bytes)
-        if free:
+        if free := self._free.get(room_bytes):
             slot: torch.Tensor | None = free.pop()
             self._free_bytes -= room_bytes
         else:

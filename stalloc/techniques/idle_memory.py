@@ -91,8 +91,7 @@ class IdleMemory:
         before, self._busy = self._busy, self._busy | busy.keys()
         try:
             for key, tensor in busy.items():
-                idle = self._known.get(key)
-                if idle is not None:
+                if (idle := self._known.get(key)) is not None:
                     self._use(idle, tensor.untyped_storage())
             results = operator(*args, **kwargs)
         finally:

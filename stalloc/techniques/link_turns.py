@@ -42,10 +42,8 @@ class SharedLink:
 
 
 class LinkTurns:
-    """The turns of this process, one queue for each way of the link; its threads take turns too.
-
-    Two bytes of the file are locked for each way: one by the next in line, one by whoever has the turn.
-    """
+    """The turns of this process, one queue for each way of the link; its threads take turns too. Two bytes of the file
+    are locked for each way: one by the next in line, one by whoever has the turn."""
 
     def __init__(self, link: SharedLink) -> None:
         """Raises BadInputError if the file cannot be used."""

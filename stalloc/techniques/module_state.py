@@ -303,10 +303,7 @@ def _named_by(function: types.FunctionType) -> tuple[_Variable, ...]:
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     own = function.__globals__
-    return (
-        *(_Variable(name, cell) for name, cell in cells),
-        *(_Variable(name, own) for name in sorted(names & own.keys())),
-    )
+    return tuple(_Variable(*one) for one in (*cells, *((name, own) for name in sorted(names & own.keys()))))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

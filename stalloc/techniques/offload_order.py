@@ -55,8 +55,7 @@ class OffloadOrder:
         return found
 
     def gone(self, number: int) -> None:
-        size_bytes = self._size_of.pop(number, None)
-        if size_bytes is None:
+        if (size_bytes := self._size_of.pop(number, None)) is None:
             return
         del self._hosted[bisect_left(self._hosted, number)]
         if (number, size_bytes) in self._leaving:

@@ -375,8 +375,7 @@ def _told(paged: PagedOptimizer, disk: DiskStore, parameter: Any, name: str, val
     if region is None:  # it lies elsewhere
         regions = paged.committed_regions.setdefault(parameter, {})
         if name not in regions or regions[name].size_bytes != value.nbytes:
-            found = disk.take([value.nbytes])
-            if found is None:
+            if (found := disk.take([value.nbytes])) is None:
                 raise BadInputError("a commit needs more room on the disk than is allowed: nothing was committed.")
             regions[name] = found[0]
         region = regions[name]
@@ -389,8 +388,7 @@ def _let_dispatch(kind: type) -> None:
     own = own_step(kind)
 
     def step(self: Any, closure: Any = None) -> Any:
-        paged = _paged.get(self)
-        if paged is None:
+        if (paged := _paged.get(self)) is None:
             return own(self) if closure is None else own(self, closure)
         return paged.step(self, closure)
 

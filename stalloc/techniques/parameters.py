@@ -52,8 +52,7 @@ def why_not_one_by_one(optimizer: Any) -> str:
         precision = group.get("eps")
         if isinstance(precision, tuple) and precision[0] is None and len({one.dtype for one in group["params"]}) > 1:
             return f"{kind.__name__} takes the precision of one of its parameters for a whole group, which has several"
-        strange = [type(one).__name__ for one in group["params"] if type(one) not in _PLAIN]
-        if strange:
+        if strange := [type(one).__name__ for one in group["params"] if type(one) not in _PLAIN]:
             return f"{kind.__name__} updates a {strange[0]}, a kind of tensor that was not tried"
     return ""
 
@@ -92,8 +91,7 @@ def watch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
 
 
 def unwatch_gradient(parameter: torch.Tensor, watcher: GradientWatcher) -> None:
-    left = [one for one in _watchers.pop(parameter, ()) if one is not watcher]
-    if left:
+    if left := [one for one in _watchers.pop(parameter, ()) if one is not watcher]:
         _watchers[parameter] = left
 
 

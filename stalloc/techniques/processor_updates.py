@@ -37,14 +37,15 @@ from stalloc.techniques.parts import aligned
 from stalloc.techniques.streamed_layers import device_of, layer_of, put_gradient
 from stalloc.techniques.transfers import DeviceTransfers, phase, threads_at
 
+_Which = Callable[[torch.Tensor], bool]
+
 
 class HostGradients:
-    """As in `Tier` and `GradientWatcher`. Invariant: the gradient of a parameter in `_held` is what its slot will have
-    when the work that is named there is done, plus the parameter's own, which backward has made since."""
+    """A `GradientWatcher`, and a tier of a `PagedOptimizer`. Invariant: the gradient of a parameter in `_held` is what
+    its slot will have when the work that is named there is done, plus the parameter's own, which backward has made
+    since."""
 
-    def __init__(
-        self, store: HostStore, goes: Callable[[torch.Tensor], bool], stays: Callable[[torch.Tensor], bool]
-    ) -> None:
+    def __init__(self, store: HostStore, goes: _Which, stays: _Which) -> None:
         """`goes` tells whether a parameter's gradient leaves; `stays`, whether it is used in the host."""
         self._store, self._goes, self._stays = store, goes, stays
         self._slots: Any = WeakIdKeyDictionary()  # parameter -> its place in the host
@@ -212,8 +213,7 @@ class HostGradients:
             transfers.wait(arrived)
             while wanted:
                 one, gradient = wanted.pop(), here.pop()
-                new = own_gradient(one)
-                if new is not None:
+                if (new := own_gradient(one)) is not None:
                     with torch.no_grad() if not new.requires_grad else torch.enable_grad():
                         gradient = gradient + new if new.requires_grad else gradient.add_(new)
                 self._held.pop(one, None)
@@ -238,7 +238,7 @@ class HostGradients:
         return arrived
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        """As in `Tier`: what the optimizer has not changed is in the host yet."""
+        """What the optimizer has not changed is in the host yet."""
         for one in part:
             version, gradient = self._lent.pop(one, None), own_gradient(one)
             if version is None or gradient is None:
@@ -334,11 +334,9 @@ class _OnItsWay:
 
 
 class ProcessorUpdates:
-    """As in `Tier`. Two blocks of host memory take turns, so that one part comes while another is updated."""
+    """A tier of a `PagedOptimizer`. Two blocks of host memory take turns: one part comes while another is updated."""
 
-    def __init__(
-        self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool], in_host: HostGradients
-    ) -> None:
+    def __init__(self, store: HostStore, is_on_processor: _Which, in_host: HostGradients) -> None:
         self._store, self._is_on_processor, self._in_host = store, is_on_processor, in_host
         self._blocks: list[torch.Tensor] = []
         self._uploaded: list[Any] = [None, None]
@@ -455,11 +453,9 @@ class ProcessorUpdates:
         return update
 
     def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
-        way = self._parts.pop(id(part[0]), None)
-        if way is None:
+        if (way := self._parts.pop(id(part[0]), None)) is None:
             return 0, lambda: None
-        layer = layer_of(part[0])
-        if layer is not None:
+        if (layer := layer_of(part[0])) is not None:
             self._uploaded[way.block] = None
             self._written[way.block].append(layer.take_back(part, way.values))
             return 0, lambda: self._finish_writing(way.block)
@@ -478,6 +474,4 @@ def _on_processor(state: dict[str, Any], computes: bool) -> dict[str, Any]:
     state |= {name: it.cpu() for name, it in state.items() if isinstance(it, torch.Tensor)}
     if computes:
         return state
-    return {
-        name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it for name, it in state.items()
-    }
+    return {name: it.to("meta") if torch.is_tensor(it) and name != "step" else it for name, it in state.items()}

@@ -86,8 +86,7 @@ class RecomputedForward(ExchangedForward):
 
     def _is_hooked(self) -> bool:
         """Whether the program has put hooks into the block since it was wrapped; says so once."""
-        hooked = hooked_inside(self._module)
-        if hooked is not None:
+        if (hooked := hooked_inside(self._module)) is not None:
             warnings.warn(
                 f"stalloc: {self._name} is not recomputed: {self._name}.{hooked} has got forward hooks, which would be "
                 "called twice.",

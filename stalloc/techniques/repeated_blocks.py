@@ -157,8 +157,7 @@ def why_not(block: Block) -> str:
     """Why the forward pass of a block cannot be run a second time by us; empty if it can."""
     import torch
 
-    hooked = hooked_inside(block.module)
-    if hooked is not None:
+    if (hooked := hooked_inside(block.module)) is not None:
         return f"{block.name}.{hooked} has forward hooks of the program, which would be called twice"
     is_sharded = _is_sharded_whole(block.module)
     for name, module in block.module.named_modules():

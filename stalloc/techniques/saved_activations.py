@@ -80,9 +80,8 @@ class SavedActivations(PackingContext):
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
-                found = _Activation(self, self._num_saved, storage, tensor.device)
+            if (found := self._known.get(key)) is None:
+                found = _Activation(self, self._num_saved, tensor)
                 self._num_saved += 1
                 self._known[key] = self._live[found.number] = found
                 if self._watcher is not None:
@@ -142,12 +141,10 @@ class SavedActivations(PackingContext):
 class _Activation(HostCopy):
     """Memory that was saved, as it was at that moment. Invariant: unless `here` holds it, it is whole in `slot`."""
 
-    def __init__(
-        self, owner: SavedActivations, number: int, storage: torch.UntypedStorage, device: torch.device
-    ) -> None:
-        super().__init__(storage, device)
+    def __init__(self, owner: SavedActivations, number: int, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.untyped_storage(), tensor.device)
         self.number = number
-        self.here: torch.UntypedStorage | None = storage
+        self.here: torch.UntypedStorage | None = tensor.untyped_storage()
         self.stream = self.current_stream()  # on which its memory was used
         self._wait: Callable[[], None] | None = None  # for the copy that uses `here`
         self._brought_on: Any = None  # the stream whose memory `here` is, if it was brought

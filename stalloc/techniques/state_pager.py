@@ -292,8 +292,7 @@ class StatePager:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         written: list[_InRegion] = []
         with self.state.unwatched():
-            found = list(self._large(part))
-            if found:
+            if found := list(self._large(part)):
                 self._slots.make(found, found[0][2].device, to_disk=to_disk)
             for parameter, name, tensor in found:
                 slot, region = self._slots.get(parameter, name)

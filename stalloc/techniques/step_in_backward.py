@@ -156,8 +156,7 @@ def step_in_backward(say: Callable[[str], None]) -> None:
 
     def made(optimizer: Any) -> None:
         if optimizer not in known:
-            reason = why_not_one_by_one(optimizer)
-            if reason:
+            if reason := why_not_one_by_one(optimizer):
                 say(f"{reason}: its step stays after the backward pass.")
             known[optimizer] = None if reason else StepInBackward(optimizer)
         if (early := known[optimizer]) is not None:

@@ -87,8 +87,7 @@ class Streaming:
 
     def num_trained(self, place: int) -> int:
         """How many parameters of a block require gradients now; each one's gradient is noted from here on."""
-        layer = self.layer(place)
-        if layer is None:
+        if (layer := self.layer(place)) is None:
             return 0
         trained = [one for one in layer.parameters if one.requires_grad]
         for parameter in trained:
@@ -99,8 +98,7 @@ class Streaming:
 
     def backward_begins(self, call: "_Call") -> None:
         """Begin the backward pass of a call of a block, whose results have their gradients."""
-        layer = call.layer
-        if layer is None:
+        if (layer := call.layer) is None:
             return
         if torch.is_grad_enabled():
             raise StreamError(
@@ -112,8 +110,7 @@ class Streaming:
             self._backward = number
             self._had_gradients.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        had_gradients = self._had_gradients.get(call.place)
-        if had_gradients is None:
+        if (had_gradients := self._had_gradients.get(call.place)) is None:
             self._had_gradients[call.place] = any(map(has_gradient, layer.parameters))
         elif had_gradients:
             raise StreamError(
@@ -148,8 +145,7 @@ class _Call:
     def given(self, values: Any) -> None:
         for tensor in _with_gradients(values):
             self.num_given += 1
-            consumers = getattr(tensor, _CONSUMERS, None)
-            if consumers is None:
+            if (consumers := getattr(tensor, _CONSUMERS, None)) is None:
                 tensor.register_hook(lambda _: self.done())
             else:  # its maker hears of the gradient first
                 consumers.append(self)

@@ -162,8 +162,7 @@ class _DiskHome(Home):
 def find_home(parameters: Parameters, store: HostStore, disk: DiskStore | None) -> Home | None:
     """Room for parameters in the host, else on disk; None if there is none."""
     transfers = Transfers(parameters[0].device)
-    tensors = store.take_like(parameters, pinned=parameters[0].is_cuda)
-    if tensors is not None:
+    if (tensors := store.take_like(parameters, pinned=parameters[0].is_cuda)) is not None:
         return Home(tensors, transfers)
     regions = None if disk is None else disk.take([one.nbytes for one in parameters])
     return _DiskHome(parameters, disk, regions, transfers) if disk is not None and regions is not None else None
@@ -309,8 +308,7 @@ class StreamedLayer:
     def _placed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Each parameter, its memory on the device and the tensor that it is elsewhere."""
         for weak, here, host in zip(self._parameters, self._here, self.home.tensors, strict=True):
-            parameter = weak()
-            if parameter is not None:
+            if (parameter := weak()) is not None:
                 yield parameter, here, host
 
     def _rows(self, part: Parameters) -> list[int]:
@@ -337,7 +335,7 @@ class StreamedLayer:
 
 
 class WeightTier:
-    """Brings the layers of a part for their update on the device; as in `Tier`."""
+    """A tier of a `PagedOptimizer`: brings the layers of a part for their update on the device."""
 
     def __init__(self, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
         self._is_on_processor = is_on_processor

@@ -87,8 +87,7 @@ class Transfers:
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor, of_phase: str) -> None:
         """Copy and wait in this thread, for a phase that may be over by now."""
-        event = self._enqueue([(target, source)], of_phase, to_device=target.is_cuda)
-        if event is not None:
+        if (event := self._enqueue([(target, source)], of_phase, to_device=target.is_cuda)) is not None:
             event.synchronize()
 
     def wait(self, event: Any, stream: Any = None) -> None:
