@@ -75,8 +75,8 @@ class EvictableMemory(PackingContext):
         self.rates, self.store = rates, store
         self._policy, self.device_type = policy, device_type
         self._draw = random.Random(0)  # its own, so that the program's numbers stay its own
-        self.slots = HostSlots(store, lambda: self.transfers.settle(), pinned=device_type == "cuda", changing=True)
         self.transfers = DeviceTransfers()
+        self.slots = HostSlots(store, self.transfers.settle, pinned=device_type == "cuda", changing=True)
         self._known: dict[tuple[int, int], ref[Saved]] = {}  # by memory and version
         self.went_from: WeakSet[Any] = WeakSet()  #: blocks of which, or of the program after which, something had to go
         self._uses = self._num_saved = 0

@@ -118,14 +118,11 @@ class _ForwardInRows(ExchangedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.rows[0].run_all(self._module, self.rows, *args, **kwargs)
 
-    def is_of(self, module: Any) -> bool:
-        return self._module is module
-
 
 def _active_rows(module: Any) -> list[Any]:
     """The rows that a module's forward pass goes through now; none if it runs as it was written."""
     forward = vars(module).get("forward")
-    return forward.rows if isinstance(forward, _ForwardInRows) and forward.is_of(module) else []
+    return forward.rows if isinstance(forward, _ForwardInRows) and forward._module is module else []
 
 
 class LayerRow(Row):
