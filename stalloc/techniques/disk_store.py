@@ -31,9 +31,10 @@ from stalloc.figures import human_bytes
 from stalloc.notices import say
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import DISK_THREADS, PAGE_BYTES, disk_buffers_bytes, disk_chunk_bytes, in_pages
-from stalloc.techniques.transfers import Transfers, current_phase, threads_at
+from stalloc.techniques.transfers import Transfers, threads_at
 
 _FORMAT, _VERSION = "stalloc state", 1
+_Copy = Callable[[torch.Tensor, torch.Tensor], None]
 _MANIFEST, _LOCK, _PATTERN = "state.json", "state.lock", "state-*.bin"
 
 
@@ -121,18 +122,18 @@ class DiskStore:
 
     def read(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
         self.settle([region for _, region in wanted])
-        transfers.follow()
-        reading = []
-        for target, region in wanted:
-            for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
-                task = self._disk.threads.submit(self._read, region, number, [piece], transfers, current_phase())
-                reading.append(task)
+        copy = transfers.by_threads()
+        reading = [
+            self._disk.threads.submit(self._read, region, number, [piece], copy)
+            for target, region in wanted
+            for number, piece in enumerate(_pieces(target, self.chunk_bytes))
+        ]
         return lambda: self._wait(reading)
 
     def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
         """Begin to write; what comes back waits until the tensors were read, and their memory can go."""
         self.settle([region for _, region in wanted])
-        transfers.follow()
+        copy = transfers.by_threads()
         copied: list[Future[None]] = []
         for source, region in wanted:
             region.current = 0 if region.committed < 0 else 1 - region.committed
@@ -141,8 +142,7 @@ class DiskStore:
             for number, piece in enumerate(_pieces(dense, self.chunk_bytes)):
                 done: Future[None] = Future()
                 copied.append(done)
-                task = self._disk.threads.submit(self._write, region, number, [piece], transfers, current_phase(), done)
-                region.writing.append(task)
+                region.writing.append(self._disk.threads.submit(self._write, region, number, [piece], copy, done))
         return lambda: self._wait(copied)
 
     def settle(self, regions: Iterable[Region] | None = None) -> None:
@@ -202,9 +202,7 @@ class DiskStore:
         *begins, self._end = itertools.accumulate(sizes, initial=self._end)
         return begins
 
-    def _read(
-        self, region: Region, number: int, piece: list[torch.Tensor], transfers: Transfers, of_phase: str
-    ) -> None:
+    def _read(self, region: Region, number: int, piece: list[torch.Tensor], copy: _Copy) -> None:
         """Read one tensor, taken out of `piece`, so that a late thread holds no memory of the device."""
         buffer, target = self._disk.buffers.get(), piece.pop()
         begin = number * self.chunk_bytes
@@ -214,18 +212,12 @@ class DiskStore:
                 self.folder.read(view, region.places[region.current] + begin)
                 if zlib.crc32(view[: target.nbytes]) != region.sums[number]:
                     raise OSError(0, "what was read is not what was written")
-            transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype), of_phase)
+            copy(target, buffer[: target.nbytes].view(target.dtype))
         finally:
             self._disk.buffers.put(buffer)
 
     def _write(
-        self,
-        region: Region,
-        number: int,
-        piece: list[torch.Tensor],
-        transfers: Transfers,
-        of_phase: str,
-        copied: "Future[None]",
+        self, region: Region, number: int, piece: list[torch.Tensor], copy: _Copy, copied: "Future[None]"
     ) -> None:
         """Write one tensor, taken out of `piece`, so that nothing here holds it once it is copied."""
         buffer = self._disk.buffers.get()
@@ -233,7 +225,7 @@ class DiskStore:
             source = piece.pop()
             num_bytes = source.nbytes
             try:
-                transfers.copy_now(buffer[:num_bytes].view(source.dtype), source, of_phase)
+                copy(buffer[:num_bytes].view(source.dtype), source)
             finally:
                 del source
                 copied.set_result(None)

@@ -135,7 +135,6 @@ class EvictableMemory(PackingContext):
                 saved.region.recompute()
 
     def _bring(self, saved: "Saved") -> None:
-        assert saved.slot is not None
         room = torch.empty(saved.size_bytes, dtype=torch.uint8, device=saved.device).untyped_storage()
         transfers = self.transfers[saved.device]
         with phase("backward"):

@@ -93,10 +93,8 @@ class Tiers:
         if self._unpaged:
             self._say(f"{self._unpaged}: layers stay on the device.")
             return
-        settings, disk = self._settings, None
-        if settings.disk_bytes:
-            disk = self._disk(f"layers-{number}", next(model.parameters()).device, PARAMETERS)
-        streaming, reason = stream_blocks(model, blocks, self.store, settings.streamed_window, disk)
+        disk = self._disk(f"layers-{number}", next(model.parameters()).device, PARAMETERS)
+        streaming, reason = stream_blocks(model, blocks, self.store, self._settings.streamed_window, disk)
         for layer in streaming.layers if streaming is not None else ():
             self.streamed_bytes += layer.size_bytes
             self.disk_streamed_bytes += layer.size_bytes * layer.is_on_disk

@@ -52,10 +52,6 @@ def phase(name: str) -> Iterator[None]:
         _phase = before
 
 
-def current_phase() -> str:
-    return _phase
-
-
 class Transfers:
     """The copies of one device."""
 
@@ -80,15 +76,22 @@ class Transfers:
         return event
 
     def follow(self) -> None:
-        """Make what `copy_now` copies from here on, in any thread, come after the work that the program has queued."""
+        """Let copies that are made from here on, in any thread, come after the work that the program has queued."""
         for stream in (self._to_device, self._to_host):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def copy_now(self, target: torch.Tensor, source: torch.Tensor, of_phase: str) -> None:
-        """Copy and wait in this thread, for a phase that may be over by now."""
-        if (event := self._enqueue([(target, source)], of_phase, to_device=target.is_cuda)) is not None:
-            event.synchronize()
+    def by_threads(self) -> "Callable[[torch.Tensor, torch.Tensor], None]":
+        """What copies to a tensor from another, and waits, in any thread: after the work that the program has queued by
+        now, for the phase that it is in."""
+        self.follow()
+        of_phase = _phase
+
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            if (event := self._enqueue([(target, source)], of_phase, to_device=target.is_cuda)) is not None:
+                event.synchronize()
+
+        return copy
 
     def wait(self, event: Any, stream: Any = None) -> None:
         """Let the program's stream wait for copies: the current one, or another."""
