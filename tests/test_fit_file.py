@@ -11,9 +11,7 @@ import pytest
 from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
 from stalloc.fitting.fit_record import Program, load_fit, undominated
-from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
-from stalloc.techniques.technique_settings import TechniqueSettings
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.technique_settings import BlockSettings, RecomputeSettings, TechniqueSettings, TierSettings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 

@@ -12,7 +12,7 @@ import pytest
 from warm_programs import run_stalloc, run_warm
 
 from stalloc.errors import BadInputError
-from stalloc.techniques.shard_settings import parse_way
+from stalloc.techniques.technique_settings import parse_way
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 

@@ -267,7 +267,7 @@ def _run_here(
 def _shard(args: argparse.Namespace) -> None:
     """Divide the program over the ranks of torchrun, once it has imported torch."""
     from stalloc.imports import after_import
-    from stalloc.techniques.shard_settings import parse_way
+    from stalloc.techniques.technique_settings import parse_way
 
     if args.budget or args.fit:
         raise BadInputError("--shard and --budget exclude each other: `stalloc shard --budget` finds a way that fits.")

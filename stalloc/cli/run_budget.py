@@ -80,7 +80,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     from stalloc.fitting.fit_record import load_fit
     from stalloc.fitting.keeping import plans_of
     from stalloc.integrations import program_source
-    from stalloc.techniques.optimizer_paging import parse_disk
+    from stalloc.techniques.elsewhere import parse_disk
 
     keeping.check_single_rank()
     source = program_source.in_file(command)

@@ -120,6 +120,9 @@ class _Search:
         from stalloc.sharding.rank_runs import ShardRuns
         from stalloc.sharding.shard_ways import NETWORK_BYTES_PER_SECOND, Links
         from stalloc.techniques.shard_settings import parse_way
+        from stalloc.sharding.shard_ways import Links
+        from stalloc.sharding.traffic import NETWORK_BYTES_PER_SECOND
+        from stalloc.techniques.technique_settings import parse_way
 
         self._args, self._per_node, self._files = args, per_node, files
         self._only = parse_way(args.way, args.ranks, must_run=False) if args.way else None

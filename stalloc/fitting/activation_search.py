@@ -23,6 +23,11 @@ from stalloc.fitting.trials import Measured, TrialWork
 from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings
+from stalloc.fitting.tier_search import WINDOWS, what_of
+from stalloc.fitting.tier_seconds import tier_seconds
+from stalloc.fitting.trial_work import TrialWork
+from stalloc.fitting.trials import Measured
+from stalloc.techniques.technique_settings import ActivationSettings, TechniqueSettings, TierSettings
 
 RATIOS = tuple(step / 20 for step in range(1, 21))
 ACTIVATION_WINDOWS = (512 << 20, 128 << 20, 32 << 20, 0)  #: bytes on their way at once

@@ -61,10 +61,8 @@ class Cap:
         import torch
 
         from stalloc.cost.gpu_rates import rates_of
-        from stalloc.techniques.capped_blocks import drop_blocks_of_models
-        from stalloc.techniques.evictable import EvictableMemory
+        from stalloc.techniques.evictable import EvictableMemory, LateCheckpoint, drop_blocks_of_models
         from stalloc.techniques.host_store import HostStore
-        from stalloc.techniques.late_checkpoint import LateCheckpoint
 
         rates = rates_of(self._runtime.controllers[0].device.name)
         memory = EvictableMemory(HostStore(self._host_bytes), rates, policy_named(self._policy))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stalloc.figures import plural
 from stalloc.fitting.observation import BlockSeen, ProgramSeen
-from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
+from stalloc.techniques.technique_settings import BlockSettings, RecomputeSettings
 
 
 @dataclass(frozen=True)

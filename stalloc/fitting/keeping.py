@@ -29,6 +29,7 @@ from stalloc.integrations import program_source
 from stalloc.notices import say
 from stalloc.techniques.optimizer_paging import parse_disk
 from stalloc.version import full_version
+from stalloc.techniques.elsewhere import parse_disk
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan

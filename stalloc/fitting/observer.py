@@ -39,6 +39,9 @@ from stalloc.techniques.program_checkpoints import in_program_checkpoint
 from stalloc.techniques.recompute import MakeTape, in_transform
 from stalloc.techniques.repeated_blocks import Block, is_compiled, layers_of, why_not
 from stalloc.techniques.state_pager import is_large
+from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.recompute import in_program_checkpoint, in_transform
+from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 from stalloc.trace import Trace
 
@@ -133,7 +136,7 @@ class Observer:
             with torch.autograd.graph.saved_tensors_hooks(needed, lambda tensor: tensor), tape.recording():
                 results = forward(*args, **kwargs)
             tape.finish(results)
-            if not tape.own(storages) - storages_of(results):
+            if not (storages & tape.own) - storages_of(results):
                 self._refuse(row, f"{block.name} {_why_nothing(results, storages, checkpointed=checkpointed)}")
         except RecomputeError as error:
             self._refuse(row, str(error))

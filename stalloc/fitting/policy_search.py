@@ -16,7 +16,7 @@ from stalloc.fitting.recompute_search import all_but_attention, by_checkmate, ch
 from stalloc.fitting.step_search import step_in_backward
 from stalloc.fitting.systems import SYSTEMS
 from stalloc.integer_program import find_solver
-from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, num_blocks_of
+from stalloc.techniques.checkpointing import BLOCKS, KEEP_ATTENTION, num_blocks_of
 
 Technique = Callable[[Known, Base], Proposals]
 _RECOMPUTED: dict[str, Technique] = {

@@ -19,8 +19,7 @@ from stalloc.fitting.proposals import Base, Known, Proposals, Way
 from stalloc.fitting.recompute_search import cheapest
 from stalloc.fitting.trials import Measured
 from stalloc.techniques.parts import Shares
-from stalloc.techniques.technique_settings import TechniqueSettings
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.technique_settings import TechniqueSettings, TierSettings
 
 BY_THE_PROCESSOR = ("zero-offload", "twin-flow", "stronghold")
 _LAYERS = ("l2l", "stronghold")  # stream layers whatever fits without

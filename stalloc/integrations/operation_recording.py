@@ -22,7 +22,7 @@ import numpy as np
 
 from stalloc.figures import human_bytes, plural
 from stalloc.lifespans.roles import event_of, find_roles
-from stalloc.techniques.module_calls import Call, ModuleCalls
+from stalloc.techniques.appearing import Call, ModuleCalls
 from stalloc.techniques.repeated_blocks import find_blocks
 from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.operations import ModuleName, RangeKind, Role
@@ -153,7 +153,7 @@ class OperationRecording:
     def _about_to_step(self, optimizer: Any) -> None:
         if self._stopped:
             return
-        from stalloc.techniques.gradient_access import own_gradient  # imports torch: the script does first
+        from stalloc.techniques.parameters import own_gradient  # imports torch: the script does first
 
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._seen.get(optimizer) is None:

@@ -127,7 +127,7 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+    from stalloc.techniques.appearing import when_optimizers_are_made
 
     devices = _Devices(len(runtime.controllers))
     leaders = LeadingOptimizers(lambda device: runtime.controllers[device].state.requested_ever_bytes)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from stalloc.errors import BadInputError
-from stalloc.techniques.shard_settings import Layout
+from stalloc.techniques.technique_settings import Layout
 
 _CODE = '''\
 """Shard a model as stalloc foresaw it: `model = shard(model)` after it is made, before its optimizer is."""

@@ -9,13 +9,16 @@ from stalloc.lazy import loaded_on_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
-    from stalloc.techniques.activation_offload import offload_activations
-    from stalloc.techniques.checkpointing import checkpoint
-    from stalloc.techniques.chunked_loss import chunked_cross_entropy
-    from stalloc.techniques.expert_cache import cache_experts
+    from stalloc.techniques.checkpointing import checkpoint, chunked_cross_entropy
+    from stalloc.techniques.elsewhere import (
+        cache_experts,
+        commit,
+        committed,
+        offload_activations,
+        page_optimizer,
+        stream_layers,
+    )
     from stalloc.techniques.link_turns import SharedLink
-    from stalloc.techniques.model_streaming import stream_layers
-    from stalloc.techniques.optimizer_paging import commit, committed, page_optimizer
 
 __all__ = [
     "SharedLink",
@@ -32,13 +35,13 @@ __all__ = [
 _MODULES = {
     "SharedLink": ".link_turns",
     "checkpoint": ".checkpointing",
-    "chunked_cross_entropy": ".chunked_loss",
-    "commit": ".optimizer_paging",
-    "committed": ".optimizer_paging",
-    "offload_activations": ".activation_offload",
-    "page_optimizer": ".optimizer_paging",
-    "cache_experts": ".expert_cache",
-    "stream_layers": ".model_streaming",
+    "chunked_cross_entropy": ".checkpointing",
+    "commit": ".elsewhere",
+    "committed": ".elsewhere",
+    "offload_activations": ".elsewhere",
+    "page_optimizer": ".elsewhere",
+    "cache_experts": ".elsewhere",
+    "stream_layers": ".elsewhere",
 }
 
 __getattr__ = loaded_on_use(__name__, _MODULES)

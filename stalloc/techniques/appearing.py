@@ -1,34 +1,50 @@
-"""The models of a program that was not written for it, as they appear: when each is called for the first time.
+"""The models and optimizers of a program that was not written for it, as they appear.
 
 Contract: a model is a module with parameters that is called by the program itself, not by another module; models are
-numbered in the order of their first call, which is that of every run of the program. Modules are watched
-until the first step of an optimizer has ended: until then each call of any module costs a look, later none does.
+numbered in the order of their first call, which is that of every run of the program. Modules are watched until the
+first step of an optimizer has ended: until then each call of any module costs a look, later none does. An optimizer is
+reported once it is fully made, before it makes a step, and again for each group of parameters that it is given later;
+one that is copied or read from a file is not: nobody made it.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.techniques.module_calls import Call, ModuleCalls
-from stalloc.techniques.recompute import MakeTape, wrap
-from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 from stalloc.techniques.repeated_blocks import Block, find_blocks, held_modules, is_replicated
 
-Appeared = Callable[[int, list[Block], Any], None]
+Call = Callable[..., Any]
+"""The call of a module: a function of the module and of the arguments that it is given."""
+Appeared = Callable[[int, list[Block], Any], object]
 """Called with the number of a model, its repeated blocks and itself, before its first forward pass; before the second
 of one with lazy layers, which have no parameters before."""
-
 
 _ASKED: list[Callable[[Any], None]] = []
 """The functions that are told of each call of a module before it is made, in the order in which they asked."""
 
 
-def when_models_appear(appeared: Appeared) -> None:
-    """Call `appeared` for each model of the program, in time for its own `forward` to be exchanged.
+class ModuleCalls:
+    """Replaces the call of every module by the one that `make` makes of the original call. Torch's own hooks would make
+    each call cost several times as much, and come too late to exchange `forward`."""
 
-    Of several, the one that asked first is called first, so what a later one puts around a `forward` has what the
-    earlier one made of it inside. torch is imported by now.
-    """
+    def __init__(self, make: Callable[[Call], Call]) -> None:
+        from torch.nn import Module
+
+        self._kind, self._call = Module, Module.__call__
+        self._own = functools.wraps(self._call)(make(self._call))
+        Module.__call__ = self._own
+
+    def remove(self) -> None:
+        """Put back what was there, unless the program has put another one in its place since."""
+        if self._kind.__call__ is self._own:
+            self._kind.__call__ = self._call
+
+
+def when_models_appear(appeared: Appeared) -> None:
+    """Call `appeared` for each model of the program, in time for its own `forward` to be exchanged. Of several, the one
+    that asked first is called first, so what a later one puts around a `forward` has what the earlier one made of it
+    inside. torch is imported by now."""
     known: weakref.WeakSet[Any] = weakref.WeakSet()
     unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose layers get their shapes in their first call
     num_models = 0
@@ -85,39 +101,23 @@ def _watch() -> None:
     register_optimizer_step_post_hook(stop)  # stays, as it must not go while hooks are called
 
 
-def recompute_as_models_appear(
-    settings: RecomputeSettings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape]
-) -> None:
-    """Recompute the blocks that the settings name in this program's models as they appear; `say` what does not fit.
+def when_optimizers_are_made(made: Callable[[Any], None]) -> None:
+    """Call `made` for each optimizer from here on, and for each group that it gets later; torch is imported by now."""
+    from torch.optim import Optimizer
 
-    `make_tape` gives, for the number of a model, what makes the tapes of its blocks.
-    """
+    known: weakref.WeakSet[Any] = weakref.WeakSet()
+    make, add = Optimizer.__init__, Optimizer.add_param_group
 
-    def appeared(model: int, blocks: list[Block], module: Any) -> None:
-        wanted = settings.of_model(model)
-        known = {**_modules_of(module), **{block.name: block for block in blocks}} if wanted else {}
-        found = {name: known[name] for name in wanted if name in known}
-        strange = [name for name, one in wanted.items() if name not in found or found[name].kind != one.kind]
-        if strange:
-            say(
-                f"the program has no block {strange[0]} of class {wanted[strange[0]].kind} any more: its blocks stay "
-                "as they are. Fit it anew with stalloc fit."
-            )
-            return
-        chosen = list(found.values())
-        done = wrap(chosen, [_keeping(wanted[block.name]) for block in chosen], make_tape(model))
-        for reason in list(done.left.values())[:1]:
-            say(f"{len(done.left)} of {len(chosen)} blocks stay as they are: {reason}.")
+    @functools.wraps(make)
+    def make_and_tell(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        known.add(self)
+        made(self)
 
-    when_models_appear(appeared)
+    @functools.wraps(add)
+    def add_and_tell(self: Any, *args: Any, **kwargs: Any) -> None:
+        add(self, *args, **kwargs)
+        if self in known:
+            made(self)
 
-
-def _modules_of(model: Any) -> dict[str, Block]:
-    """A model, by its class, and what lies in it: a fit may have found any of them to be called several times."""
-    named = [(name or type(model).__name__, module) for name, module in model.named_modules()]
-    return {name: Block(name, module) for name, module in named}
-
-
-def _keeping(block: BlockSettings) -> Callable[[int, str], bool]:
-    kept = frozenset(block.keep)
-    return lambda position, name: (position, name) in kept
+    Optimizer.__init__, Optimizer.add_param_group = make_and_tell, add_and_tell

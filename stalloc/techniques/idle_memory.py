@@ -18,14 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.sizes import aligned
+from stalloc.techniques.appearing import Call, ModuleCalls
+from stalloc.techniques.block_tape import facts_of
 from stalloc.techniques.evictable import EvictableMemory
-from stalloc.techniques.former_values import unseen
-from stalloc.techniques.host_copy import HostCopy
-from stalloc.techniques.module_calls import Call, ModuleCalls
-from stalloc.techniques.operator_facts import facts_of
+from stalloc.techniques.host_store import HostCopy
 from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.repeated_blocks import find_blocks
-from stalloc.techniques.tensor_memory import tensors_of
+from stalloc.techniques.tensor_memory import tensors_of, unseen
 
 
 class IdleMemory:
@@ -44,7 +43,6 @@ class IdleMemory:
         self._calls = ModuleCalls(self._watched)
 
     def end(self) -> None:
-        """Watch no more; what is away comes back when it is read."""
         self._calls.remove()  # later, where somebody else watches in front of this
         self._is_over = True
 
@@ -59,7 +57,9 @@ class IdleMemory:
             if module not in self._blocks:
                 self._blocks[module] = {id(block.module) for block in find_blocks(module)}
             self._called = module
-            self._begin()
+            stack = _get_current_dispatch_mode_stack()
+            if all(type(mode).__module__.startswith("stalloc.device.") and mode is not self._mode for mode in stack):
+                self._mode.__enter__()  # below modes of the program's, each of which ends before this
             try:
                 return call(module, *args, **kwargs)
             finally:
@@ -67,11 +67,6 @@ class IdleMemory:
                 self._finish()
 
         return look_and_call
-
-    def _begin(self) -> None:
-        if not any(_is_of_program(mode) or mode is self._mode for mode in _get_current_dispatch_mode_stack()):
-            # below modes of the program's, each of which ends before this
-            self._mode.__enter__()
 
     def _finish(self) -> None:
         """The model has been called: operations are watched on as long as anything is away."""
@@ -91,14 +86,12 @@ class IdleMemory:
             self._memory.slots.give_back(idle.slot)
 
     def do(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """Do an operation of the program, with what it reads on the device."""
         self._operations += 1
         busy = {one.untyped_storage()._cdata: one for one in tensors_of((args, kwargs)) if _is_plain(one)}
         before, self._busy = self._busy, self._busy | busy.keys()
         try:
             for key, tensor in busy.items():
-                idle = self._known.get(key)
-                if idle is not None:
+                if (idle := self._known.get(key)) is not None:
                     self._use(idle, tensor.untyped_storage())
             results = operator(*args, **kwargs)
         finally:
@@ -118,7 +111,8 @@ class IdleMemory:
             return
         if storage._cdata in self._known:
             self._gone(storage._cdata)
-        self._known[storage._cdata] = _Idle(storage, tensor.device, self._operations)
+        self._known[storage._cdata] = idle = _Idle(storage, tensor.device)
+        idle.last_use = self._operations
 
     def _use(self, idle: "_Idle", storage: torch.UntypedStorage) -> None:
         idle.last_use = self._operations
@@ -126,35 +120,29 @@ class IdleMemory:
             return
         with unseen(), torch.no_grad():
             storage.resize_(idle.size_bytes)
-            transfers = self._memory.transfers_of(idle.device)
+            transfers = self._memory.transfers[idle.device]
             transfers.wait(transfers.to_device([(idle.numbers(storage), idle.place())]))
             transfers.follow()
         self._memory.slots.give_back(idle.slot)
         idle.slot = None
         self._num_away -= 1
-        self._memory.note_brought(idle.size_bytes)
+        self._memory.note_copied(idle.size_bytes, to_device=True)
 
     def evict(self, device: torch.device, size_bytes: int) -> int:
         """Move at least so many bytes to the host, if as many may go; how many went."""
-        stack = _get_current_dispatch_mode_stack()
-        watched = self._is_inside or self._mode in stack
-        if not watched or self._is_captured or _has_compiled():
+        is_inside = self._busy or self._mode.is_at_work  # an operation, during which torch puts the mode aside
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        has_compiled = dynamo is not None and dynamo.counters["frames"]
+        if not (is_inside or self._mode in _get_current_dispatch_mode_stack()) or self._is_captured or has_compiled:
             return 0
         self._forget()
         free = [one for key, one in self._known.items() if one.slot is None and key not in self._busy]
         idle = [one for one in free if one.device == device]
         idle.sort(key=lambda one: (one.last_use >= self._block_began, abs(one.last_use - self._block_began)))
         freed = 0
-        for one in idle:
-            if freed >= size_bytes:
-                break
-            freed += self._move(one)
+        while idle and freed < size_bytes:
+            freed += self._move(idle.pop(0))
         return freed
-
-    @property
-    def _is_inside(self) -> bool:
-        """Whether an operation that is watched is running, during which torch puts the mode aside."""
-        return bool(self._busy) or self._mode.is_at_work
 
     def _move(self, idle: "_Idle") -> int:
         storage = idle.held()
@@ -162,11 +150,11 @@ class IdleMemory:
         if storage is None or slot is None:
             return 0
         idle.slot = slot
-        transfers = self._memory.transfers_of(idle.device)
+        transfers = self._memory.transfers[idle.device]
         transfers.wait(transfers.to_host([(idle.place(), idle.numbers(storage))]))
         storage.resize_(0)
         self._num_away += 1
-        self._memory.note_moved(idle.size_bytes)
+        self._memory.note_copied(idle.size_bytes, to_device=False)
         return aligned(idle.size_bytes)
 
 
@@ -189,21 +177,8 @@ class _Mode(TorchDispatchMode):
 class _Idle(HostCopy):
     """Memory that a model has made without gradients. Away while it has a slot."""
 
-    def __init__(self, storage: torch.UntypedStorage, device: torch.device, last_use: int) -> None:
-        super().__init__(storage, device)
-        self.last_use = last_use
-
-
-def _is_of_program(mode: Any) -> bool:
-    """Whether a mode is the program's own, not one by which the virtual GPU watches it."""
-    return not type(mode).__module__.startswith("stalloc.device.")
+    last_use = 0  #: by the clock of operations
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])

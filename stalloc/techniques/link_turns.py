@@ -42,51 +42,36 @@ class SharedLink:
 
 
 class LinkTurns:
-    """The turns of this process, one queue for each way of the link; its threads take turns too."""
+    """The turns of this process, one queue for each way of the link; its threads take turns too. Two bytes of the file
+    are locked for each way: one by the next in line, one by whoever has the turn."""
 
     def __init__(self, link: SharedLink) -> None:
         """Raises BadInputError if the file cannot be used."""
         self.num_without = 0  #: copies that were made without a turn
-        self._patience_seconds = link.patience_seconds
-        self._file = _opened(Path(link.file))
+        self._path, self._patience_seconds = Path(link.file), link.patience_seconds
+        self._descriptor, self._threads = _opened(self._path)
         self._has_given_up = [False, False]
 
     @contextmanager
     def turn(self, *, to_device: bool) -> Iterator[None]:
         """A context that has the turn of one way, or goes without if the turn does not come in time."""
-        has_turn = self._take(to_device)
-        if not has_turn:
-            self.num_without += 1
+        patience = 0.0 if self._has_given_up[to_device] else self._patience_seconds
+        has_turn = self._lock(to_device, time.monotonic() + patience)
+        self.num_without += not has_turn
+        if not has_turn and not self._has_given_up[to_device]:
+            say(
+                f"a copy has waited {patience:g} s for its turn on {self._path}: copies are made without one until "
+                "there is one again."
+            )
+        self._has_given_up[to_device] = not has_turn
         try:
             yield
         finally:
             if has_turn:
-                self._file.unlock(to_device)
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * to_device + 1)
+                self._threads[to_device].release()
 
-    def _take(self, way: bool) -> bool:
-        patience = 0.0 if self._has_given_up[way] else self._patience_seconds
-        has_turn = self._file.lock(way, time.monotonic() + patience)
-        if not has_turn and not self._has_given_up[way]:
-            say(
-                f"a copy has waited {patience:g} s for its turn on {self._file.path}: copies are made without one "
-                "until there is one again."
-            )
-        self._has_given_up[way] = not has_turn
-        return has_turn
-
-
-class _LockFile:
-    """A file in which two bytes are locked for each way: one by the next in line, one by whoever has the turn.
-
-    Locks are the process's own (fcntl), not the descriptor's: a forked child has none of them, and keeps none alive.
-    They go when any descriptor of the file is closed, so there is one for all of the process, and it stays open.
-    """
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self._descriptor = path, descriptor
-        self._threads = threading.Lock(), threading.Lock()
-
-    def lock(self, way: bool, deadline: float) -> bool:
+    def _lock(self, way: bool, deadline: float) -> bool:
         """Wait for this thread's turn until a moment of the monotonic clock, trying at least once; whether it came."""
         threads = self._threads[way]
         if not threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -99,42 +84,37 @@ class _LockFile:
             threads.release()
         return has_turn
 
-    def unlock(self, way: bool) -> None:
-        """The turn is over."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * way + 1)
-        self._threads[way].release()
-
     def _wait_for(self, byte: int, deadline: float) -> bool:
         pause = _FIRST_PAUSE
         while True:
             try:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                return True
             except OSError:  # somebody else has it
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                return True
 
 
-_files: dict[tuple[int, int], _LockFile] = {}  # by device and number of the file
+_Opened = tuple[int, tuple[threading.Lock, threading.Lock]]
+_files: dict[tuple[int, int], _Opened] = {}
+"""By device and number of the file: its descriptor, and a lock for this process's threads each way. Locks of a file are
+the process's own (fcntl), not the descriptor's: a forked child has none of them, and keeps none alive. They go when any
+descriptor of the file is closed, so there is one for all of the process, and it stays open."""
 _opening = threading.Lock()
 
 
-def _opened(path: Path) -> _LockFile:
+def _opened(path: Path) -> _Opened:
     with _opening:
         try:
-            known = _files.get(_identity(os.stat(path))) if path.exists() else None
-            if known is not None:
-                return known
+            told = os.stat(path) if path.exists() else None
+            if told is not None and (told.st_dev, told.st_ino) in _files:
+                return _files[told.st_dev, told.st_ino]
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise BadInputError(
                 f"{path} cannot be locked ({error.strerror}): name a file that can be written."
             ) from None
-        return _files.setdefault(_identity(os.fstat(descriptor)), _LockFile(path, descriptor))
-
-
-def _identity(told: os.stat_result) -> tuple[int, int]:
-    return told.st_dev, told.st_ino
+        told = os.fstat(descriptor)
+        return _files.setdefault((told.st_dev, told.st_ino), (descriptor, (threading.Lock(), threading.Lock())))

@@ -1,31 +1,40 @@
-"""What a forward pass depends on besides tensors: attributes, what it is given, the generators of Python and NumPy.
+"""What a forward pass depends on besides tensors, put back while a block runs again.
 
 Contract: `as_before` puts the state of a moment back while its block runs and what was there when it ends, so that a
-block that counts its calls or draws a number sees the same again and leaves nothing behind. A list or a dictionary that
-grows cannot be put back and is an error.
+block that counts its calls or draws a number sees the same again and leaves nothing behind. That is attributes of
+modules and of objects that they hold; numbers and texts in lists, dictionaries and objects of classes that are neither
+Python's nor torch's, also within each other; sets of these, small arrays and generators as a whole; and numbers and
+texts in cells and global variables of the functions that a module calls by its own code. A list or a dictionary that
+grows cannot be put back and is an error. Nothing of the program is kept alive but the holders themselves.
 """
 
+import collections
 import contextlib
 import copy
 import functools
 import random
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from stalloc.errors import RecomputeError
-from stalloc.techniques import held_state
-from stalloc.techniques.function_state import FunctionState, put
-from stalloc.techniques.held_state import HeldState, is_generator
 
-_SHARED = (str, bytes, bool, int, float, complex, type, ModuleType)
+_PLAIN = (int, float, complex, str, bytes, bool, types.NoneType)
+_SHARED = (str, bytes, bool, int, float, complex, type, types.ModuleType)
 _GROWING = (list, dict, set)
-_MAX_DEPTH = 3  # of containers in containers
+_CONTAINERS = (dict, list, collections.deque, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_MOST_ENTRIES, _MOST_HOLDERS, _MAX_DEPTH = 10_000, 1_000, 3
+_MOST_ARRAY_BYTES = 1 << 16
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "stalloc"}
+_WITHOUT_PROGRAM = ("torch", "stalloc", "numpy", "builtins")  # whose functions call none of the program's
+_EMPTY = object()  # a cell without content
 
-
-_State = tuple[Any, dict[str, Any], dict[str, Any]]
+_Attributes = tuple[Any, dict[str, Any], dict[str, Any]]
 """An object, one of its dictionaries, and what that contained."""
+_Held = tuple[Any, Any]
+"""A container, set, array or generator, and what is put back into it: the entries of a container, or its state."""
 
 
 class ModuleState:
@@ -33,71 +42,94 @@ class ModuleState:
 
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
-        self._states = _states(module)
-        self._functions = FunctionState(module)
+        self._attributes = _attributes(module)
+        known: set[int] = set()
+        functions = (one for each in module.modules() for one in (type(each).forward, *vars(each).values()))
+        self._variables = [variable for one in functions for variable in _of_function(one, known, _MAX_DEPTH)]
+        self._values = [(one, one.value) for one in self._variables if type(one.value) in _PLAIN]
         common = _of_every_module()
-        attributes = (value for _, target, _ in self._states for name, value in target.items() if name not in common)
-        self._held = HeldState([*attributes, *self._functions.values()])
-        self._random = random.getstate()
-        self._numpy = _numpy_state()
+        own = (value for _, target, _ in self._attributes for name, value in target.items() if name not in common)
+        holders = _holders([*own, *(one.value for one in self._variables)])
+        self._held = [(one, _state(one, only_plain=True)) for one in holders]
+        self._generators = _generators()
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """How many entries each container of the modules, and of the functions that they call, has now."""
-        own = [
-            (f"{type(owner).__name__}.{name}", size)
-            for owner, target, _ in self._states
-            for name, size in _sizes(target).items()
-        ]
-        return own + self._functions.sizes()
+    def sizes(self) -> list[dict[Any, int]]:
+        """How many entries each container has now: by variable of the functions, then by name for each object."""
+        outside = {one: len(one.value) for one in self._variables if type(one.value) in _GROWING}
+        return [outside, *(_sizes(target) for _, target, _ in self._attributes)]
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """This state in force for the block. Raises RecomputeError if a container of the module grows or shrinks."""
-        now = [(owner, target, dict(target)) for owner, target, _ in self._states]
-        generators = random.getstate(), _numpy_state()
-        sizes = [_sizes(target) for _, target, _ in self._states]
-        outside = self._functions.sizes()
-        variables, held = self._functions.swap(), self._held.swap()
-        _put(self._states)
-        _set_generators(self._random, self._numpy)
+        attributes = [(owner, target, dict(target)) for owner, target, _ in self._attributes]
+        values = [(one, one.value) for one, _ in self._values]
+        held = [(one, _state(one)) for one, _ in self._held]
+        now, sizes = (attributes, values, held, _generators()), self.sizes()
+        _put(self._attributes, self._values, self._held, self._generators)
         try:
             yield
         finally:
             # here, since a run ends with an exception as soon as all that backward needs is there
-            _put(now)
-            put(variables)
-            held_state.put(held)
-            _set_generators(*generators)
-            if not isinstance(sys.exception(), RecomputeError):
-                self._check_outside(outside)
-            for (owner, target, _), before in zip(now, sizes, strict=True):
-                self._check_sizes(owner, target, before)
+            _put(*now)
+            self._check_sizes(sizes, with_variables=not isinstance(sys.exception(), RecomputeError))
 
-    def _check_outside(self, before: list[tuple[str, int]]) -> None:
-        changed = [name for (name, size), (_, now) in zip(before, self._functions.sizes(), strict=False) if size != now]
-        if changed:
-            raise RecomputeError(
-                f"{self._block} cannot be computed twice: its forward pass changes {changed[0]}, a variable outside of "
-                "it. Leave this block as it is."
-            )
-
-    def _check_sizes(self, owner: Any, attributes: dict[str, Any], before: dict[str, int]) -> None:
-        changed = [name for name, size in _sizes(attributes).items() if before.get(name, size) != size]
-        if changed:
-            raise RecomputeError(
-                f"{self._block} cannot be computed twice: its forward pass changes {type(owner).__name__}."
-                f"{changed[0]}. Leave this block as it is."
-            )
+    def _check_sizes(self, before: list[dict[Any, int]], *, with_variables: bool) -> None:
+        owners = [None, *(owner for owner, *_ in self._attributes)]
+        for owner, then, now in zip(owners, before, self.sizes(), strict=True):
+            changed = [one for one, size in now.items() if then.get(one, size) != size]
+            if changed and (owner is not None or with_variables):
+                is_variable = owner is None
+                what = f"{changed[0].name}, a variable outside of it" if is_variable else changed[0]
+                where = "" if is_variable else f"{type(owner).__name__}."
+                raise RecomputeError(
+                    f"{self._block} cannot be computed twice: its forward pass changes {where}{what}. Leave this block "
+                    "as it is."
+                )
 
 
-def _states(module: Any) -> list[_State]:
-    found: list[_State] = []
+def _put(
+    attributes: list[_Attributes], values: "list[tuple[_Variable, Any]]", held: list[_Held], generators: tuple[Any, Any]
+) -> None:
+    for _, target, wanted in attributes:
+        for name in [name for name in target if name not in wanted]:
+            del target[name]
+        for name, value in wanted.items():
+            if target.get(name, target) is not value:
+                target[name] = value
+    for variable, value in values:
+        if variable.value is not value:
+            variable.put(value)
+    for holder, state in held:
+        if not _is_container(holder):
+            _set_state(holder, state)
+            continue
+        now = dict(_entries(holder))
+        for key, value in state.items():
+            if key in now and now[key] is not value:
+                holder[key] = value
+    of_python, of_numpy = generators
+    if random.getstate() != of_python:
+        random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
+
+
+def _generators() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+
+
+# --- attributes of modules and of their objects
+
+
+def _attributes(module: Any) -> list[_Attributes]:
+    found: list[_Attributes] = []
     known: set[int] = set()
     for one in module.modules():
         own = (vars(one), one._buffers, one._parameters)  # functional_call exchanges parameters for one call
         found += [(one, target, dict(target)) for target in own]
         for value in (vars(one)[name] for name in vars(one).keys() - _of_every_module()):
-            if _is_plain_object(value) and id(value) not in known:
+            if _is_object(value) and id(value) not in known:
                 known.add(id(value))
                 found.append((value, vars(value), dict(vars(value))))
     return found
@@ -105,33 +137,21 @@ def _states(module: Any) -> list[_State]:
 
 @functools.cache
 def _of_every_module() -> frozenset[str]:
-    """The names of attributes that torch gives to every module."""
     return frozenset(vars(sys.modules["torch"].nn.Module()))
-
-
-def _put(states: list[_State]) -> None:
-    for _, target, wanted in states:
-        for name in [name for name in target if name not in wanted]:
-            del target[name]
-        for name, value in wanted.items():
-            if target.get(name, target) is not value:
-                target[name] = value
 
 
 def as_it_is_now(value: Any, depth: int = _MAX_DEPTH + 1) -> Any:
     """A copy of an object of the program's that changes of the object do not reach; tensors and modules are shared.
-
-    What cannot be copied, and what lies deeper than a few objects, is shared too.
-    """
+    What cannot be copied, and what lies deeper than a few objects, is shared too."""
     if depth == 0 or value is None or isinstance(value, _SHARED):
         return value
-    if is_generator(value):
+    if _is_generator(value):
         return copy.deepcopy(value)
     if type(value) in (list, tuple, set):
         return type(value)(as_it_is_now(one, depth - 1) for one in value)
     if type(value) is dict:
         return {key: as_it_is_now(one, depth - 1) for key, one in value.items()}
-    if not _is_plain_object(value):
+    if not _is_object(value):
         return value
     try:
         copied = copy.copy(value)
@@ -142,8 +162,8 @@ def as_it_is_now(value: Any, depth: int = _MAX_DEPTH + 1) -> Any:
     return copied
 
 
-def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the program's, whose attributes may change."""
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the program's or of a library's, whose attributes may change."""
     if isinstance(value, _SHARED) or callable(value) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
     torch = sys.modules["torch"]
@@ -165,13 +185,129 @@ def _size(value: Any, depth: int) -> int:
     return len(value) + sum(_size(one, depth - 1) for one in inner if isinstance(one, _GROWING))
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
+# --- what these hold
 
 
-def _set_generators(of_python: Any, of_numpy: Any) -> None:
-    if random.getstate() != of_python:
-        random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
+def _holders(values: Iterable[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    rest = [(value, _MAX_DEPTH) for value in values]
+    while rest and len(found) < _MOST_HOLDERS:
+        value, depth = rest.pop()
+        if type(value) in _PLAIN:
+            continue
+        if type(value).__module__.partition(".")[0] not in _LIBRARIES and _is_object(value):
+            value = vars(value)
+        if id(value) in found:
+            continue
+        is_container = _is_container(value)
+        if is_container or type(value) is set or _is_generator(value) or _is_array(value):
+            found[id(value)] = value
+        if depth and (is_container or type(value) is tuple):
+            rest += [(one, depth - 1) for _, one in _entries(value)]
+    return list(found.values())
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    drawn = getattr(sys.modules.get("numpy"), "random", None)
+    return drawn is not None and isinstance(value, drawn.Generator | drawn.RandomState)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES
+
+
+def _is_array(value: Any) -> bool:
+    if type(value) is not getattr(sys.modules.get("numpy"), "ndarray", _EMPTY):
+        return False
+    return value.dtype.kind in "biufc" and value.nbytes <= _MOST_ARRAY_BYTES and bool(value.flags.writeable)
+
+
+def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(one) in _PLAIN for one in value))
+
+
+def _state(holder: Any, *, only_plain: bool = False) -> Any:
+    """The state of a holder: of a container, the entries, or those that are numbers and texts."""
+    if _is_container(holder):
+        return {key: value for key, value in _entries(holder) if not only_plain or _is_plain(value)}
+    if isinstance(holder, random.Random):
+        return holder.getstate()
+    if isinstance(holder, set):
+        return holder.copy() if len(holder) <= _MOST_ENTRIES and all(map(_is_plain, holder)) else None
+    if hasattr(holder, "bit_generator"):
+        return holder.bit_generator.state
+    return holder.get_state() if hasattr(holder, "get_state") else holder.copy()
+
+
+def _set_state(holder: Any, state: Any) -> None:
+    if isinstance(holder, random.Random):
+        holder.setstate(state)
+    elif isinstance(holder, set):
+        if state is not None and holder != state:
+            holder.clear()
+            holder.update(state)
+    elif hasattr(holder, "bit_generator"):
+        holder.bit_generator.state = state
+    elif hasattr(holder, "set_state"):
+        holder.set_state(state)
+    elif not (holder == state).all():
+        holder[...] = state
+
+
+# --- variables of the functions that a module calls
+
+
+@dataclass(frozen=True, eq=False)
+class _Variable:
+    """A cell of a closure, or a global variable."""
+
+    name: str
+    holder: Any  #: the cell, or the dictionary of the module
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name, _EMPTY)
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return _EMPTY
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        else:
+            self.holder.cell_contents = value
+
+
+def _of_function(function: Any, known: set[int], depth: int) -> Iterator[_Variable]:
+    function = getattr(function, "__func__", function)
+    if type(function) is not types.FunctionType or id(function) in known or depth == 0:
+        return
+    if str(getattr(function, "__module__", "")).partition(".")[0] in _WITHOUT_PROGRAM:
+        return
+    known.add(id(function))
+    for variable in _named_by(function):
+        yield variable
+        yield from _of_function(variable.value, known, depth - 1)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _named_by(function: types.FunctionType) -> tuple[_Variable, ...]:
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    own = function.__globals__
+    return tuple(_Variable(*one) for one in (*cells, *((name, own) for name in sorted(names & own.keys()))))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _codes(one)

@@ -11,10 +11,8 @@ from stalloc.cost.disjoint_sets import DisjointSets
 
 
 class OffloadOrder:
-    """The decisions of one run. Activations are known by numbers, which rise in the order in which they are saved.
-
-    Each of several ranks offloads others, as far as the ratio allows.
-    """
+    """The decisions of one run. Activations are known by numbers, which rise in the order in which they are saved. Each
+    of several ranks offloads others, as far as the ratio allows."""
 
     def __init__(self, ratio: float, window_bytes: int, rank: int = 0, num_ranks: int = 1) -> None:
         self._window_bytes, self._rank = window_bytes, rank
@@ -41,10 +39,9 @@ class OffloadOrder:
         self._leaving_bytes += size_bytes
         over = []
         while self._leaving and self._leaving_bytes > self._window_bytes:
-            oldest, oldest_bytes = self._leaving.popleft()
-            self._leaving_bytes -= oldest_bytes
-            over.append(oldest)
-        return over
+            over.append(self._leaving.popleft())
+            self._leaving_bytes -= over[-1][1]
+        return [oldest for oldest, _ in over]
 
     def needed(self, number: int) -> list[int]:
         """Backward needs it: returns what is to be on the device now, itself first, then those saved before it."""
@@ -58,9 +55,7 @@ class OffloadOrder:
         return found
 
     def gone(self, number: int) -> None:
-        """Note that nothing needs it any more."""
-        size_bytes = self._size_of.pop(number, None)
-        if size_bytes is None:
+        if (size_bytes := self._size_of.pop(number, None)) is None:
             return
         del self._hosted[bisect_left(self._hosted, number)]
         if (number, size_bytes) in self._leaving:

@@ -38,18 +38,11 @@ class Part:
     place: Place
 
 
-def part_bytes(window_bytes: int) -> int:
-    """How many bytes of parameters make a part: with two tensors of state each, some three parts fill the window."""
-    return max(window_bytes // 6, 1)
-
-
-def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
-    """The parts of parameters with these sizes in bytes, in the order of their updates.
-
-    `layers` numbers the streamed layer of each, -1: none; a layer is a part of its own, after the others. What stays
-    on the device comes first, as it waits for nothing; the processor's parts lie evenly between the paged ones, so
-    that both go on at once (the interleaving of Maurya et al., Deep Optimizer States, 2024).
-    """
+def _arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
+    """The parts of parameters with these sizes in bytes, in the order of their updates. `layers` numbers the streamed
+    layer of each, -1: none; a layer is a part of its own, after the others. What stays on the device comes first, as it
+    waits for nothing; the processor's parts lie evenly between the paged ones, so that both go on at once (the
+    interleaving of Maurya et al., Deep Optimizer States, 2024)."""
     together: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
         if layer >= 0:
@@ -60,17 +53,14 @@ def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, sha
     parts: dict[Place, list[Part]] = {place: [] for place in Place}
     for place in Place:
         mine = [number for number, at in zip(alone, places, strict=False) if at is place]
-        most_bytes = part_bytes(window_bytes)
+        most_bytes = max(window_bytes // 6, 1)  # with two tensors of state each, some three parts fill the window
         if place is Place.PROCESSOR:
             most_bytes = min(_PROCESSOR_BYTES, sum(sizes[number] for number in mine) // _PROCESSOR_PARTS)
         found = [[mine[at] for at in part] for part in divided([sizes[number] for number in mine], most_bytes)]
         found += [unit for unit, at in zip(units[len(alone) :], places[len(alone) :], strict=True) if at is place]
         parts[place] = [Part(tuple(members), place) for members in found]
-    mixed = [
-        ((number + 0.5) / len(parts[place]), part)
-        for place in (Place.PAGED, Place.PROCESSOR)
-        for number, part in enumerate(parts[place])
-    ]
+    both = [parts[Place.PAGED], parts[Place.PROCESSOR]]
+    mixed = [((number + 0.5) / len(those), part) for those in both for number, part in enumerate(those)]
     return parts[Place.DEVICE] + [part for _, part in sorted(mixed, key=lambda one: one[0])]
 
 
@@ -97,30 +87,21 @@ def arranged_with_copies(
     reads_for_processor: bool,
     gradients: Set[int] = frozenset(),
 ) -> tuple[list[Part], int]:
-    """The parts as in `arranged`, and the host memory that the processor needs for copies.
-
-    `on_disk` has the layers on disk: the processor updates them if they are read for it, else the device does.
-    `gradients` has the parameters whose gradients are in the host already.
-    """
-    parts = arranged(sizes, layers, window_bytes, shares)
+    """The parts of parameters in the order of their updates, and the host memory that the processor needs for copies of
+    two of them. `on_disk` has the layers on disk: the processor updates them if they are read for it, else the device
+    does. `gradients` has the parameters whose gradients are in the host already."""
+    parts = _arranged(sizes, layers, window_bytes, shares)
     if not reads_for_processor:
         parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
-    in_host = [-1 if layer in on_disk else layer for layer in layers]
-    return parts, staging_bytes(parts, sizes, in_host, gradients)
-
-
-def staging_bytes(
-    parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[int], gradients: Set[int] = frozenset()
-) -> int:
-    """Host memory for what the processor updates: gradients of two parts, and parameters, that do not lie there."""
-    largest = 0
-    for part in parts:
-        if part.place is Place.PROCESSOR:
-            needed = sum(
-                aligned(sizes[number]) * ((number not in gradients) + (layers[number] < 0)) for number in part.members
-            )
-            largest = max(largest, needed)
-    return 2 * largest
+    copied = [  # gradients and parameters that do not lie in the host, of each part
+        sum(
+            aligned(sizes[number]) * ((number not in gradients) + (layers[number] < 0 or layers[number] in on_disk))
+            for number in part.members
+        )
+        for part in parts
+        if part.place is Place.PROCESSOR
+    ]
+    return parts, 2 * max(copied, default=0)
 
 
 def disk_chunk_bytes(host_bytes: int | None) -> int:

@@ -3,10 +3,10 @@
 Contract: blocks do not lie within each other, and come in the order in which the model holds them; only the module
 tree is looked at, and lists, tuples and dictionaries of modules that are attributes of one without torch knowing them;
 nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for one that itself holds
-layers in a row (an encoder). A module without children of its own, such as a linear layer, is
-no block: what it would recompute is what it reads. A long sequence of layers, unlike all beside it, is cut into rows,
-which are blocks; and where nothing else is found, so is a forward pass that calls layers statement by statement, if
-the user asks for it by STALLOC_CUT_FORWARD=1: its source is compiled anew.
+layers in a row (an encoder). A module without children of its own, such as a linear layer, is no block: what it would
+recompute is what it reads. A long sequence of layers, unlike all beside it, is cut into rows, which are blocks; and
+where nothing else is found, so is a forward pass that calls layers statement by statement, if the user asks for it by
+STALLOC_CUT_FORWARD=1: its source is compiled anew.
 """
 
 import os
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stalloc.techniques.inner_hooks import hooked_inside
-
 _OF_TORCH, _MOST_LISTED = ("_parameters", "_buffers", "_modules"), 10_000
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 _NOT_CALLED = _CONTAINERS[1:]  #: which have no forward pass
+_OF_TRANSFORMERS = "transformers.utils.output_capturing"
+"""Hooks of this module note results while its model's forward pass collects them; in backward they do nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,10 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
         return type(self.module).__name__
 
 
 def find_blocks(model: Any) -> list[Block]:
-    """The repeated blocks below `model`, a torch module."""
     modules = held_modules(model)
     unseen = {id(module) for module in modules} - {id(module) for module in model.modules()}
     found = list(_below("", model, Counter(type(module) for module in modules), unseen))
@@ -55,7 +53,6 @@ def held_modules(model: Any) -> list[Any]:
 
 
 def _in_lists(parent: Any) -> Iterator[tuple[str, Any]]:
-    """Modules in plain lists, tuples and dictionaries that are attributes of a module."""
     from torch.nn import Module
 
     for name, value in vars(parent).items():
@@ -92,7 +89,7 @@ def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) ->
 
 
 def _rows(prefix: str, sequence: Any) -> list[Block]:
-    from stalloc.techniques.layer_rows import rows_of
+    from stalloc.techniques.forward_rows import rows_of
 
     return [Block(f"{prefix}{row.name}", row) for row in rows_of(sequence)]
 
@@ -101,12 +98,12 @@ def _parts(model: Any) -> list[Block]:
     """Rows of statements of the outermost modules, of the program's own classes, whose forward can be cut, if asked."""
     if os.environ.get("STALLOC_CUT_FORWARD") != "1":
         return []
-    from stalloc.techniques.statement_rows import rows_of_statements
+    from stalloc.techniques.forward_rows import rows_of_statements
 
     found: list[Block] = []
     done: list[str] = []  # names of modules below which nothing is looked at
     for name, module in model.named_modules():
-        if any(name.startswith(outer) for outer in done):
+        if name.startswith(tuple(done)):
             continue
         is_own = not type(module).__module__.startswith("torch.")
         rows = rows_of_statements(module) if is_own and not is_compiled(module) else []
@@ -118,20 +115,18 @@ def _parts(model: Any) -> list[Block]:
 
 
 def layers_of(module: Any) -> tuple[type, ...]:
-    """The classes of a module and of its children, in order."""
     return (type(module), *(type(child) for child in module.children()))
 
 
 def is_leaf(module: Any) -> bool:
-    """Whether a module has no others below it."""
     return next(module.children(), None) is None
 
 
 def holds_layers(module: Any) -> bool:
     """Whether modules of one class lie in a row below a module."""
-    rows = [one for one in module.modules() if _is_container(one)]
-    kinds = [Counter(type(child) for child in _called_of(row) if not is_leaf(child)) for row in rows]
-    return any(count > 1 for found in kinds for count in found.values())
+    rows = (one for one in module.modules() if _is_container(one))
+    kinds = ([type(child) for child in _called_of(row) if not is_leaf(child)] for row in rows)
+    return any(len(set(found)) < len(found) for found in kinds)
 
 
 def _called_of(row: Any) -> Iterator[Any]:
@@ -162,8 +157,7 @@ def why_not(block: Block) -> str:
     """Why the forward pass of a block cannot be run a second time by us; empty if it can."""
     import torch
 
-    hooked = hooked_inside(block.module)
-    if hooked is not None:
+    if (hooked := hooked_inside(block.module)) is not None:
         return f"{block.name}.{hooked} has forward hooks of the program, which would be called twice"
     is_sharded = _is_sharded_whole(block.module)
     for name, module in block.module.named_modules():
@@ -188,3 +182,22 @@ def _is_sharded_whole(module: Any) -> bool:
     group = getattr(state, "_fsdp_param_group", None)
     managed = {id(one.sharded_param) for one in group.fsdp_params if not one.is_dtensor} if group is not None else set()
     return all(id(one) in managed or type(one).__name__ == "Parameter" for one in module.parameters())
+
+
+def hooked_inside(block: Any) -> str | None:
+    """The name of a module below a block with hooks of the program, which a second forward pass would call again. None
+    if there is none. Hooks of the block itself are not called by its forward pass."""
+    for name, module in block.named_modules():
+        if name and (module._forward_hooks or module._forward_pre_hooks):
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if not all(_may_be_called_twice(hook) for hook in hooks):
+                return str(name)
+    return None
+
+
+def _may_be_called_twice(hook: Any) -> bool:
+    """Whether a hook only notes results, or is torch's own hook that computes a weight before its use."""
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    return type(hook) in (SpectralNorm, WeightNorm) or getattr(hook, "__module__", "") == _OF_TRANSFORMERS

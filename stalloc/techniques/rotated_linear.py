@@ -16,16 +16,12 @@ from torch import Tensor, nn
 
 
 class RotatedLinear(nn.Module):
-    """In the place of a linear layer, on every rank of a group. Rows of the weight are divided evenly.
-
-    The input has shape (..., in_features), the output (..., out_features).
-    """
+    """In the place of a linear layer, on every rank of a group. Rows of the weight are divided evenly. The input has
+    shape (..., in_features), the output (..., out_features)."""
 
     def __init__(self, linear: nn.Linear, group: Any = None) -> None:
-        """Takes this rank's part of a layer that all ranks have alike.
-
-        Raises ValueError where the number of its outputs is no multiple of the number of ranks.
-        """
+        """Takes this rank's part of a layer that all ranks have alike. Raises ValueError where the number of its
+        outputs is no multiple of the number of ranks."""
         super().__init__()
         self.group = group  # None: the default one, which must not be held: it is to end when a program destroys it
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -101,7 +97,6 @@ def _going_round(weight: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def _pass_on(tensor: Tensor, taken: Tensor, group: Any) -> None:
-    """Send a tensor to the rank after this, and take what the rank before has."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sent = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size)
     received = dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size)

@@ -17,18 +17,14 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stalloc.techniques.activation_settings import ActivationSettings
-from stalloc.techniques.host_copy import HostCopy
-from stalloc.techniques.host_slots import HostSlots
-from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.host_store import HostCopy, HostSlots, HostStore
 from stalloc.techniques.link_turns import LinkTurns, SharedLink
 from stalloc.techniques.offload_order import OffloadOrder
-from stalloc.techniques.packed_tensors import PackedTensor, may_be_kept_elsewhere
-from stalloc.techniques.transfers import Transfers, phase, settle_all
-from stalloc.techniques.transfers_in_turn import TransfersInTurn, is_copying
+from stalloc.techniques.technique_settings import ActivationSettings
+from stalloc.techniques.tensor_memory import PackedTensor, PackingContext, may_be_kept_elsewhere
+from stalloc.techniques.transfers import DeviceTransfers, Transfers, is_copying, phase
 
 _MOST_LASTING = 4096
 
@@ -46,7 +42,7 @@ class Watcher(Protocol):
         """Nothing needs it any more."""
 
 
-class SavedActivations:
+class SavedActivations(PackingContext):
     """A context, which may be entered often: a share of what autograd saves in it goes to the host."""
 
     def __init__(
@@ -58,15 +54,15 @@ class SavedActivations:
         link: SharedLink | None = None,
     ) -> None:
         """With `link`, copies take turns with other processes' copies. Raises BadInputError if they cannot."""
+        super().__init__()
         self.store = store
         self.turns = None if link is None else LinkTurns(link)
         self.left_bytes = 0  #: that went to the host in all
-        self._order = OffloadOrder(
-            settings.ratio, settings.window_bytes, *((link.rank, link.num_ranks) if link else ())
-        )
+        ranks = (link.rank, link.num_ranks) if link else ()
+        self._order = OffloadOrder(settings.ratio, settings.window_bytes, *ranks)
         self._device_type, self._watcher = device_type, watcher
-        self._slots = HostSlots(store, self._settle, pinned=device_type == "cuda")
-        self._transfers: dict[torch.device, Transfers | TransfersInTurn] = {}
+        self._transfers = DeviceTransfers(self.turns)
+        self._slots = HostSlots(store, self._transfers.settle, pinned=device_type == "cuda")
         self._known: WeakValueDictionary[tuple[int, int], _Activation] = WeakValueDictionary()  # by memory and version
         self._live: WeakValueDictionary[int, _Activation] = WeakValueDictionary()  # by number
         self._over: deque[int] = deque()  # numbers that are over and not told to the order yet: any thread may end one
@@ -74,33 +70,18 @@ class SavedActivations:
         self._lock = RLock()  # backward passes of several devices have a thread each
         self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
         self._num_saved = 0
-        self._entered: list[saved_tensors_hooks] = []
 
-    def __enter__(self) -> "SavedActivations":
-        self._entered.append(saved_tensors_hooks(self._pack, PackedTensor.unpacked))
-        self._entered[-1].__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.pop().__exit__()
-
-    def _pack(self, tensor: torch.Tensor) -> PackedTensor:
-        activation = self._activation_of(tensor) if self._may_leave(tensor) else None
-        return PackedTensor(self, activation, tensor)
-
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if not may_be_kept_elsewhere(tensor, self._device_type) or tensor.untyped_storage()._cdata in self._lasting:
-            return False
-        in_backward = torch._C._current_graph_task_id() != -1
-        return not in_backward and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        stays = not may_be_kept_elsewhere(tensor, self._device_type)
+        stays = stays or tensor.untyped_storage()._cdata in self._lasting
+        return PackedTensor(self.needed, None if stays else self._activation_of(tensor), tensor)
 
     def _activation_of(self, tensor: torch.Tensor) -> "_Activation":
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
-                found = _Activation(self, self._num_saved, storage, tensor.device)
+            if (found := self._known.get(key)) is None:
+                found = _Activation(self, self._num_saved, tensor)
                 self._num_saved += 1
                 self._known[key] = self._live[found.number] = found
                 if self._watcher is not None:
@@ -111,16 +92,14 @@ class SavedActivations:
         return found
 
     def _leave(self, activation: "_Activation") -> None:
-        slot = self._slots.take(activation.size_bytes)
-        if slot is None:
+        activation.slot = self._slots.take(activation.size_bytes)
+        if activation.slot is None:
             return
-        activation.slot = slot
         self.left_bytes += activation.size_bytes
         with phase("forward"):
-            activation.copy_out(self._transfers_of(activation.device))
+            activation.copy_out(self._transfers[activation.device])
         for number in self._order.leaves(activation.number, activation.size_bytes):
-            leaving = self._live.get(number)
-            if leaving is not None:
+            if (leaving := self._live.get(number)) is not None:
                 leaving.let_go()
 
     def needed(self, activation: "_Activation") -> torch.UntypedStorage:
@@ -131,8 +110,8 @@ class SavedActivations:
             for number in self._order.needed(activation.number):
                 other = self._live.get(number)
                 if other is not None and (other is activation or other.stream == stream):
-                    other.bring(self._transfers_of(other.device))
-            storage = activation.arrive(self._transfers_of(activation.device))
+                    other.bring(self._transfers[other.device])
+            storage = activation.arrive(self._transfers[activation.device])
         if self._watcher is not None:
             self._watcher.needed(activation.number, storage)
         return storage
@@ -144,7 +123,6 @@ class SavedActivations:
             self._order.gone(self._over.popleft())
 
     def gone(self, activation: "_Activation") -> None:
-        """Nothing that was saved needs it any more."""
         if is_copying():
             self._late.append(activation)
             return
@@ -159,60 +137,43 @@ class SavedActivations:
         if self._watcher is not None:
             self._watcher.gone(activation.number)
 
-    def _transfers_of(self, device: torch.device) -> Transfers | TransfersInTurn:
-        if device not in self._transfers:
-            turns = self.turns
-            self._transfers[device] = Transfers(device) if turns is None else TransfersInTurn(device, turns)
-        return self._transfers[device]
-
-    def _settle(self) -> None:
-        settle_all(self._transfers)
-
 
 class _Activation(HostCopy):
     """Memory that was saved, as it was at that moment. Invariant: unless `here` holds it, it is whole in `slot`."""
 
-    def __init__(
-        self, owner: SavedActivations, number: int, storage: torch.UntypedStorage, device: torch.device
-    ) -> None:
-        super().__init__(storage, device)
+    def __init__(self, owner: SavedActivations, number: int, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.untyped_storage(), tensor.device)
         self.number = number
-        self.here: torch.UntypedStorage | None = storage
+        self.here: torch.UntypedStorage | None = tensor.untyped_storage()
         self.stream = self.current_stream()  # on which its memory was used
         self._wait: Callable[[], None] | None = None  # for the copy that uses `here`
         self._brought_on: Any = None  # the stream whose memory `here` is, if it was brought
         self._owner = owner
 
-    def copy_out(self, transfers: Transfers | TransfersInTurn) -> None:
-        """Begin to copy it to the host."""
+    def copy_out(self, transfers: Transfers) -> None:
         assert self.here is not None
         left = transfers.to_host([(self.place(), self.numbers(self.here))])
         self._wait = functools.partial(transfers.wait, left, self.stream)
 
     def let_go(self) -> None:
-        """Free its memory on the device, once no copy uses it."""
-        self.land()
+        self._land()
         self.here = None
 
-    def land(self) -> None:
-        """No copy uses what is here any more."""
+    def _land(self) -> None:
         if self._wait is not None:
             self._wait()
             self._wait = None
 
-    def bring(self, transfers: Transfers | TransfersInTurn) -> None:
+    def bring(self, transfers: Transfers) -> None:
         """Begin to bring it back, unless it is on the device, or somebody else has held it there all the time."""
-        if self.here is not None:
-            return
-        self.here = self.held()
-        if self.here is not None:
-            return
-        self._brought_on = self.current_stream()
-        self.here, arrived = self._copied_back(transfers)
-        self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
+        if self.here is None:
+            self.here = self.held()
+        if self.here is None:
+            self._brought_on = self.current_stream()
+            self.here, arrived = self._copied_back(transfers)
+            self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
 
-    def arrive(self, transfers: Transfers | TransfersInTurn) -> torch.UntypedStorage:
-        """Its memory on the device; the program's stream waits for it."""
+    def arrive(self, transfers: Transfers) -> torch.UntypedStorage:
         assert self.here is not None
         if self._brought_on is None:
             return self.here
@@ -221,10 +182,10 @@ class _Activation(HostCopy):
             storage, arrived = self._copied_back(transfers)
             transfers.wait(arrived, stream)
             return storage
-        self.land()
+        self._land()
         return self.here
 
-    def _copied_back(self, transfers: Transfers | TransfersInTurn) -> tuple[torch.UntypedStorage, Any]:
+    def _copied_back(self, transfers: Transfers) -> tuple[torch.UntypedStorage, Any]:
         if self.current_stream() != self.stream:  # which has waited for the copy to the host
             self.current_stream().wait_stream(self.stream)
         room = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()

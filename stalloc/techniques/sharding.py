@@ -3,14 +3,23 @@
 Contract: what is divided is computed as before: each rank's gradients become their mean over all ranks. A model is
 divided when it is called first, block by block, and its optimizer given the parts; what cannot be divided ends the
 program with one sentence, before it has trained. Recomputation that is applied before lies inside.
+
+Rank R of N gets batches R, R + N, R + 2N, … of what a loader would give a single process; what is left at the end of an
+epoch, fewer than N batches, is dropped, as ranks must make the same number of steps. Samplers that shuffle draw alike
+where the program sets a seed; a seed is set here if it does not. A state dictionary of the model, or of its optimizer,
+holds whole tensors in host memory, the same on every rank; every rank must ask for it, as an unmodified program does.
 """
 
 import atexit
+import functools
 import gc
 import inspect
+import itertools
 import os
 import time
 import weakref
+from collections.abc import Iterator
+from os import PathLike
 from types import MethodType
 from typing import Any
 
@@ -18,25 +27,20 @@ import torch
 import torch.distributed as dist
 
 from stalloc.errors import SetupError
-from stalloc.techniques.appearing import when_models_appear
-from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
-from stalloc.techniques.dealt_batches import deal_batches
+from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
 from stalloc.techniques.repeated_blocks import Block
-from stalloc.techniques.saved_whole import keep_whole, save_once
-from stalloc.techniques.shard_settings import Layout, ShardWay
+from stalloc.techniques.technique_settings import Layout, ShardWay
 
 _LAST_MOMENT_SECONDS = 0.2  # of a busy machine, in which a thread that waits for a core gets one
+_making: list[bool] = []  # while an optimizer is being divided
 
 
 def recompute_whole_blocks() -> None:
     """Recompute every repeated block of the models of this program; to be called before they are sharded."""
-    from stalloc.techniques.block_tape import BlockTape, keeps_nothing
+    from stalloc.techniques.block_tape import keeps_nothing
     from stalloc.techniques.recompute import wrap
 
-    def appeared(_: int, blocks: list[Block], __: Any) -> None:
-        wrap(blocks, [keeps_nothing] * len(blocks), BlockTape)
-
-    when_models_appear(appeared)
+    when_models_appear(lambda _, blocks, __: wrap(blocks, [keeps_nothing] * len(blocks)))
 
 
 def shard_program(way: ShardWay) -> None:
@@ -44,8 +48,8 @@ def shard_program(way: ShardWay) -> None:
     if way.recomputes_blocks:
         recompute_whole_blocks()
     sharding = Sharding(way.layout)
-    deal_batches(sharding.rank, sharding.num_ranks)
-    save_once(sharding.rank)
+    _deal_batches(sharding.rank, sharding.num_ranks)
+    _save_once(sharding.rank)
 
 
 class Sharding:
@@ -63,7 +67,9 @@ class Sharding:
         when_models_appear(self._appeared)
 
     def _made(self, optimizer: Any) -> None:
-        if not _is_own(optimizer) or any(optimizer is one for one in self._optimizers):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        if _making or isinstance(optimizer, ZeroRedundancyOptimizer) or optimizer in self._optimizers:
             return
         if self._is_done:
             raise SetupError("an optimizer was made after the first call of its model: make it before, to be sharded.")
@@ -79,16 +85,28 @@ class Sharding:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             atexit.register(_leave_job)
-        _agree(model)
-        if self.layout.executor == "ddp":
-            self._replicate(model, device)
-        else:
+        with torch.no_grad():  # every rank begins with the parameters and buffers of the first
+            for one in (*model.parameters(), *model.buffers()):
+                dist.broadcast(one, 0)
+        if self.layout.executor != "ddp":
             self._shard(model, blocks, device)
+            return
+        from torch.distributed._composable import replicate
+
+        replicate(model, gradient_as_bucket_view=True, device_id=device)
+        replicate.state(model).lazy_init()
+        if self.layout.state > 1:
+            group = _group(self.layout, self.num_ranks)
+            for optimizer in self._optimizers:
+                _divide(optimizer, group, [dict(one) for one in optimizer.param_groups])
 
     def _shard(self, model: Any, blocks: list[Block], device: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        layout, mesh = self.layout, _mesh(self.layout, self.num_ranks, device.type)
+        layout, groups = self.layout, self.num_ranks // self.layout.gradients
+        shape = (groups, layout.gradients) if groups > 1 else (self.num_ranks,)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard") if groups > 1 else None)
         names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
         former = {name: weakref.ref(one) for name, one in model.named_parameters()}
         for block in units_within(model, blocks):
@@ -101,7 +119,9 @@ class Sharding:
             for group in optimizer.param_groups:
                 group["params"] = [parts[names[id(one)]] if id(one) in names else one for one in group["params"]]
         del names
-        keep_whole(model, self._optimizers)
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update(_whole(dict(state))))
+        for optimizer in self._optimizers:
+            optimizer.register_state_dict_post_hook(lambda _, state: _whole(state))
         if layout.divides_optimizer:
             group = _group(layout, self.num_ranks)
             for optimizer in self._optimizers:
@@ -112,16 +132,6 @@ class Sharding:
                 f"the program itself holds on to {still[0]}, of its {len(former)} parameters, from before they were "
                 "sharded: let it ask model.parameters() anew where it uses them, as in clip_grad_norm_."
             )
-
-    def _replicate(self, model: Any, device: Any) -> None:
-        from torch.distributed._composable import replicate
-
-        replicate(model, gradient_as_bucket_view=True, device_id=device)
-        replicate.state(model).lazy_init()
-        if self.layout.state > 1:
-            group = _group(self.layout, self.num_ranks)
-            for optimizer in self._optimizers:
-                _divide(optimizer, group, [dict(one) for one in optimizer.param_groups])
 
 
 def _leave_job() -> None:
@@ -139,32 +149,6 @@ def units_within(model: Any, blocks: list[Block]) -> list[Block]:
     return [block for block in blocks if id(block.module) in modules]
 
 
-def _is_own(optimizer: Any) -> bool:
-    """Whether an optimizer is the program's, not one that ZeroRedundancyOptimizer makes inside."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return not isinstance(optimizer, ZeroRedundancyOptimizer) and not _making
-
-
-_making: list[bool] = []  # while an optimizer is being divided
-
-
-def _agree(model: Any) -> None:
-    """Let every rank begin with the parameters and buffers of the first."""
-    with torch.no_grad():
-        for one in (*model.parameters(), *model.buffers()):
-            dist.broadcast(one, 0)
-
-
-def _mesh(layout: Layout, num_ranks: int, device_type: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if layout.gradients == num_ranks:
-        return init_device_mesh(device_type, (num_ranks,))
-    shape = (num_ranks // layout.gradients, layout.gradients)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
 def _group(layout: Layout, num_ranks: int) -> Any:
     """The ranks that have one copy of the optimizer's state among them, and the same part of the parameters."""
     if layout.state == num_ranks and layout.stored == 1:
@@ -179,7 +163,6 @@ def _group(layout: Layout, num_ranks: int) -> Any:
 
 
 def _divide_parts(optimizer: Any, group: Any) -> None:
-    """Divide an optimizer of parameters in shards among the ranks that have the same shards."""
     parts = [one for of_group in optimizer.param_groups for one in of_group["params"]]
     local = {id(one): torch.nn.Parameter(_local(one), one.requires_grad) for one in parts}
     groups = [{**one, "params": [local[id(part)] for part in one["params"]]} for one in optimizer.param_groups]
@@ -246,3 +229,46 @@ def _divide(optimizer: Any, group: Any, groups: list[dict[str, Any]]) -> Any:
 
     optimizer.step, optimizer.state_dict = MethodType(step, optimizer), MethodType(state_dict, optimizer)
     return divided
+
+
+def _whole(state: Any) -> Any:
+    """The state of a model in shards, or of its optimizer, with whole tensors."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(DTensor, lambda one: one.detach().full_tensor().cpu(), state)
+
+
+def _save_once(rank: int) -> None:
+    """Let `torch.save` write to a path on the first rank only; it still writes to open files on every rank."""
+    save = torch.save
+
+    @functools.wraps(save)
+    def save_on_first(obj: Any, f: Any, *args: Any, **named: Any) -> None:
+        if rank == 0 or not isinstance(f, str | PathLike):
+            save(obj, f, *args, **named)
+
+    torch.save = save_on_first
+
+
+def _deal_batches(rank: int, num_ranks: int) -> None:
+    """Deal out the batches of every loader, unless its sampler does."""
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    whole, length = DataLoader.__iter__, DataLoader.__len__
+
+    @functools.wraps(whole)
+    def dealt(self: Any) -> Iterator[Any]:
+        batches = whole(self)
+        if isinstance(self.sampler, DistributedSampler):
+            yield from batches
+            return
+        while len(turn := list(itertools.islice(batches, num_ranks))) == num_ranks:
+            yield turn[rank]
+
+    @functools.wraps(length)
+    def dealt_length(self: Any) -> int:
+        return int(length(self) // (1 if isinstance(self.sampler, DistributedSampler) else num_ranks))
+
+    DataLoader.__iter__, DataLoader.__len__ = dealt, dealt_length

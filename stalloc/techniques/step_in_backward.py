@@ -6,6 +6,7 @@ Whoever needs a gradient or the old parameters between the backward pass and tha
 another forward pass, a changed learning rate) gets a GradientError before anything wrong comes of it.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,21 +17,22 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import GradientError
-from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
-from stalloc.techniques.gradient_access import (
+from stalloc.techniques.appearing import when_optimizers_are_made
+from stalloc.techniques.parameters import (
     own_gradient,
+    own_step,
+    parameters_of,
     set_own_gradient,
     unwatch_gradient,
     watch_gradient,
+    why_not_one_by_one,
 )
-from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
 from stalloc.techniques.streamed_layers import device_of, put_gradient
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
 _READ = f"a gradient is read or set between the backward pass and the optimizer's step. {_ADVICE}"
 _READ_LATER = f"a gradient is read after the optimizer's step. {_ADVICE}"
 _early: Any = WeakIdKeyDictionary()  # the parameters that are updated before their step
-_guards: list[Any] = []  # the hook, once it is there
 
 
 class StepInBackward:
@@ -61,11 +63,10 @@ class StepInBackward:
 
     def watch(self, optimizer: Any) -> None:
         """Update its parameters early, including those that were added to it since."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
-                    self._hooked[parameter] = True
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_there))
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
+                self._hooked[parameter] = True
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_there))
 
     def undo(self) -> None:
         """Make the step where the program calls it again."""
@@ -127,18 +128,15 @@ class StepInBackward:
         return False
 
     def about_to_read(self, parameter: torch.Tensor) -> None:
-        """See `GradientWatcher`."""
         if own_gradient(parameter) is None:
             raise GradientError(_READ if parameter not in self._used else _READ_LATER)
 
     def about_to_set(self, parameter: torch.Tensor) -> None:
-        """See `GradientWatcher`."""
         if parameter not in self._used:
             raise GradientError(_READ)
         self._zeroed(parameter)
 
     def about_to_zero(self, parameter: torch.Tensor, *, set_to_none: bool) -> None:
-        """See `GradientWatcher`."""
         if parameter not in self._used:
             self.about_to_read(parameter)
             return
@@ -153,19 +151,15 @@ class StepInBackward:
 
 def step_in_backward(say: Callable[[str], None]) -> None:
     """Update the parameters of every optimizer of this program in its backward pass, from the optimizer's making on.
-
-    Those that mix parameters are left as they are, which `say` is told.
-    """
+    Those that mix parameters are left as they are, which `say` is told."""
     known: weakref.WeakKeyDictionary[Any, StepInBackward | None] = weakref.WeakKeyDictionary()
 
     def made(optimizer: Any) -> None:
         if optimizer not in known:
-            reason = why_not_one_by_one(optimizer)
-            if reason:
+            if reason := why_not_one_by_one(optimizer):
                 say(f"{reason}: its step stays after the backward pass.")
             known[optimizer] = None if reason else StepInBackward(optimizer)
-        early = known[optimizer]
-        if early is not None:
+        if (early := known[optimizer]) is not None:
             early.watch(optimizer)
 
     when_optimizers_are_made(made)
@@ -175,17 +169,17 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+@functools.cache
 def _guard() -> None:
     """Keep the program from using parameters that backward has updated before the program's step."""
-    if not _guards:
-        _guards.append(register_module_forward_pre_hook(_about_to_call))
 
+    def about_to_call(module: Any, _: Any) -> None:
+        if not _early or torch._C._current_graph_task_id() != -1:  # what backward recomputes is not updated yet
+            return
+        if any(parameter in _early for parameter in module.parameters(recurse=False)):
+            name = type(module).__name__
+            raise GradientError(
+                f"a forward pass ({name}) comes between the backward pass and the optimizer's step. {_ADVICE}"
+            )
 
-def _about_to_call(module: Any, _: Any) -> None:
-    if not _early or torch._C._current_graph_task_id() != -1:  # what backward recomputes is not updated yet
-        return
-    if any(parameter in _early for parameter in module.parameters(recurse=False)):
-        raise GradientError(
-            f"a forward pass ({type(module).__name__}) comes between the backward pass and the optimizer's step. "
-            f"{_ADVICE}"
-        )
+    register_module_forward_pre_hook(about_to_call)

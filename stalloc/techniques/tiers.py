@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stalloc.techniques.appearing import when_models_appear
-from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
-from stalloc.techniques.disk_store import PARAMETERS, STATE, DiskRoom, DiskStore, Holding
-from stalloc.techniques.disk_threads import DiskThreads
+from stalloc.errors import StreamError
+from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
+from stalloc.techniques.disk_store import PARAMETERS, STATE, Disk, DiskStore
 from stalloc.techniques.host_store import HostStore
-from stalloc.techniques.layer_streaming import check_can_step, stream_blocks
-from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.paged_optimizer import PagedOptimizer, paged_optimizer
+from stalloc.techniques.parameters import parameters_of, why_not_one_by_one
 from stalloc.techniques.parts import Shares
 from stalloc.techniques.processor_updates import why_not_on_processor
 from stalloc.techniques.repeated_blocks import Block
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.streamed_forward import stream_blocks
+from stalloc.techniques.streamed_layers import layers_of
+from stalloc.techniques.technique_settings import TierSettings
 
 
 class Tiers:
@@ -34,8 +34,8 @@ class Tiers:
     ) -> None:
         """`folder` is for what goes to disk; each optimizer has a folder of its own in it."""
         self.store = store
-        self._room, self._folder = DiskRoom(settings.disk_bytes), folder
-        self._threads: DiskThreads | None = None
+        self._folder = folder
+        self._shared_disk: Disk | None = None
         self._paged: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()  # of optimizers that the program still has
         self.num_paged = self.streamed_bytes = self.disk_streamed_bytes = 0
         self._unpaged = ""  # why an optimizer is not paged
@@ -44,12 +44,11 @@ class Tiers:
             when_optimizers_are_made(self._page)
         if settings.streamed_window:
             when_models_appear(self._stream)
-            register_optimizer_step_pre_hook(lambda optimizer, *_: check_can_step(optimizer))
+            register_optimizer_step_pre_hook(_check_can_step)
 
     def told(self) -> dict[str, int]:
-        """How much is in host memory and on disk, by name."""
         return {
-            "disk_bytes": self._room.peak_bytes,
+            "disk_bytes": self._shared_disk.room.peak_bytes if self._shared_disk is not None else 0,
             "num_paged": self.num_paged,
             "streamed_bytes": self.streamed_bytes,
             "disk_streamed_bytes": self.disk_streamed_bytes,
@@ -77,16 +76,16 @@ class Tiers:
             "sends_gradients": settings.sends_gradients,
             "updates_beside_backward": settings.updates_beside_backward and shares.processor > 0,
         }
-        paging = PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk, **gradients)
+        paging = PagedOptimizer(optimizer, self.store, disk, settings.paged_window_bytes, shares, **gradients)
         self._paged.add(paging)
         self.num_paged += 1
 
-    def _disk(self, name: str, device: torch.device, holds: Holding = STATE) -> DiskStore | None:
+    def _disk(self, name: str, device: torch.device, holds: str = STATE) -> DiskStore | None:
         """A store with a file in a folder of that name; None where no disk is allowed."""
         if not self._settings.disk_bytes:
             return None
-        self._threads = self._threads or DiskThreads(self.store, device)
-        return DiskStore((self._folder or Path()) / name, self._room, self._threads, device, holds)
+        self._shared_disk = self._shared_disk or Disk(self._settings.disk_bytes, self.store, device)
+        return DiskStore((self._folder or Path()) / name, self._shared_disk, device, holds)
 
     def _stream(self, number: int, blocks: list[Block], model: Any) -> None:
         if not blocks:
@@ -94,12 +93,18 @@ class Tiers:
         if self._unpaged:
             self._say(f"{self._unpaged}: layers stay on the device.")
             return
-        settings, disk = self._settings, None
-        if settings.disk_bytes:
-            disk = self._disk(f"layers-{number}", next(model.parameters()).device, PARAMETERS)
-        streaming, reason = stream_blocks(model, blocks, self.store, settings.streamed_window, disk)
+        disk = self._disk(f"layers-{number}", next(model.parameters()).device, PARAMETERS)
+        streaming, reason = stream_blocks(model, blocks, self.store, self._settings.streamed_window, disk)
         for layer in streaming.layers if streaming is not None else ():
             self.streamed_bytes += layer.size_bytes
             self.disk_streamed_bytes += layer.size_bytes * layer.is_on_disk
         if reason:
             self._say(f"{reason}: layers stay on the device.")
+
+
+def _check_can_step(optimizer: Any, *_: Any) -> None:
+    for layer in layers_of(parameters_of(optimizer) if paged_optimizer(optimizer) is None else [])[:1]:
+        raise StreamError(
+            f"{layer.name} is streamed, and {type(optimizer).__name__} is not known to update it a part at a time: do "
+            "not stream this model."
+        )

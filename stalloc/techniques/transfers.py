@@ -5,17 +5,23 @@ is let go only after `wait` has made the program's stream wait for it: at fixed 
 repeat, and never by record_stream. Each device has its two streams once. Without a GPU a copy is made at once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
+from stalloc.techniques.link_turns import LinkTurns
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The tensor to write, and the tensor to read."""
 _streams: dict[int, tuple[Any, Any]] = {}
+_IN_TURN = "stalloc-in-turn"  # begins the names of threads that make copies in turn
 
 
 @dataclass(frozen=True)
@@ -46,15 +52,11 @@ def phase(name: str) -> Iterator[None]:
         _phase = before
 
 
-def current_phase() -> str:
-    """The phase of the program in which this is called."""
-    return _phase
-
-
 class Transfers:
     """The copies of one device."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._to_device = self._to_host = None
         self._last: Any = None  # event after the last copy to the host
         if device.type == "cuda":
@@ -65,29 +67,31 @@ class Transfers:
 
     def to_device(self, pairs: Sequence[Pair]) -> Any:
         """Copy from the host, after what the program's stream has to do so far; the event returned is for `wait`."""
-        return self._copy(self._to_device, pairs)
+        return self._copy(pairs, to_device=True)
 
     def to_host(self, pairs: Sequence[Pair]) -> Any:
         """Copy to the host, after what the program's stream has to do so far; the event returned is for `wait`."""
-        event = self._copy(self._to_host, pairs)
+        event = self._copy(pairs, to_device=False)
         self._last = event if event is not None else self._last
         return event
 
     def follow(self) -> None:
-        """Make what `copy_now` copies from here on, in any thread, come after the work that the program has queued."""
+        """Let copies that are made from here on, in any thread, come after the work that the program has queued."""
         for stream in (self._to_device, self._to_host):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def copy_now(self, target: torch.Tensor, source: torch.Tensor, of_phase: str) -> None:
-        """Copy and wait in this thread, for a phase that may be over by now."""
-        event = self.copy_all([(target, source)], of_phase, to_device=target.is_cuda)
-        if event is not None:
-            event.synchronize()
+    def by_threads(self) -> "Callable[[torch.Tensor, torch.Tensor], None]":
+        """What copies to a tensor from another, and waits, in any thread: after the work that the program has queued by
+        now, for the phase that it is in."""
+        self.follow()
+        of_phase = _phase
 
-    def copy_all(self, pairs: Sequence[Pair], of_phase: str, *, to_device: bool) -> Any:
-        """Begin to copy, in a thread that has waited for the program's earlier work; the result is for `wait`."""
-        return self._enqueue(self._to_device if to_device else self._to_host, pairs, of_phase)
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            if (event := self._enqueue([(target, source)], of_phase, to_device=target.is_cuda)) is not None:
+                event.synchronize()
+
+        return copy
 
     def wait(self, event: Any, stream: Any = None) -> None:
         """Let the program's stream wait for copies: the current one, or another."""
@@ -100,12 +104,14 @@ class Transfers:
             self._last.synchronize()
             self._last = None
 
-    def _copy(self, stream: Any, pairs: Sequence[Pair]) -> Any:
+    def _copy(self, pairs: Sequence[Pair], *, to_device: bool) -> Any:
+        stream = self._to_device if to_device else self._to_host
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        return self._enqueue(stream, pairs, _phase)
+        return self._enqueue(pairs, _phase, to_device=to_device)
 
-    def _enqueue(self, stream: Any, pairs: Sequence[Pair], of_phase: str) -> Any:
+    def _enqueue(self, pairs: Sequence[Pair], of_phase: str, *, to_device: bool) -> Any:
+        stream: Any = self._to_device if to_device else self._to_host
         with torch.no_grad():
             if stream is None:
                 for target, source in pairs:
@@ -118,22 +124,88 @@ class Transfers:
             end = stream.record_event(torch.cuda.Event(enable_timing=begin is not None))
         if begin is not None:
             num_bytes = sum(target.nbytes for target, _ in pairs)
-            copied = Copied(stream.device.index, stream is self._to_device, num_bytes, of_phase, begin, end)
+            copied = Copied(stream.device.index, to_device, num_bytes, of_phase, begin, end)
             for listener in listeners:
                 listener(copied)
         return end
 
 
-class Settles(Protocol):
-    """What can wait for the copies of one device."""
+class TransfersInTurn(Transfers):
+    """Copies of one device, each in this process's turn on a link that it shares with others. A copy is asked for at
+    once and made by a thread when its turn has come, so the program goes on meanwhile; where it is waited for the
+    program waits until the copy has begun, and its stream until it is over. The thread holds nothing of the device any
+    more by then."""
+
+    def __init__(self, device: torch.device, turns: LinkTurns) -> None:
+        super().__init__(device)
+        self._turns = turns
+        ways = ("to-host", "to-device") if device.type == "cuda" else ()
+        self._threads = [threads_at(device, 1, f"{_IN_TURN}-{way}") for way in ways]
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        if event is not None:
+            super().wait(event.result(), stream)
 
     def settle(self) -> None:
-        """See `Transfers`."""
+        for thread in self._threads:
+            thread.submit(int).result()
+
+    def _copy(self, pairs: Sequence[Pair], *, to_device: bool) -> Any:
+        if not self._threads:
+            with self._turns.turn(to_device=to_device):
+                return self._enqueue(pairs, _phase, to_device=to_device)
+        ready = torch.cuda.current_stream(self._device).record_event()
+        begun: Future[Any] = Future()
+        self._threads[to_device].submit(self._copy_in_turn, list(pairs), ready, _phase, begun, to_device)
+        return begun
+
+    def _copy_in_turn(
+        self, pairs: list[Pair], ready: Any, of_phase: str, begun: "Future[Any]", to_device: bool
+    ) -> None:
+        try:
+            ready.synchronize()  # before a turn is asked for, which is for copying alone
+            with self._turns.turn(to_device=to_device):
+                event = self._enqueue(pairs, of_phase, to_device=to_device)
+                pairs.clear()
+                begun.set_result(event)
+                event.synchronize()
+        except BaseException as error:
+            pairs.clear()
+            if begun.done():
+                raise
+            begun.set_exception(error)
 
 
-def settle_all(transfers: Mapping[torch.device, Settles]) -> None:
-    """Let the processor wait for all copies of all devices, and for all other work of the devices."""
-    for device, copies in transfers.items():
-        copies.settle()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+class DeviceTransfers(dict[torch.device, Transfers]):
+    """The copies of each device, made as they are first asked for; with `turns`, each in turn with other processes."""
+
+    def __init__(self, turns: LinkTurns | None = None) -> None:
+        super().__init__()
+        self._turns = turns
+
+    def __missing__(self, device: torch.device) -> Transfers:
+        self[device] = Transfers(device) if self._turns is None else TransfersInTurn(device, self._turns)
+        return self[device]
+
+    def settle(self) -> None:
+        """Let the processor wait for all copies of all devices, and for all other work of the devices."""
+        for device, copies in self.items():
+            copies.settle()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+def is_copying() -> bool:
+    """Whether the calling thread makes copies in turn, so that it must not wait for any."""
+    return threading.current_thread().name.startswith(_IN_TURN)
+
+
+def threads_at(device: torch.device, number: int, name: str) -> ThreadPoolExecutor:
+    """So many threads whose current device is `device`. A thread is at GPU 0 by default, where leaving a stream of
+    another one would put it back, and with it a context on a GPU that may be another process's."""
+    index = device.index
+    if device.type == "cuda" and index is None:
+        index = torch.cuda.current_device()
+
+    begin = None if index is None else functools.partial(torch.cuda.set_device, index)
+    return ThreadPoolExecutor(number, thread_name_prefix=name, initializer=begin)

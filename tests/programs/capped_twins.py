@@ -25,11 +25,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from stalloc.cost.gpu_rates import rates_of  # noqa: E402
 from stalloc.techniques.cap_policies import policy_named  # noqa: E402
-from stalloc.techniques.capped_blocks import drop_blocks_of_models  # noqa: E402
-from stalloc.techniques.evictable import EvictableMemory  # noqa: E402
+from stalloc.techniques.evictable import EvictableMemory, LateCheckpoint, drop_blocks_of_models  # noqa: E402
 from stalloc.techniques.host_store import HostStore  # noqa: E402
 from stalloc.techniques.idle_memory import IdleMemory  # noqa: E402
-from stalloc.techniques.late_checkpoint import LateCheckpoint  # noqa: E402
 
 torch.set_num_threads(1)
 CPU, ALL = torch.device("cpu"), 1 << 40

@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import stalloc  # noqa: E402
-from stalloc.techniques.gradient_access import own_gradient  # noqa: E402
+from stalloc.techniques.parameters import own_gradient  # noqa: E402
 
 torch.set_num_threads(1)
 WIDTH, STEPS, WORDS = 16, 4, 24

@@ -29,8 +29,7 @@ from torch import nn  # noqa: E402
 import stalloc  # noqa: E402
 from stalloc.techniques.applying import apply_settings  # noqa: E402
 from stalloc.techniques.host_store import held_bytes  # noqa: E402
-from stalloc.techniques.technique_settings import TechniqueSettings  # noqa: E402
-from stalloc.techniques.tier_settings import TierSettings  # noqa: E402
+from stalloc.techniques.technique_settings import TechniqueSettings, TierSettings  # noqa: E402
 
 torch.set_num_threads(1)
 WIDTH, STEPS = 48, 6

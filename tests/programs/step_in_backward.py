@@ -6,7 +6,7 @@ import json
 import torch
 
 from stalloc.techniques.applying import apply_settings
-from stalloc.techniques.gradient_access import own_gradient
+from stalloc.techniques.parameters import own_gradient
 from stalloc.techniques.technique_settings import TechniqueSettings
 
 OPTIMIZERS = {
