@@ -11,9 +11,6 @@ from warm_programs import run_stalloc, told_by_file
 import stalloc
 from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.foreseen_host import ActivationsRecorded, added_seconds, offloaded, peak_bytes
-from stalloc.techniques.activation_settings import ActivationSettings, activations_from_json
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, offloaded
-from stalloc.fitting.foreseen_paging import peak_bytes
 from stalloc.techniques.technique_settings import ActivationSettings, activations_from_json
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")

@@ -10,8 +10,6 @@ from warm_programs import run_stalloc, told_by_file
 
 from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.foreseen_host import UpdateRecorded, paged, peak_bytes
-from stalloc.techniques.tier_settings import TierSettings
-from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
 from stalloc.techniques.technique_settings import TierSettings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")

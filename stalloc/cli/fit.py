@@ -39,9 +39,8 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
 from stalloc.sandbox import ProgramFiles
-from stalloc.techniques.optimizer_paging import parse_disk
-from stalloc.threads import patient_threads
 from stalloc.techniques.elsewhere import parse_disk
+from stalloc.threads import patient_threads
 
 _USUAL_RUNS = 8  #: of the program for a fit, for saying how long it will take
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "stalloc.fitting.observer",

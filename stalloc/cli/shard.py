@@ -119,9 +119,6 @@ class _Search:
         from stalloc.cost.gpu_rates import rates_of
         from stalloc.sharding.rank_runs import ShardRuns
         from stalloc.sharding.shard_ways import NETWORK_BYTES_PER_SECOND, Links
-        from stalloc.techniques.shard_settings import parse_way
-        from stalloc.sharding.shard_ways import Links
-        from stalloc.sharding.traffic import NETWORK_BYTES_PER_SECOND
         from stalloc.techniques.technique_settings import parse_way
 
         self._args, self._per_node, self._files = args, per_node, files

@@ -20,13 +20,6 @@ from stalloc.fitting.recompute_search import ENOUGH_LEFT
 from stalloc.fitting.run_seen import RunSeen
 from stalloc.fitting.tier_search import WINDOWS, tier_seconds, what_of
 from stalloc.fitting.trials import Measured, TrialWork
-from stalloc.techniques.activation_settings import ActivationSettings
-from stalloc.techniques.technique_settings import TechniqueSettings
-from stalloc.techniques.tier_settings import TierSettings
-from stalloc.fitting.tier_search import WINDOWS, what_of
-from stalloc.fitting.tier_seconds import tier_seconds
-from stalloc.fitting.trial_work import TrialWork
-from stalloc.fitting.trials import Measured
 from stalloc.techniques.technique_settings import ActivationSettings, TechniqueSettings, TierSettings
 
 RATIOS = tuple(step / 20 for step in range(1, 21))

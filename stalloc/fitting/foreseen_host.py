@@ -23,10 +23,9 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.cost.queues import Queue, Task, schedule
 from stalloc.techniques import parts as of_update
-from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.offload_order import OffloadOrder
 from stalloc.techniques.parts import Part, Place, aligned, in_pages
-from stalloc.techniques.tier_settings import TierSettings
+from stalloc.techniques.technique_settings import ActivationSettings, TierSettings
 
 Kind = IntEnum("Kind", "SAVED NEEDED GONE", start=0)  #: what became of an activation
 _Does = IntEnum("_Does", "COPY_OUT LET_GO BRING USE FORGET")  # what is done with one

@@ -27,9 +27,8 @@ from stalloc.fitting.fit_record import SUFFIX, Fit, Program, check_name, load_fi
 from stalloc.fitting.trials import COMPARED_STEPS, TRIAL_VARIABLE, Measured, TrialWork
 from stalloc.integrations import program_source
 from stalloc.notices import say
-from stalloc.techniques.optimizer_paging import parse_disk
-from stalloc.version import full_version
 from stalloc.techniques.elsewhere import parse_disk
+from stalloc.version import full_version
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan

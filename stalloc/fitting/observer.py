@@ -29,19 +29,13 @@ from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen,
 from stalloc.fitting.run_seen import CallRecorded, RunSeen
 from stalloc.sizes import aligned
 from stalloc.techniques import repeated_blocks
-from stalloc.techniques.appearing import when_models_appear
-from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.appearing import when_models_appear, when_optimizers_are_made
 from stalloc.techniques.block_tape import BlockTape, Wanted
-from stalloc.techniques.gradient_access import has_gradient
-from stalloc.techniques.layer_streaming import streamable
-from stalloc.techniques.optimizer_facts import why_not_one_by_one
-from stalloc.techniques.program_checkpoints import in_program_checkpoint
-from stalloc.techniques.recompute import MakeTape, in_transform
+from stalloc.techniques.parameters import has_gradient, why_not_one_by_one
+from stalloc.techniques.recompute import MakeTape, in_program_checkpoint, in_transform
 from stalloc.techniques.repeated_blocks import Block, is_compiled, layers_of, why_not
 from stalloc.techniques.state_pager import is_large
-from stalloc.techniques.block_tape import BlockTape
-from stalloc.techniques.recompute import in_program_checkpoint, in_transform
-from stalloc.techniques.repeated_blocks import Block, why_not
+from stalloc.techniques.streamed_forward import streamable
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 from stalloc.trace import Trace
 

@@ -14,7 +14,7 @@ from stalloc.fitting.checkmate import optimal_blocks
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Proposals, Way
-from stalloc.techniques.policy_names import ATTENTION, KEEP_ATTENTION
+from stalloc.techniques.checkpointing import ATTENTION, KEEP_ATTENTION
 
 ROUNDS = 3
 _NONE_FOUND = "checkmate found no choice of whole blocks within the budget in its time: all are recomputed"

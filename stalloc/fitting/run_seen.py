@@ -14,11 +14,6 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.fitting.foreseen_host import ActivationsRecorded, LayerRecorded, Pass, UpdateRecorded, paged, peak_bytes
-from stalloc.techniques.tier_settings import TierSettings
-from stalloc.fitting.alignment import aligned
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, as_rows, from_rows
-from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
-from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass
 from stalloc.techniques.technique_settings import TierSettings
 
 Span = tuple[int, int]

@@ -23,7 +23,7 @@ from stalloc.sandbox import ProgramFiles
 from stalloc.sharding.shard_ways import RankPeaks
 from stalloc.sharding.step_marks import StepMarks
 from stalloc.sizing.fake_ranks import Rank, be_rank
-from stalloc.techniques.shard_settings import Layout
+from stalloc.techniques.technique_settings import Layout
 
 _NUM_STEPS = 4  # DDP makes its buckets anew in the second
 _WATCHDOG_SECONDS = 0.25  # NCCL's watchdog lets go of what collectives have used ten times a second

@@ -23,14 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from stalloc.columns import Column
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_caching import TorchCaching, parse_settings
 from stalloc.sharding.step_marks import Mark, Parameter, StepMarks
-from stalloc.techniques.shard_settings import Layout, valid_layouts
-from stalloc.sharding.foreseen_ranks import Foreseen, foresee
-from stalloc.sharding.step_marks import StepMarks
-from stalloc.sharding.traffic import Traffic, traffic
 from stalloc.techniques.technique_settings import Layout, valid_layouts
 
 NETWORK_BYTES_PER_SECOND = 50e9

@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from stalloc.cost.call_work import operator_seconds
 from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
-from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
 from stalloc.eviction.scores import Candidate, Policy
 from stalloc.sizes import aligned
