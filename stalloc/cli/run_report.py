@@ -4,12 +4,16 @@ Contract: reserved is told over the whole run, while the program was watched, on
 same, over the same steps. Requests are counted in one way: those over 512 bytes, which are all that a plan places.
 """
 
+import argparse
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.cli.tables import print_items, print_prose, print_table
+from stalloc.cli.output import command_text, table_console
+from stalloc.cli.program import program_command
+from stalloc.cli.run_limits import print_outcome
+from stalloc.cli.tables import print_items, print_lines, print_table
 from stalloc.device.known_gpus import shown_name
 from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
@@ -19,8 +23,32 @@ _UNCOUNTED = "the CUDA context and NCCL's buffers come on top; no column counts 
 _NATIVE = (("native", "native"), ("native_expandable", "expandable"))
 
 
-def print_report(console: Console, report: dict[str, Any]) -> None:
-    """One device of the object that `--json` gets."""
+def print_run(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
+    """Print what `--json` gets of a run, and what to type next; `kept`: its plan is used by the next run."""
+    if not result["devices"]:
+        print("stalloc: the program allocated no GPU memory.")
+        return
+    console = table_console()
+    for report in result["devices"]:
+        _print_device(console, report)
+    print_outcome(console, result)
+    program = command_text(*program_command(args))
+    if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
+        verb = "dryrun" if args.stacks else "record -o run.trace.npz"
+        console.print(f"next: stalloc {verb} {program}")
+    elif "budget_bytes" in result or "cap" in result:
+        return
+    elif result["plan_source"] == "cache":
+        console.print("planned from the start, with the plan that the last run of this program left")
+    elif kept:
+        console.print("next: run the same command again; it starts with this plan, which was kept")
+    elif not args.plan and not args.save_plan and result.get("plans_made"):
+        console.print(f"next: stalloc run --save-plan step.plan.npz {program}")
+    elif not result.get("plans_made"):
+        console.print(f"next: stalloc record -o run.trace.npz {program}")
+
+
+def _print_device(console: Console, report: dict[str, Any]) -> None:
     name = shown_name(report["device_kind"], printable(report["device_name"]))
     console.print(Text(f"device {report['device']}: {name}", "bold"))
     if report["out_of_memory_errors"]:
@@ -30,13 +58,10 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     peers = [(key, title) for key, title in _NATIVE if report.get(key)]
     columns = ("", "stalloc", *(title for _, title in peers))
     print_table(console, columns, _rows(report, [report[key] for key, _ in peers]), indent="  ")
-    for key, title in peers:
-        for remark in _remarks(title, report[key]):
-            print_prose(console, remark, indent="  ")
-    if peers:
-        print_prose(console, _UNCOUNTED, indent="  ")
-    if report["device_kind"] == "virtual":
-        print_prose(console, _VIRTUAL, indent="  ")
+    remarks = [remark for key, title in peers for remark in _remarks(title, report[key])]
+    remarks += [_UNCOUNTED] if peers else []
+    remarks += [_VIRTUAL] if report["device_kind"] == "virtual" else []
+    print_lines(console, remarks)
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,9 +14,8 @@ import numpy as np
 
 from stalloc.analysis.grouping import site_text
 from stalloc.analysis.holders import Holder
-from stalloc.analysis.peak_use import PeakUse, SiteText, lasting, peak_use
+from stalloc.analysis.peak_use import PeakUse, SiteText, peak_use
 from stalloc.columns import Column
-from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sizes import aligned
@@ -43,26 +42,20 @@ class Measured:
 
     @property
     def left_bytes(self) -> int:
-        """What was not freed."""
         return sum(one.held_bytes for one in self.left)
 
     def with_reserved(self, more_bytes: int) -> "Measured":
         """With what a cache holds besides."""
-        reserved = self.use.reserved_peak_bytes
-        if reserved is None or not more_bytes:
+        if (reserved := self.use.reserved_peak_bytes) is None:
             return self
         use = dataclasses.replace(self.use, reserved_peak_bytes=reserved + more_bytes)
         return dataclasses.replace(self, use=use)
 
-    def plain(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def of(found: dict[str, Any]) -> "Measured":
-        """The reverse of `plain`."""
-        values = {**found, "use": use_of(found["use"]), "left": tuple(Holder(**one) for one in found["left"])}
-        return Measured(**{**values, "notes": tuple(found["notes"])})
+        """The reverse of `dataclasses.asdict`, also of values that were JSON."""
+        left = tuple(Holder(**one) for one in found["left"])
+        return Measured(**{**found, "use": use_of(found["use"]), "left": left, "notes": tuple(found["notes"])})
 
 
 def use_of(found: dict[str, Any]) -> PeakUse:
@@ -106,13 +99,11 @@ def measure(
         for device in {device for device, _ in held} - {trace.device for trace in traces}
     ]
     use = max(uses, key=lambda one: one.allocated_peak_bytes, default=_held_before(0, []))
+    if rest := use.by_site[_MAX_SITES:]:
+        others = Holder("all others", sum(one.held_bytes for one in rest), sum(one.requests for one in rest))
+        use = dataclasses.replace(use, by_site=(*use.by_site[:_MAX_SITES], others))
     notes = tuple(dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", [])))
-    return Measured(name=name, use=shortened(use), notes=notes, **more)
-
-
-def left_behind(traces: Sequence[Trace], site: SiteText) -> tuple[Holder, ...]:
-    """What was allocated in the traces and is there at their end, on all devices, by call site."""
-    return tuple(one for trace in traces for one in lasting(trace, site=site))
+    return Measured(name=name, use=use, notes=notes, **more)
 
 
 def _held_before(device: int, sizes: Collection[int]) -> PeakUse:
@@ -121,37 +112,18 @@ def _held_before(device: int, sizes: Collection[int]) -> PeakUse:
     return PeakUse(device=device, allocated_peak_bytes=total, reserved_peak_bytes=None, by_site=held, by_class=held)
 
 
-def shortened(use: PeakUse) -> PeakUse:
-    """A peak use with a short list of call sites: the smaller ones are one line, "all others"."""
-    rest = use.by_site[_MAX_SITES:]
-    if not rest:
-        return use
-    held, requests = sum(one.held_bytes for one in rest), sum(one.requests for one in rest)
-    return dataclasses.replace(use, by_site=(*use.by_site[:_MAX_SITES], Holder("all others", held, requests)))
-
-
 def _counted(trace: Trace, fixtures: dict[tuple[int, int], int] | None) -> Column | None:
-    """(n,) which requests count."""
     if fixtures is None:
         return None
     address = np.zeros(trace.num_requests, np.uint64)
     known = trace.event_request >= 0
     address[trace.event_request[known]] = trace.address[known]
-    tables = trace.extra
-    if "block_request" in tables and "block_address" in tables:
-        row = tables["block_request"]
-        address[row[row >= 0]] = tables["block_address"][row >= 0]
+    if {"block_request", "block_address"} <= trace.extra.keys():
+        row = trace.extra["block_request"]
+        address[row[row >= 0]] = trace.extra["block_address"][row >= 0]
     theirs = np.array([at for device, at in fixtures if device == trace.device], np.uint64)
     return (trace.start >= 0) | np.isin(address, theirs)
 
 
 def size_text(num_bytes: int | None) -> str:
-    """Bytes for people, where they are known."""
     return "not recorded" if num_bytes is None else human_bytes(num_bytes)
-
-
-def wrong_use(where: str, error: Exception) -> BadInputError:
-    """The sentence for an entry that is not one."""
-    return BadInputError(
-        f"{where} is damaged ({type(error).__name__}: {str(error)[:60]}): restore it, or write it anew."
-    )
