@@ -29,7 +29,7 @@ from stalloc.analysis import count_events
 from stalloc.cli.output import add_json_argument, command_text, file_label, note_texts, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose
-from stalloc.cli.trace_options import of_device
+from stalloc.cli.trace_options import check_output, of_device
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
-    _check_output(Path(args.input), output, force=args.force)
+    check_output(output, "step.trace.npz", args.input)
+    if output.exists() and not args.force:
+        raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
     target = args.to or _format_of(output)
     with working(f"converting {file_label(args.input)}"):
         traces = of_device(args.input, load_traces(args.input), args.device)
@@ -89,17 +91,6 @@ def _format_of(output: Path) -> str:
             f"the name {output} does not tell the format: end it in .trace.npz, .pickle, .json or .csv, or give --to."
         )
     return found
-
-
-def _check_output(source: Path, output: Path, *, force: bool) -> None:
-    if output.is_dir():
-        raise BadInputError(f"{output} is a folder: name the file to write, such as {output / 'step.trace.npz'}.")
-    if not output.parent.is_dir():
-        raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise BadInputError(f"{output} is the input: name another file to write to.")
-    if output.exists() and not force:
-        raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
 
 
 def _write(target: str, path: Path, traces: Sequence[Trace]) -> list[str]:

@@ -47,8 +47,7 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.files import write_whole
 from stalloc.guard import judgement
-from stalloc.guard.judgement import Baseline, Finding, GrowthLimit
-from stalloc.guard.measured import Measured, measure, size_text
+from stalloc.guard.judgement import Baseline, Finding, GrowthLimit, Measured, measure, size_text
 from stalloc.printable import printable
 from stalloc.torch_release import other_release
 from stalloc.trace import Trace, load_traces

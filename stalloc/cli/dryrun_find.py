@@ -27,8 +27,7 @@ def find(args: argparse.Namespace) -> int:
     parameter = Parameter.parse(args.find)
     parameter.check_in(command)
     offer = offer_of(args)
-    runs = Runs(args)
-    runs.warm(offer.gpu)
+    runs = Runs(args, offer.gpu)
     tries = Tries(
         list(parameter.values),
         lambda value: parameter.filled(command, value),
@@ -141,8 +140,7 @@ def _find_card(args: argparse.Namespace) -> int:
     command = program_command(args)
     names, headroom = cards_to_try(args)
     cards = [with_memory(KNOWN_GPUS[name], KNOWN_GPUS[name].total_bytes - headroom) for name in names]
-    runs = Runs(args)
-    runs.warm(DEFAULT_GPU)
+    runs = Runs(args, DEFAULT_GPU)
     tried = contenders(DEFAULT_GPU, args.steps)
     found = find_smallest(cards, command, tried, runs)
     result: dict[str, Any] = {

@@ -101,9 +101,9 @@ def with_memory(gpu: VirtualGPU, total_bytes: int) -> VirtualGPU:
 
 
 class Runs:
-    """Runs of the program side by side, told on a terminal as they end."""
+    """Runs of the program side by side, for which this process is warm, told on a terminal as they end."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, gpu: VirtualGPU) -> None:
         check_numbers(args, 0, "jobs", "steps")
         self._rank: Rank | None = None
         if args.ranks is not None and args.find:
@@ -118,8 +118,6 @@ class Runs:
         self._tell = lines_told()
         self._began = time.monotonic()
         self._num_told = 0
-
-    def warm(self, gpu: VirtualGPU) -> None:
         self._tell("importing the libraries")
         warm(with_memory(gpu, PLENTY), self._command)
 
@@ -169,8 +167,7 @@ def try_ranks(args: argparse.Namespace) -> int:
     """Try the ranks; 0 if each fits with stalloc."""
     command, offer = program_command(args), offer_of(args)
     ranks = _chosen_ranks(args)
-    runs = Runs(args)
-    runs.warm(offer.gpu)
+    runs = Runs(args, offer.gpu)
     tried = contenders(with_memory(offer.gpu, offer.program_bytes), args.steps)
     of = {rank.number: rank for rank in ranks}
 

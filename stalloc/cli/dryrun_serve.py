@@ -54,8 +54,8 @@ def serve(args: argparse.Namespace) -> int:
         return _find_card(args)
     if args.find:
         return _find_value(args)
-    offer, command, runs = offer_of(args), program_command(args), Runs(args)
-    runs.warm(offer.gpu)
+    offer, command = offer_of(args), program_command(args)
+    runs = Runs(args, offer.gpu)
     result = {**offer.as_json(), **_measured(runs, offer, command), "files": runs.files.all().as_json()}
     present(args, result, _print, result, offer, args.length, command)
     enough = args.tokens is None or (result["tokens"] or 0) >= args.tokens
@@ -271,8 +271,7 @@ def _find_card(args: argparse.Namespace) -> int:
 
 def _looked(args: argparse.Namespace, gpu: VirtualGPU, asked: Sequence[Asked]) -> tuple[Runs, dict[int, RunSeen], int]:
     """The runs that were made, by index, and the last with enough tokens; without --tokens, all values are run."""
-    runs = Runs(args)
-    runs.warm(gpu)
+    runs = Runs(args, gpu)
     seen: dict[int, RunSeen] = {}
 
     def enough(places: Sequence[int]) -> list[bool]:

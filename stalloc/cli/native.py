@@ -56,13 +56,8 @@ def compare(options: list[str], command: list[str], conf: str) -> dict[str, Any]
         # neither stalloc in a program that is to run natively, nor the plan of an earlier run
         changed = {"STALLOC": "", "STALLOC_CACHE": "off"} | only_this(conf)
         environment = {name: value for name, value in (os.environ | changed).items() if changed.get(name, value)}
-        ending = subprocess.run(
-            [sys.executable, "-m", "stalloc.cli.native", "--result", str(file), *options, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            env=environment,
-            check=False,
-        )
+        words = [sys.executable, "-m", "stalloc.cli.native", "--result", str(file), *options, *command]
+        ending = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False)
         if not file.exists():
             raise SetupError(
                 f"the program ended with code {ending.returncode} before it could report: see its output above."

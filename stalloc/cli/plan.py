@@ -18,7 +18,7 @@ import io
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ from rich.console import Console
 from stalloc.cli.output import add_json_argument, command_text, file_label, note_texts, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_lines, print_table
+from stalloc.cli.trace_options import check_output
 from stalloc.compiled import compile_time
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -42,16 +43,6 @@ from stalloc.trace import Trace, load_traces
 _COLUMNS = ("file", "device", "requests", "planned", "lower bound", "peak", "gap", "seconds", "kind")
 _WORTH_SAYING = 1.0  # seconds
 _MAX_DIGITS = 40  # zeros in front of a number do no harm, thousands of digits take time
-
-
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """The plan of one device of a file."""
-
-    file: str
-    plan: Plan
-    seconds: float
-    notes: list[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,13 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan each file; 1 if the validator refuses a plan, which is an error of stalloc."""
-    _check_arguments(args)
+    for option, name in (("-o", args.output), ("--csv", args.csv), ("--fixed", args.fixed)):
+        if name is not None and len(args.files) > 1:
+            raise BadInputError(f"{option} is for one file, {len(args.files)} were given: plan them one by one.")
+    for name, example in ((args.output, "step.plan.npz"), (args.csv, "step.csv")):
+        if name is not None:
+            check_output(Path(name), example, args.files[0], args.fixed)
     with _stop_on_interrupt() as stop:
         return _run(args, stop)
 
 
 def _run(args: argparse.Namespace, stop: threading.Event) -> int:
-    devices: list[_Made] = []
+    devices: list[dict[str, Any]] = []
     refused = False
     compiled_before = compile_time().wall_seconds
     for file in args.files:
@@ -85,12 +81,12 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
     if compiled_here > _WORTH_SAYING:
         say(f"compiling for this machine took {compiled_here:.1f} s; the planning times do not include it.")
     written = {name: file for name, file in (("output", args.output), ("csv", args.csv)) if file and not refused}
-    result = {"files": list(args.files), "devices": [_entry(made) | written for made in devices]}
+    result = {"files": list(args.files), "devices": [entry | written for entry in devices]}
     present(args, result, _print, args, devices, refused)
     return 1 if refused else 0
 
 
-def _plan_file(args: argparse.Namespace, file: str, stop: threading.Event, devices: list[_Made]) -> bool:
+def _plan_file(args: argparse.Namespace, file: str, stop: threading.Event, devices: list[dict[str, Any]]) -> bool:
     """Plan the devices of a file, add them to `devices`, and write what was asked for; True if a plan is refused."""
     plans: list[Plan] = []
     traces, ok = load_traces(file), True
@@ -120,7 +116,7 @@ def _plan_file(args: argparse.Namespace, file: str, stop: threading.Event, devic
                 f"{verdict.detail}): nothing is written; please report this with the file."
             )
         plans.append(made)
-        devices.append(_Made(file, made, seconds, list(trace.info.get("notes", []))))
+        devices.append(_entry(file, made, seconds, trace.info.get("notes", [])))
     if args.output and ok:
         digest = hashlib.sha256(read_input(file, "a trace file")).hexdigest()
         sourced = [dataclasses.replace(made, provenance={**made.provenance, "sha256": digest}) for made in plans]
@@ -128,23 +124,6 @@ def _plan_file(args: argparse.Namespace, file: str, stop: threading.Event, devic
     if args.csv and ok:
         _write_csv(args.csv, traces[0], plans[0])
     return not ok
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    for option, name in (("-o", args.output), ("--csv", args.csv), ("--fixed", args.fixed)):
-        if name is not None and len(args.files) > 1:
-            raise BadInputError(f"{option} is for one file, {len(args.files)} were given: plan them one by one.")
-    for name, example in ((args.output, "step.plan.npz"), (args.csv, "step.csv")):
-        if name is None:
-            continue
-        output = Path(name)
-        if output.is_dir():
-            raise BadInputError(f"{output} is a folder: name the file to write, such as {output / example}.")
-        if not output.parent.is_dir():
-            raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
-        for given in (args.files[0], args.fixed):
-            if given is not None and output.exists() and output.resolve() == Path(given).resolve():
-                raise BadInputError(f"{output} is the input: name another file to write to.")
 
 
 @contextlib.contextmanager
@@ -168,44 +147,38 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _entry(made: _Made) -> dict[str, Any]:
-    plan = made.plan
+def _entry(file: str, plan: Plan, seconds: float, notes: Sequence[object]) -> dict[str, Any]:
     return {
-        "file": made.file,
+        "file": file,
         "device": plan.device,
         "requests": plan.num_requests,
         "planned_requests": plan.num_planned,
         "lower_bound_bytes": plan.lower_bound_bytes,
         "proven_bound_bytes": max(plan.lower_bound_bytes, plan.proven_bound_bytes),
-        "peak_bytes": plan.peak_bytes,
-        "optimal": plan.optimal,
-        "gap_bytes": plan.gap_bytes,
-        "seconds": round(made.seconds, 6),
-        "method": plan.method,
-        "interrupted": plan.interrupted,
-        "kind": plan.kind,
+        **{name: getattr(plan, name) for name in ("peak_bytes", "optimal", "gap_bytes")},
+        "seconds": round(seconds, 6),
+        **{name: getattr(plan, name) for name in ("method", "interrupted", "kind")},
         "prologue_requests": plan.num_prologue,
         "period_requests": len(plan.schedule_row) - plan.num_prologue,
-        "notes": made.notes,
+        "notes": list(notes),
     }
 
 
-def _print(console: Console, args: argparse.Namespace, devices: list[_Made], refused: bool) -> None:
+def _print(console: Console, args: argparse.Namespace, devices: list[dict[str, Any]], refused: bool) -> None:
     rows = []
-    for made in devices:
-        plan, kind, gap = made.plan, made.plan.kind, "none"
+    for one in devices:
+        kind, gap, bound = one["kind"], "none", one["lower_bound_bytes"]
         if kind == "program":
-            kind += f": {plan.num_prologue:,} once, {len(plan.schedule_row) - plan.num_prologue:,} a period"
-        if not plan.optimal:
-            gap = f"{human_bytes(plan.gap_bytes)} ({plan.gap_bytes / max(plan.lower_bound_bytes, 1):.2%})"
-            if plan.interrupted:
-                gap += f", best until {plan.interrupted}"
-        figures = human_bytes(plan.lower_bound_bytes), human_bytes(plan.peak_bytes), gap, f"{made.seconds:.3f}"
-        counts = str(plan.device), f"{plan.num_requests:,}", f"{plan.num_planned:,}"
-        rows.append([file_label(made.file), *counts, *figures, kind])
+            kind += f": {one['prologue_requests']:,} once, {one['period_requests']:,} a period"
+        if not one["optimal"]:
+            gap = f"{human_bytes(one['gap_bytes'])} ({one['gap_bytes'] / max(bound, 1):.2%})"
+            gap += f", best until {one['interrupted']}" if one["interrupted"] else ""
+        figures = human_bytes(bound), human_bytes(one["peak_bytes"]), gap, f"{one['seconds']:.3f}"
+        counts = str(one["device"]), f"{one['requests']:,}", f"{one['planned_requests']:,}"
+        rows.append([file_label(one["file"]), *counts, *figures, kind])
     print_table(console, _COLUMNS, rows)
-    for made in devices:
-        print_lines(console, (f"note: {file_label(made.file)}: {note}" for note in note_texts(made.notes)))
+    for one in devices:
+        print_lines(console, (f"note: {file_label(one['file'])}: {note}" for note in note_texts(one["notes"])))
     if refused:
         return
     if args.csv:
@@ -214,7 +187,7 @@ def _print(console: Console, args: argparse.Namespace, devices: list[_Made], ref
         console.print(f"\nTo keep the plan: stalloc plan {command_text(args.files[0])} -o step.plan.npz")
         return
     console.print(f"\nWritten: {printable(args.output)}")
-    if all(made.plan.kind == "program" for made in devices):
+    if all(one["kind"] == "program" for one in devices):
         console.print(f"Next: stalloc run --plan {command_text(args.output)} SCRIPT")
     else:
         console.print(f"Next: stalloc validate {command_text(args.output, args.files[0])}")

@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from stalloc import device as devices
+from stalloc.cli.output import write_json
 from stalloc.device import VirtualGPU, find_gpu
 from stalloc.device.deciding_lines import last_place, short_place
 from stalloc.device.known_gpus import memory_option
@@ -25,7 +26,7 @@ from stalloc.errors import BadInputError, StallocError
 from stalloc.figures import human_bytes
 from stalloc.garbage import collect_for_program
 from stalloc.notices import say
-from stalloc.sandbox import Files, ProgramFiles, SandboxedRun, way
+from stalloc.sandbox import ProgramFiles, SandboxedRun, way
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
@@ -172,9 +173,18 @@ def _say_way(args: argparse.Namespace, files: ProgramFiles) -> None:
         say(f"files: {way().sentence()}; --keep-files lets them through")
 
 
-def say_files(files: Files) -> None:
-    for sentence in files.sentences():
+def outside_of_sandbox(args: argparse.Namespace, inside: SandboxedRun | None) -> int | None:
+    """Say what became of the program's files, once it has ended in its sandbox, and write what it told; its exit code.
+
+    None in the process that runs the program, which is this one without a sandbox.
+    """
+    if inside is None or (ended := inside.fork(keep_new=True)) is None:
+        return None
+    for sentence in ended.files.sentences():
         say(sentence)
+    if ended.told is not None:
+        write_json(args, ended.told | {"files": ended.files.as_json()})
+    return ended.finish()
 
 
 class _Terminated(BaseException):

@@ -27,12 +27,12 @@ from stalloc.cli.output import add_json_argument, command_text, note_texts, tabl
 from stalloc.cli.program import (
     add_program_arguments,
     chosen_gpu,
+    outside_of_sandbox,
     program_command,
     program_output,
     run_program,
     run_served,
     sandboxed_run,
-    say_files,
 )
 from stalloc.cli.tables import print_lines
 from stalloc.device import VirtualGPU
@@ -68,11 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from stalloc import device
 
     inside = sandboxed_run(args, command, [args.output]) if device.activate(args.device, gpu) == "virtual" else None
-    if inside is not None and (ended := inside.fork(keep_new=True)) is not None:
-        say_files(ended.files)
-        if ended.told is not None:
-            write_json(args, ended.told | {"files": ended.files.as_json()})
-        return ended.finish()
+    if (ended := outside_of_sandbox(args, inside)) is not None:
+        return ended
     from stalloc.trace import save_traces
 
     with program_output(to_stderr=args.json == "-"):

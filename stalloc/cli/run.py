@@ -43,11 +43,11 @@ from stalloc.cli.program import (
     add_program_arguments,
     chosen_gpu,
     device_options,
+    outside_of_sandbox,
     program_command,
     program_output,
     run_served,
     sandboxed_run,
-    say_files,
 )
 from stalloc.cli.run_limits import Budget, Capping, add_limit_arguments, wanted_budget, wanted_cap
 from stalloc.device import VirtualGPU, completion, order_checker
@@ -154,11 +154,8 @@ def run(args: argparse.Namespace) -> int:
         installation.sleep_phases = SleepPhases()
     outputs = (args.save_plan, args.report)
     inside = sandboxed_run(args, command, outputs) if is_virtual else None
-    if inside is not None and (ended := inside.fork(keep_new=True)) is not None:
-        say_files(ended.files)
-        if ended.told is not None:
-            write_json(args, ended.told | {"files": ended.files.as_json()})
-        return ended.finish()
+    if (ended := outside_of_sandbox(args, inside)) is not None:
+        return ended
     result, runtime = _run_here(args, command, gpu, limit, peers)
     if args.report:
         _report(runtime, Path(args.report), form, command_text(*program_command(args)))

@@ -34,6 +34,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -219,18 +220,6 @@ def _work(result: Simulated) -> str:
     return ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Ranked:
-    """One text of settings, on all devices of a file."""
-
-    settings: str
-    fits: bool
-    reserved_peak_bytes: int
-    """The reserved peak on the device that reserves most."""
-    device_calls: int
-    """How often memory was asked of the driver and given back, on all devices."""
-
-
 def _advise(args: argparse.Namespace, traces: list[Trace], capacity: int) -> None:
     """Rank the settings of PyTorch's allocator for all devices of the one file."""
     conf, release = recorded_conf(traces[0]), args.torch or str(traces[0].info.get("torch", ""))
@@ -246,14 +235,14 @@ def _advise(args: argparse.Namespace, traces: list[Trace], capacity: int) -> Non
         return
     with working("replaying settings"):
         ranking = _rank(traces, capacity, release)
-    best, usual = ranking[0], next(one for one in ranking if one.settings == conf)
-    usual_bytes = usual.reserved_peak_bytes
+    best, usual = ranking[0], next(one for one in ranking if one["settings"] == conf)
+    usual_bytes = usual["reserved_peak_bytes"]
     if recorded_bytes is not None:  # a program that returns its cache itself reserves less than a replay
         usual_bytes = min(usual_bytes, recorded_bytes)
     line = None
-    if best.fits and (not usual.fits or best.reserved_peak_bytes < _WORTH_IT * usual_bytes):
-        line = f"export {variable}={command_text(best.settings)}" if best.settings else f"unset {variable}"
-    result |= {"best_settings": best.settings, "export": line, "ranking": list(map(dataclasses.asdict, ranking))}
+    if best["fits"] and (not usual["fits"] or best["reserved_peak_bytes"] < _WORTH_IT * usual_bytes):
+        line = f"export {variable}={command_text(best['settings'])}" if best["settings"] else f"unset {variable}"
+    result |= {"best_settings": best["settings"], "export": line, "ranking": ranking}
     frees = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
     returns_cache = any(np.isin(trace.action, frees).any() for trace in traces)
     present(args, result, _print_ranking, args, ranking, usual, line, recorded_bytes, returns_cache)
@@ -282,8 +271,8 @@ def _print_too_short(console: Console, file: str, trace: Trace, conf: str) -> No
     console.print(f"Next: stalloc explain {command_text(file)}")
 
 
-def _rank(traces: list[Trace], capacity: int, release: str) -> list[_Ranked]:
-    """Every text of settings that the release knows, best first."""
+def _rank(traces: list[Trace], capacity: int, release: str) -> list[dict[str, Any]]:
+    """Every text of settings that the release knows, on all devices, best first: what is reserved on the fullest."""
     by_settings: dict[str, list[Simulated]] = {}
     conf = recorded_conf(traces[0])
     for trace in traces:
@@ -294,16 +283,17 @@ def _rank(traces: list[Trace], capacity: int, release: str) -> list[_Ranked]:
         for result in simulate(trace, [Candidate("torch", text) for text in texts], limit):
             by_settings.setdefault(result.settings, []).append(result)
     ranking = [
-        _Ranked(
-            settings=text,
-            fits=all(one.fits for one in found),
-            reserved_peak_bytes=max(one.peak_reserved_bytes for one in found),
-            device_calls=sum(one.device_allocs + one.device_frees for one in found),
-        )
+        {
+            "settings": text,
+            "fits": all(one.fits for one in found),
+            "reserved_peak_bytes": max(one.peak_reserved_bytes for one in found),
+            "device_calls": sum(one.device_allocs + one.device_frees for one in found),
+        }
         for text, found in by_settings.items()
         if len(found) == len(traces)
     ]
-    return sorted(ranking, key=lambda one: (not one.fits, one.reserved_peak_bytes, one.device_calls, one.settings))
+    order = itemgetter("reserved_peak_bytes", "device_calls", "settings")
+    return sorted(ranking, key=lambda one: (not one["fits"], *order(one)))
 
 
 def _device_bytes(trace: Trace) -> int:
@@ -316,16 +306,16 @@ def _device_bytes(trace: Trace) -> int:
 def _print_ranking(
     console: Console,
     args: argparse.Namespace,
-    ranking: list[_Ranked],
-    usual: _Ranked,
+    ranking: list[dict[str, Any]],
+    usual: dict[str, Any],
     line: str | None,
     reserved: int | None,
     returns_cache: bool,
 ) -> None:
-    again = "recorded"
-    if reserved is not None and reserved != usual.reserved_peak_bytes:
+    again, usual_bytes = "recorded", usual["reserved_peak_bytes"]
+    if reserved is not None and reserved != usual_bytes:
         again = "recorded settings"
-        returned = reserved < usual.reserved_peak_bytes and returns_cache
+        returned = reserved < usual_bytes and returns_cache
         without = ", but without what the program returned by itself (empty_cache)" if returned else ""
         print_prose(
             console,
@@ -333,15 +323,15 @@ def _print_ranking(
             f"empty device, with the recorded settings too{without}.",
         )
     rows = []
-    for one in dict.fromkeys([*ranking[: args.top], usual]):
-        name = (printable(one.settings) or "the defaults") + (f" ({again})" if one is usual else "")
-        change = (one.reserved_peak_bytes - usual.reserved_peak_bytes) / max(usual.reserved_peak_bytes, 1)
-        shown = f"{change:+.1%}" if one.fits and usual.fits else ""
-        ending = "fits" if one.fits else "runs out"
-        rows.append([name, human_bytes(one.reserved_peak_bytes), shown, f"{one.device_calls:,}", ending])
+    for one in ranking[: args.top] + ([] if usual in ranking[: args.top] else [usual]):
+        name = (printable(one["settings"]) or "the defaults") + (f" ({again})" if one is usual else "")
+        change = (one["reserved_peak_bytes"] - usual_bytes) / max(usual_bytes, 1)
+        shown = f"{change:+.1%}" if one["fits"] and usual["fits"] else ""
+        ending = "fits" if one["fits"] else "runs out"
+        rows.append([name, human_bytes(one["reserved_peak_bytes"]), shown, f"{one['device_calls']:,}", ending])
     print_table(console, ("settings", "reserved", "change", "device calls", "result"), rows)
     if line is None:
-        found = "is better than what was recorded" if usual.fits else "fits"
+        found = "is better than what was recorded" if usual["fits"] else "fits"
         print_prose(console, f"nothing that was tried {found}; `stalloc run SCRIPT` plans where blocks live.")
     else:
         console.print(line)

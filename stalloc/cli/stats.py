@@ -27,7 +27,7 @@ import glob
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from stalloc.cost.step_seconds import StepEstimate, estimate_step
 from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
-from stalloc.lifespans import Reordered, find_steady_step, last_repetition, reorder
+from stalloc.lifespans import find_steady_step, last_repetition, reorder
 from stalloc.printable import printable
 from stalloc.remote import is_remote, matching
 from stalloc.trace import Trace, load_traces
@@ -75,25 +75,36 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--{of_each} describes each file by itself: leave --ranks out.")
     if args.ranks or (len(args.files) > MOST_APART and not of_each):
         return run_ranks(args)
+    told: list[tuple[dict[str, Any], list[tuple[str, str]]]] = []
+    graphs: list[Relations] = []
     with working(f"describing {plural(len(args.files), 'file')}"):
-        traces = [(file, trace) for file in args.files for trace in load_traces(file, history=False)]
-        devices = [(file, summarize(trace, args.align)) for file, trace in traces]
-        steps = [estimate_step(trace, rates_of(find_gpu(args.gpu).name)) if args.gpu else None for _, trace in traces]
-        orders = [_order(args, trace) for _, trace in traces]
-        graphs = [relations(trace) for _, trace in traces] if args.graph else []
+        for file in args.files:
+            for trace in load_traces(file, history=False):
+                told.append(_described(args, file, trace))
+                graphs += [relations(trace)] if args.graph else []
     if args.graph:
         write_relations(Path(args.graph), graphs)
-    told, more = [], []
-    for (file, summary), (_, trace), step, order in zip(devices, traces, steps, orders, strict=True):
-        entry = {"file": file} | asdict(summary)
-        entry |= {"step_estimate": _step_entry(step)} if args.gpu else {}
-        entry |= {"operation_order": _order_entry(order)} if args.order else {}
-        entry |= {"pinned_host": trace.info["pinned_host"]} if "pinned_host" in trace.info else {}
-        told.append(entry)
-        of_step = [("est. step", _step_text(find_gpu(args.gpu).name, step))] if args.gpu else []
-        more.append(of_step + ([("order", _order_text(order))] if args.order else []))
-    present(args, {"files": list(args.files), "devices": told}, _print, args, devices, more, graphs)
+    present(args, {"files": list(args.files), "devices": [one for one, _ in told]}, _print, args, told, graphs)
     return 0
+
+
+def _described(args: argparse.Namespace, file: str, trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What JSON says of one device, and the lines for people."""
+    summary = summarize(trace, args.align)
+    entry, lines = {"file": file} | asdict(summary), _lines(summary)
+    if args.gpu:
+        gpu = find_gpu(args.gpu).name
+        step = estimate_step(trace, rates_of(gpu))
+        names = ("seconds", "error", "measured", "by_class")
+        told = {name: getattr(step, name) for name in names} if step is not None else None
+        entry["step_estimate"] = told and told | {"is_estimate": True}
+        lines.append(("est. step", _step_text(gpu, step)))
+    if args.order:
+        entry["operation_order"] = order = _order(trace)
+        lines.append(("order", _order_text(order)))
+    if "pinned_host" in trace.info:
+        entry["pinned_host"] = trace.info["pinned_host"]
+    return entry, lines
 
 
 def _expand_patterns(names: Sequence[str]) -> list[str]:
@@ -117,13 +128,6 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
-def _step_entry(step: StepEstimate | None) -> dict[str, Any] | None:
-    if step is None:
-        return None
-    told = {name: getattr(step, name) for name in ("seconds", "error", "measured", "by_class")}
-    return told | {"is_estimate": True}
-
-
 def _step_text(gpu: str, step: StepEstimate | None) -> str:
     if step is None:
         return f"not known on {gpu}: the file has no whole step with operations (stalloc record --ops)"
@@ -132,17 +136,9 @@ def _step_text(gpu: str, step: StepEstimate | None) -> str:
     return f"{1e3 * step.seconds:.1f} ms ± {step.error:.0%} on {gpu}{measured}: {shares}"
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Another order of a step's operations, and the memory that a plan of each order takes."""
-
-    found: Reordered
-    planned_bytes: int
-    program_planned_bytes: int
-
-
-def _order(args: argparse.Namespace, trace: Trace) -> _Order | None:
-    operations = read_operations(trace) if args.order else None
+def _order(trace: Trace) -> dict[str, int] | None:
+    """How much less the last step would need in another order, also as plans; None if it has no operations."""
+    operations = read_operations(trace)
     if operations is None:
         return None
     step = find_steady_step(trace, operations) or last_repetition(trace, operations)
@@ -152,42 +148,39 @@ def _order(args: argparse.Namespace, trace: Trace) -> _Order | None:
 
     found = reorder(trace, operations, step)
     planned = [plan((one.start, one.end, one.size)) for one in (found.lifespans, found.program_lifespans)]
-    return _Order(found, *(one.peak_bytes for one in planned))
+    return {
+        **{name: getattr(found, name) for name in ("peak_bytes", "early_peak_bytes", "program_peak_bytes")},
+        "planned_bytes": planned[0].peak_bytes,
+        "program_planned_bytes": planned[1].peak_bytes,
+        "num_moved": found.num_moved,
+        "num_operations": len(found.order),
+    }
 
 
-def _order_entry(order: _Order | None) -> dict[str, int] | None:
-    if order is None:
-        return None
-    peaks = {name: getattr(order.found, name) for name in ("peak_bytes", "early_peak_bytes", "program_peak_bytes")}
-    planned = {"planned_bytes": order.planned_bytes, "program_planned_bytes": order.program_planned_bytes}
-    return peaks | planned | {"num_moved": order.found.num_moved, "num_operations": len(order.found.order)}
-
-
-def _order_text(order: _Order | None) -> str:
+def _order_text(order: dict[str, int] | None) -> str:
     if order is None:
         return "not known: the file has no whole step with operations (stalloc record --ops)"
-    found = order.found
-    told, early, least = map(human_bytes, (found.program_peak_bytes, found.early_peak_bytes, found.peak_bytes))
+    told, early, least = (human_bytes(order[name]) for name in ("program_peak_bytes", "early_peak_bytes", "peak_bytes"))
     line = f"{told} allocated in the last step"
     if early != told:
         line += f", {early} if all were freed after their last use"
-    if least == early or order.planned_bytes >= order.program_planned_bytes:
+    if least == early or order["planned_bytes"] >= order["program_planned_bytes"]:
         return f"{line}; no order was found that needs less"
-    moved = f"{found.num_moved:,} of {len(found.order):,} operations follow another one"
-    laid_out = f"a plan of {human_bytes(order.planned_bytes)} in place of {human_bytes(order.program_planned_bytes)}"
+    moved = f"{order['num_moved']:,} of {order['num_operations']:,} operations follow another one"
+    plans = [human_bytes(order[name]) for name in ("planned_bytes", "program_planned_bytes")]
+    laid_out = f"a plan of {plans[0]} in place of {plans[1]}"
     return f"{line}; {least} in another order that keeps every dependency ({moved}), {laid_out}"
 
 
 def _print(
     console: Console,
     args: argparse.Namespace,
-    devices: list[tuple[str, Summary]],
-    more: list[list[tuple[str, str]]],
+    devices: list[tuple[dict[str, Any], list[tuple[str, str]]]],
     graphs: list[Relations],
 ) -> None:
-    for (file, summary), lines in zip(devices, more, strict=True):
-        print_title(console, file, f", device {summary.device}, {printable(summary.source)}")
-        print_items(console, _lines(summary) + lines)
+    for entry, lines in devices:
+        print_title(console, entry["file"], f", device {entry['device']}, {printable(entry['source'])}")
+        print_items(console, lines)
         console.print()
     for told in graphs:
         cuts = ", ".join(f"{event:,}" for event in told.cut_events[:_MAX_CUTS_SHOWN])
@@ -198,7 +191,7 @@ def _print(
     if graphs:
         console.print(f"\nWritten: {printable(args.graph)}")
     # why it failed, why so much is reserved at one moment, or else how it could be placed
-    asks_why = any(summary.out_of_memory_event is not None or not summary.has_history for _, summary in devices)
+    asks_why = any(entry["out_of_memory_event"] is not None or not entry["has_history"] for entry, _ in devices)
     console.print(f"Next: stalloc {'explain' if asks_why else 'plan'} {command_text(args.files[0])}")
 
 

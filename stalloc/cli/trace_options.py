@@ -1,6 +1,7 @@
 """What several verbs that read traces have in common: which device, which allocators, on which GPU."""
 
 import argparse
+from pathlib import Path
 from typing import TypeVar
 
 from stalloc.device import find_gpu
@@ -21,17 +22,22 @@ def of_device(file: str, traces: list[T], device: int | None) -> list[T]:
     return chosen
 
 
+def check_output(output: Path, example: str, *inputs: str | None) -> None:
+    """Raise BadInputError where no file can be written, or it is one of the inputs; `example` is a name for one."""
+    if output.is_dir():
+        raise BadInputError(f"{output} is a folder: name the file to write, such as {output / example}.")
+    if not output.parent.is_dir():
+        raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
+    if output.exists() and any(given and Path(given).exists() and output.samefile(given) for given in inputs):
+        raise BadInputError(f"{output} is the input: name another file to write to.")
+
+
 def add_candidate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allocator",
-        action="append",
-        default=[],
-        metavar="NAME[:SETTINGS]",
-        help=f"a model, can be repeated: {', '.join(ALLOCATORS)}",
-    )
-    parser.add_argument(
-        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator; can be repeated"
-    )
+    for option, metavar, told in (
+        ("--allocator", "NAME[:SETTINGS]", f"a model, can be repeated: {', '.join(ALLOCATORS)}"),
+        ("--conf", "SETTINGS", "settings of torch's allocator; can be repeated"),
+    ):
+        parser.add_argument(option, action="append", default=[], metavar=metavar, help=told)
 
 
 def named_candidates(args: argparse.Namespace, capacity_bytes: int = 0) -> list[Candidate]:

@@ -19,8 +19,8 @@ import pytest
 from stalloc.analysis.peak_use import lasting
 from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import StallocError
-from stalloc.guard.judgement import held_at_error, leaked, load_baseline, over_baseline, over_limit
-from stalloc.guard.measured import Measured, measure, sites_below
+from stalloc.guard import judgement
+from stalloc.guard.judgement import Measured, measure, sites_below
 from stalloc.integrations.native_history import Block, NativeHistory
 from stalloc.notices import say
 from stalloc.trace import Trace, load_traces, save_traces
@@ -41,7 +41,9 @@ class Guard:
             if config.option.stalloc_tolerance and not config.option.stalloc_baseline:
                 raise pytest.UsageError("--stalloc-tolerance is of a baseline: give --stalloc-baseline FILE too.")
             if config.option.stalloc_baseline and not config.option.stalloc_update:
-                self._baseline = load_baseline(config.option.stalloc_baseline, config.option.stalloc_tolerance)
+                self._baseline = judgement.load_baseline(
+                    config.option.stalloc_baseline, config.option.stalloc_tolerance
+                )
             self._leak_limit = _limit(config.option.stalloc_leaks)
         except StallocError as error:
             raise pytest.UsageError(str(error)) from error
@@ -105,16 +107,16 @@ class Guard:
                 traces = self._history.traces(item.nodeid)
                 used = None if traces else self._history.live()
                 measured = self._saved(measure(item.nodeid, traces, used, self._site), traces)
-                report.sections.append(("GPU memory when it ran out", held_at_error(measured).text(measured)))
+                report.sections.append(("GPU memory when it ran out", judgement.held_at_error(measured).text(measured)))
             return
         measured, traces = self._measured(item)
         finding = None
         if limit is not None:
             marker = item.get_closest_marker("limit_gpu_memory")
             given = marker.args[0] if marker is not None and marker.args else ""
-            finding = over_limit(measured, limit, f"limit_gpu_memory({str(given)!r})")
+            finding = judgement.over_limit(measured, limit, f"limit_gpu_memory({str(given)!r})")
         if finding is None and self._baseline is not None and item.nodeid in self._baseline.entries:
-            finding = over_baseline(measured, self._baseline.entries[item.nodeid], self._baseline.tolerance)
+            finding = judgement.over_baseline(measured, self._baseline.entries[item.nodeid], self._baseline.tolerance)
         if finding is not None:
             measured = self._saved(measured, traces)
             _fail(report, finding.text(measured))
@@ -131,7 +133,7 @@ class Guard:
         traces = self._history.traces(item.nodeid)
         left = tuple(one for trace in traces for one in lasting(trace, site=self._site))
         measured = measure(item.nodeid, traces, {}, self._site, left=left)
-        finding = leaked(measured, limit)
+        finding = judgement.leaked(measured, limit)
         if finding is not None:
             measured = self._saved(measured, traces)
             _fail(report, finding.text(measured))

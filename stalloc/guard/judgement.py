@@ -1,36 +1,150 @@
-"""Whether what was measured is too much: by a limit, by a committed baseline, or left behind; and what is said of it.
+"""What one test or program needed, and whether that is too much: by a limit, a committed baseline, or left behind.
 
-Contract: a baseline is a JSON file; the same measurements give the same bytes, entries and keys in order, so that a
-diff of the file shows what changed. Writing replaces the entries of what was measured and keeps all others. Every text
-of a finding fits on a screen, however many call sites there are; its first line says what is wrong.
+Contract: what counts is what was allocated by the one that is measured, and what its fixtures hold. What others left
+behind counts for nobody else, so figures do not hang on the order of the tests. A baseline is a JSON file; the same
+measurements give the same bytes, entries and keys in order, so that a diff of the file shows what changed. Writing
+replaces the entries of what was measured and keeps all others. Every text of a finding fits on a screen, however many
+call sites there are; its first line says what is wrong.
 """
 
 import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stalloc.analysis.comparison import Change
+from stalloc.analysis.grouping import site_text
 from stalloc.analysis.holders import Holder
-from stalloc.analysis.peak_use import PeakUse, class_growth, site_growth
+from stalloc.analysis.peak_use import PeakUse, SiteText, class_growth, peak_use, site_growth
+from stalloc.columns import Column
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.files import write_whole
-from stalloc.guard.measured import Measured, size_text, use_of
 from stalloc.inputs import read_input
 from stalloc.printable import printable
+from stalloc.sizes import aligned
+from stalloc.trace import Trace
+from stalloc.trace.sites import Frame
 
 FORMAT = "stalloc baseline 1"
 DEFAULT_TOLERANCE = "5%"
 _MAX_LINES = 8  # of a list
 _AUTOGRAD = "no Python line (the backward pass runs in threads of its own)"
+_MAX_SITES = 40  # that a file keeps; the rest is one line
+_HELD_BEFORE = "allocated before the test"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The measurement of one test or program, on the device that took most."""
+
+    name: str
+    use: PeakUse
+    left: tuple[Holder, ...] = ()
+    """Allocated and not freed, by call site; where that was asked for."""
+    process: str = ""
+    """The child process that took most; empty: the tests' own."""
+    notes: tuple[str, ...] = ()
+    trace_file: str = ""
+    """Where the record was saved."""
+
+    @property
+    def left_bytes(self) -> int:
+        return sum(one.held_bytes for one in self.left)
+
+    def with_reserved(self, more_bytes: int) -> "Measured":
+        """With what a cache holds besides."""
+        if (reserved := self.use.reserved_peak_bytes) is None:
+            return self
+        use = dataclasses.replace(self.use, reserved_peak_bytes=reserved + more_bytes)
+        return dataclasses.replace(self, use=use)
+
+    @staticmethod
+    def of(found: dict[str, Any]) -> "Measured":
+        """The reverse of `dataclasses.asdict`, also of values that were JSON."""
+        left = tuple(Holder(**one) for one in found["left"])
+        return Measured(**{**found, "use": use_of(found["use"]), "left": left, "notes": tuple(found["notes"])})
+
+
+def use_of(found: dict[str, Any]) -> PeakUse:
+    """A PeakUse of plain values. Raises KeyError, TypeError or ValueError for others."""
+    lists = {name: tuple(Holder(**one) for one in found[name]) for name in ("by_site", "by_class")}
+    numbers: dict[str, Any] = {name: found[name] for name in ("device", "allocated_peak_bytes", "reserved_peak_bytes")}
+    if not isinstance(numbers["allocated_peak_bytes"], int) or numbers["allocated_peak_bytes"] < 0:
+        raise ValueError("allocated_peak_bytes")
+    if any(not isinstance(one.held_bytes, int) for one in (*lists["by_site"], *lists["by_class"])):
+        raise ValueError("held_bytes")
+    return PeakUse(**numbers, by_site=lists["by_site"], by_class=lists["by_class"])
+
+
+def sites_below(root: Path) -> SiteText:
+    """Call sites by the path of their file from a folder on; what lies elsewhere by the name of the file."""
+    folder = f"{root}/"
+
+    def text(key: Hashable) -> str:
+        if isinstance(key, Frame) and key.filename.startswith(folder):
+            return printable(f"{key.filename.removeprefix(folder)}:{key.line} {key.name}")
+        return site_text(key)
+
+    return text
+
+
+def measure(
+    name: str,
+    traces: Sequence[Trace],
+    fixtures: dict[tuple[int, int], int] | None = None,
+    site: SiteText = site_text,
+    **more: Any,
+) -> Measured:
+    """What traces say; `fixtures` are blocks (device, address) and their bytes that were live before and count too.
+
+    Without `fixtures` all that was live before counts.
+    """
+    uses = [peak_use(trace, _counted(trace, fixtures), site) for trace in traces]
+    held = fixtures or {}
+    uses += [
+        _held_before(device, [num_bytes for (at, _), num_bytes in held.items() if at == device])
+        for device in {device for device, _ in held} - {trace.device for trace in traces}
+    ]
+    use = max(uses, key=lambda one: one.allocated_peak_bytes, default=_held_before(0, []))
+    if rest := use.by_site[_MAX_SITES:]:
+        others = Holder("all others", sum(one.held_bytes for one in rest), sum(one.requests for one in rest))
+        use = dataclasses.replace(use, by_site=(*use.by_site[:_MAX_SITES], others))
+    notes = tuple(dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", [])))
+    return Measured(name=name, use=use, notes=notes, **more)
+
+
+def _held_before(device: int, sizes: Collection[int]) -> PeakUse:
+    total = sum(map(aligned, sizes))
+    held = (Holder(_HELD_BEFORE, total, len(sizes)),) if sizes else ()
+    return PeakUse(device=device, allocated_peak_bytes=total, reserved_peak_bytes=None, by_site=held, by_class=held)
+
+
+def _counted(trace: Trace, fixtures: dict[tuple[int, int], int] | None) -> Column | None:
+    if fixtures is None:
+        return None
+    address = np.zeros(trace.num_requests, np.uint64)
+    known = trace.event_request >= 0
+    address[trace.event_request[known]] = trace.address[known]
+    if {"block_request", "block_address"} <= trace.extra.keys():
+        row = trace.extra["block_request"]
+        address[row[row >= 0]] = trace.extra["block_address"][row >= 0]
+    theirs = np.array([at for device, at in fixtures if device == trace.device], np.uint64)
+    return (trace.start >= 0) | np.isin(address, theirs)
+
+
+def size_text(num_bytes: int | None) -> str:
+    return "not recorded" if num_bytes is None else human_bytes(num_bytes)
+
+
+@dataclass(frozen=True)
 class GrowthLimit:
     """By how much a peak may grow: a share of what it was and a number of bytes, one of which is zero."""
 
@@ -56,7 +170,7 @@ def growth_limit(option: str, text: str) -> GrowthLimit:
         raise BadInputError(f"{option} is {text[:40]!r}: give 5%, 200MiB or 4096B.") from error
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Baseline:
     """The entries of a file by name, and how much more than them is fine."""
 
@@ -102,7 +216,7 @@ def save_baseline(file: str | Path, baseline: Baseline) -> None:
     write_whole(file, json.dumps(found, indent=1, sort_keys=True) + "\n", "name another file for the baseline")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing that is wrong: a line, and the lines below it."""
 

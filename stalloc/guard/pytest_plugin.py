@@ -16,20 +16,20 @@ MARKERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("stalloc", "GPU memory (stalloc)")
-    group.addoption("--stalloc", action="store_true", help="measure the GPU memory of all tests, tell who takes most")
-    group.addoption("--stalloc-baseline", metavar="FILE", help="fail where more is allocated than FILE (JSON) says")
-    group.addoption("--stalloc-update", action="store_true", help="write what is measured to the baseline instead")
-    group.addoption("--stalloc-tolerance", metavar="GROWTH", help="allowed growth over the baseline: 5%% or 200MiB")
-    group.addoption(
+    add = parser.getgroup("stalloc", "GPU memory (stalloc)").addoption
+    add("--stalloc", action="store_true", help="measure the GPU memory of all tests, tell who takes most")
+    add("--stalloc-baseline", metavar="FILE", help="fail where more is allocated than FILE (JSON) says")
+    add("--stalloc-update", action="store_true", help="write what is measured to the baseline instead")
+    add("--stalloc-tolerance", metavar="GROWTH", help="allowed growth over the baseline: 5%% or 200MiB")
+    add(
         "--stalloc-leaks",
         metavar="SIZE",
         nargs="?",
         const="0",
         help="fail where more than SIZE (default: nothing) of what a test allocates is left after it",
     )
-    group.addoption("--stalloc-artifacts", metavar="DIR", default=".stalloc", help="where traces of failures are saved")
-    group.addoption(
+    add("--stalloc-artifacts", metavar="DIR", default=".stalloc", help="where traces of failures are saved")
+    add(
         "--stalloc-gpu",
         metavar="GPU",
         help="run on a virtual GPU, without any: virtual, virtual:H100, virtual:24GiB or virtual:2xH100",

@@ -6,8 +6,7 @@ import pytest
 
 from stalloc.errors import StallocError
 from stalloc.figures import human_bytes, plural
-from stalloc.guard.judgement import load_baseline, save_baseline
-from stalloc.guard.measured import Measured, size_text
+from stalloc.guard.judgement import Measured, load_baseline, save_baseline, size_text
 from stalloc.printable import printable
 
 _HUNGRIEST = 5
