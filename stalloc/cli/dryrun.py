@@ -38,11 +38,9 @@ The exit code is 0 if the program fits with stalloc, 1 if it does not or if it f
 """
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 from stalloc.cli.output import add_json_argument
 from stalloc.cli.program import add_program_arguments
@@ -136,11 +134,16 @@ def run(args: argparse.Namespace) -> int:
     os.environ.pop(VARIABLE, None)  # a dry run says by itself when work is done
     _take_model(args)
     before = dict(os.environ)
-    with _assuming(args):
-        try:
-            return answer(args)
-        except ImportedOtherwiseError as found:
-            variables = {STARTED_ANEW: "1", **found.variables}
+    if args.assume:
+        os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
+    try:
+        return answer(args)
+    except ImportedOtherwiseError as found:
+        variables = {STARTED_ANEW: "1", **found.variables}
+    finally:
+        os.environ.pop(ASSUMED, None)
+        if ASSUMED in before:
+            os.environ[ASSUMED] = before[ASSUMED]
     # a new Python imports the libraries with the variables that the program sets; those that it unsets are empty
     environment = {name: value for name, value in (before | variables).items() if variables.get(name, value)}
     return subprocess.run([sys.executable, "-m", "stalloc", *args.words], env=environment, check=False).returncode
@@ -159,18 +162,3 @@ def _take_model(args: argparse.Namespace) -> None:
         setattr(args, searched, f"{{{searched}}}")
     check_model(args.model, args, download=args.download)
     args.module = [PROGRAM, args.model, *model_words(args)]
-
-
-@contextlib.contextmanager
-def _assuming(args: argparse.Namespace) -> Iterator[None]:
-    """A block in which programs read what --assume says. Raises BadInputError if it says nothing."""
-    before = os.environ.get(ASSUMED)
-    if args.assume:
-        os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[ASSUMED] = before
-        else:
-            os.environ.pop(ASSUMED, None)

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING, Any
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
-from stalloc.figures import human_bytes, plural
-from stalloc.printable import printable
 from stalloc.techniques.cap_policies import CAP_POLICIES, DEFAULT, policy_named
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stalloc.fitting.capping import Cap
     from stalloc.fitting.fit_record import Fit
     from stalloc.planner import Plan
@@ -144,27 +140,3 @@ def _refuse(args: argparse.Namespace, why: str, *names: str) -> None:
     for name in names:
         if getattr(args, name):
             raise BadInputError(f"--{name.replace('_', '-')} {why}.")
-
-
-def print_outcome(console: "Console", result: dict[str, Any]) -> None:
-    from stalloc.cli.tables import print_prose  # rich, which a run that prints no table does without
-
-    if "budget_bytes" in result:
-        kept = "kept" if result["budget_kept"] else "not kept: see above"
-        print_prose(console, f"budget {human_bytes(result['budget_bytes'])}: {kept} ({printable(result['budget_by'])})")
-    if "cap" not in result:
-        return
-    told = result["cap"]
-    size = human_bytes(told["cap_bytes"]) if told["cap_bytes"] else "of the device"
-    kept = "kept" if told["kept"] else "not kept"
-    print_prose(console, f"cap {size}: {kept}, {human_bytes(told['held_peak_bytes'])} held at most")
-    if not told["evictions"]:
-        print_prose(console, "nothing had to be evicted")
-        return
-    print_prose(
-        console,
-        f"{plural(told['evictions'], 'eviction')}: {human_bytes(told['dropped_bytes'])} dropped, "
-        f"{human_bytes(told['recomputed_bytes'])} computed again, {told['recomputed_blocks']:,} blocks run twice; "
-        f"{human_bytes(told['moved_bytes'])} moved to the host ({human_bytes(told['host_bytes'])} at once); "
-        f"est. {told['estimated_seconds']:.3f} s in all, one after the other",
-    )

@@ -12,10 +12,9 @@ from rich.text import Text
 
 from stalloc.cli.output import command_text, table_console
 from stalloc.cli.program import program_command
-from stalloc.cli.run_limits import print_outcome
-from stalloc.cli.tables import print_items, print_lines, print_table
+from stalloc.cli.tables import print_items, print_lines, print_prose, print_table
 from stalloc.device.known_gpus import shown_name
-from stalloc.figures import human_bytes
+from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
 
 _VIRTUAL = "a virtual GPU: kernels do nothing, so losses are 0 and times are host times"
@@ -31,7 +30,7 @@ def print_run(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -
     console = table_console()
     for report in result["devices"]:
         _print_device(console, report)
-    print_outcome(console, result)
+    _print_outcome(console, result)
     program = command_text(*program_command(args))
     if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
         verb = "dryrun" if args.stacks else "record -o run.trace.npz"
@@ -115,3 +114,25 @@ def _remarks(title: str, peer: dict[str, Any]) -> list[str]:
     elif peer["exit_code"]:
         remarks.append(f"{title}: ended with code {peer['exit_code']}")
     return remarks
+
+
+def _print_outcome(console: Console, result: dict[str, Any]) -> None:
+    if "budget_bytes" in result:
+        kept = "kept" if result["budget_kept"] else "not kept: see above"
+        print_prose(console, f"budget {human_bytes(result['budget_bytes'])}: {kept} ({printable(result['budget_by'])})")
+    if "cap" not in result:
+        return
+    told = result["cap"]
+    size = human_bytes(told["cap_bytes"]) if told["cap_bytes"] else "of the device"
+    kept = "kept" if told["kept"] else "not kept"
+    print_prose(console, f"cap {size}: {kept}, {human_bytes(told['held_peak_bytes'])} held at most")
+    if not told["evictions"]:
+        print_prose(console, "nothing had to be evicted")
+        return
+    print_prose(
+        console,
+        f"{plural(told['evictions'], 'eviction')}: {human_bytes(told['dropped_bytes'])} dropped, "
+        f"{human_bytes(told['recomputed_bytes'])} computed again, {told['recomputed_blocks']:,} blocks run twice; "
+        f"{human_bytes(told['moved_bytes'])} moved to the host ({human_bytes(told['host_bytes'])} at once); "
+        f"est. {told['estimated_seconds']:.3f} s in all, one after the other",
+    )
