@@ -63,22 +63,13 @@ def run(args: argparse.Namespace) -> int:
             )
         made_up = _write(target, output, traces)
     told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
-    result = {
-        "input": args.input,
-        "output": args.output,
-        "format": target,
-        "bytes": output.stat().st_size,
-        "devices": [
-            {
-                "device": trace.device,
-                "source": trace.info.get("source", ""),
-                "requests": trace.num_requests,
-                "events": count_events(trace),
-            }
-            for trace in traces
-        ],
-        "notes": [*told, *(note for note in made_up if note not in told)],
-    }
+    result = {"input": args.input, "output": args.output, "format": target, "bytes": output.stat().st_size}
+    result["devices"] = [
+        {"device": trace.device, "source": trace.info.get("source", "")}
+        | {"requests": trace.num_requests, "events": count_events(trace)}
+        for trace in traces
+    ]
+    result["notes"] = [*told, *(note for note in made_up if note not in told)]
     present(args, result, _print, result)
     return 0
 

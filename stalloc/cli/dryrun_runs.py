@@ -385,10 +385,7 @@ def _need(plenty: RunSeen, card: RunSeen, replayed: dict[int, int], offered: int
 
 
 def _phases(plenty: RunSeen, card: RunSeen) -> dict[str, Any] | None:
-    """The phases of the run on the card where it completes, else of that with plenty; None without any.
-
-    Where memory ran out on the card is told in either case.
-    """
+    """The phases of the run on the card if it completes, else of that with plenty; and where memory ran out on it."""
     is_given_plenty = not card.completes
     told, ran_out = (plenty if is_given_plenty else card).sleep, (card.sleep or {}).get("ran_out")
     if told is None and ran_out is None:

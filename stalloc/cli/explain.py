@@ -51,6 +51,9 @@ from stalloc.trace import Trace, load_traces
 from stalloc.trace.load import read_log
 from stalloc.trace.sources.torch_snapshot import has_history
 
+_Server = tuple[str, ServerLog]  # with its file, as the others
+_Error = tuple[str, ErrorText]
+_Device = tuple[str, Trace, Explanation]
 _RETURNABLE = "whole segments without a live block: torch.cuda.empty_cache() returns them"
 _DERIVED = ("contradiction", "unallocated_bytes", "outside_bytes", "others_bytes", "obtainable_bytes", "verdict")
 _RECORDED = ("PyTorch", "CuPy", "CUDA", "stalloc")  # whose programs `stalloc record` and `stalloc dryrun` run
@@ -67,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    devices: list[tuple[str, Trace, Explanation]] = []
-    errors: list[tuple[str, ErrorText]] = []
-    servers: list[tuple[str, ServerLog]] = []
+    devices: list[_Device] = []
+    errors: list[_Error] = []
+    servers: list[_Server] = []
     failed: dict[str, tuple[str, bool]] = {}  # what cannot be explained: why, and whether it is but a log without error
     for file in args.files:
         with working(f"explaining {file_label(file)}"):
@@ -93,11 +96,11 @@ def run(args: argparse.Namespace) -> int:
     result["not_explained"] = {file: sentence for file, (sentence, _) in failed.items()}
     for sentence, _ in failed.values():
         say(sentence)
-    present(args, result, _print, servers, errors, args.top, devices)
+    present(args, result, _print, args.top, servers, errors, devices)
     return 0 if all(is_log for _, is_log in failed.values()) else 2
 
 
-def _explained(args: argparse.Namespace, file: str) -> Iterator[tuple[str, Trace, Explanation]]:
+def _explained(args: argparse.Namespace, file: str) -> Iterator[_Device]:
     traces = [trace for trace in load_traces(file, history=False) if args.device in (None, trace.device)]
     if not traces:
         raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
@@ -114,13 +117,7 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
     return entry | (memory or {})
 
 
-def _print(
-    console: Console,
-    servers: list[tuple[str, ServerLog]],
-    errors: list[tuple[str, ErrorText]],
-    top: int,
-    devices: list[tuple[str, Trace, Explanation]],
-) -> None:
+def _print(console: Console, top: int, servers: list[_Server], errors: list[_Error], devices: list[_Device]) -> None:
     for file, server in servers:
         _print_server(console, file, server)
     for file, error in errors[-max(top, 1) :]:

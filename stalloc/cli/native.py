@@ -47,10 +47,7 @@ def native_settings() -> list[tuple[str, str, str]]:
 
 
 def compare(options: list[str], command: list[str], conf: str) -> dict[str, Any]:
-    """Run a program under its own allocators in a new process, with these settings of PyTorch; what it wrote.
-
-    Raises SetupError if nothing was written.
-    """
+    """Run a program under its own allocators in a new process; what it wrote. Raises SetupError if that is nothing."""
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         file = Path(folder) / "result.json"
         # neither stalloc in a program that is to run natively, nor the plan of an earlier run

@@ -89,10 +89,7 @@ def program_command(args: argparse.Namespace) -> list[str]:
 
 
 def _instead_of(command: list[str], verb: str) -> str:
-    """What to type instead, for a verb that was given a launcher (such as torchrun) that starts the program.
-
-    The number of processes is taken from the command, or is N where the command leaves it to the machine.
-    """
+    """What to type instead of a launcher, such as torchrun; N ranks where it leaves their number to the machine."""
     if command[0] in ("python", "python3") and "-m" not in command[:2]:
         return f"{command[0]} is what stalloc runs anyway: type stalloc {verb} {shlex.join(command[1:])}"
     launcher = command[2] if command[1:2] == ["-m"] else command[0]
@@ -174,10 +171,7 @@ def _say_way(args: argparse.Namespace, files: ProgramFiles) -> None:
 
 
 def outside_of_sandbox(args: argparse.Namespace, inside: SandboxedRun | None) -> int | None:
-    """Say what became of the program's files, once it has ended in its sandbox, and write what it told; its exit code.
-
-    None in the process that runs the program, which is this one without a sandbox.
-    """
+    """Report what a program told that has ended in its sandbox; its exit code. None in the process that runs it."""
     if inside is None or (ended := inside.fork(keep_new=True)) is None:
         return None
     for sentence in ended.files.sentences():

@@ -23,17 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stalloc.analysis import recorded
+from stalloc.cli import program
 from stalloc.cli.output import add_json_argument, command_text, note_texts, table_console, wants_text, write_json
-from stalloc.cli.program import (
-    add_program_arguments,
-    chosen_gpu,
-    outside_of_sandbox,
-    program_command,
-    program_output,
-    run_program,
-    run_served,
-    sandboxed_run,
-)
 from stalloc.cli.tables import print_lines
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import shown_name
@@ -55,24 +46,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--stacks", action="store_true", help="record PyTorch's own allocator, by its own history")
     how.add_argument("--ops", action="store_true", help="the same with operations, modules and roles, without stacks")
     add_json_argument(parser)
-    add_program_arguments(parser)
+    program.add_program_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    command = program_command(args)
-    gpu = chosen_gpu(args)
+    command = program.program_command(args)
+    gpu = program.chosen_gpu(args)
     if not args.output.endswith(".trace.npz"):
         raise BadInputError(f"{args.output} does not end in .trace.npz: name the trace so that other verbs know it.")
     check_writable(args.output)
 
     from stalloc import device
 
-    inside = sandboxed_run(args, command, [args.output]) if device.activate(args.device, gpu) == "virtual" else None
-    if (ended := outside_of_sandbox(args, inside)) is not None:
+    inside = (
+        program.sandboxed_run(args, command, [args.output]) if device.activate(args.device, gpu) == "virtual" else None
+    )
+    if (ended := program.outside_of_sandbox(args, inside)) is not None:
         return ended
     from stalloc.trace import save_traces
 
-    with program_output(to_stderr=args.json == "-"):
+    with program.program_output(to_stderr=args.json == "-"):
         record = _with_history if args.stacks or args.ops else _under_stalloc
         code, traces = record(args, gpu, command)
     if not traces:
@@ -106,7 +99,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
     def start(torch: bool, cupy: bool) -> None:
         integrations.install(device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings)
 
-    code, runtime = run_served(command, start)
+    code, runtime = program.run_served(command, start)
     return code, runtime.recorded() if runtime is not None else []
 
 
@@ -141,7 +134,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
 
     after_import("torch", begin)
     at_first_use(begin_history, cupy=False)  # not before: the environment is the program's to set
-    code = run_program(command)
+    code = program.run_program(command)
     if operations:
         operations.stop()
     torch = sys.modules.get("torch")

@@ -37,18 +37,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stalloc.cli import program
 from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
-from stalloc.cli.program import (
-    add_program_arguments,
-    chosen_gpu,
-    device_options,
-    outside_of_sandbox,
-    program_command,
-    program_output,
-    run_served,
-    sandboxed_run,
-)
 from stalloc.cli.run_limits import Budget, Capping, add_limit_arguments, wanted_budget, wanted_cap
 from stalloc.device import VirtualGPU, completion, order_checker
 from stalloc.device.completion import COMPLETIONS
@@ -115,12 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "estimated times, or not before the host waits for it",
     )
     add_json_argument(parser)
-    add_program_arguments(parser)
+    program.add_program_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    command = program_command(args)
-    gpu = chosen_gpu(args)
+    command = program.program_command(args)
+    gpu = program.chosen_gpu(args)
     if args.observe_steps < 0:
         raise BadInputError(f"--observe-steps is {args.observe_steps}: give a number of steps from 0.")
     if args.plan and args.save_plan:
@@ -153,12 +144,12 @@ def run(args: argparse.Namespace) -> int:
     if is_virtual:
         installation.sleep_phases = SleepPhases()
     outputs = (args.save_plan, args.report)
-    inside = sandboxed_run(args, command, outputs) if is_virtual else None
-    if (ended := outside_of_sandbox(args, inside)) is not None:
+    inside = program.sandboxed_run(args, command, outputs) if is_virtual else None
+    if (ended := program.outside_of_sandbox(args, inside)) is not None:
         return ended
     result, runtime = _run_here(args, command, gpu, limit, peers)
     if args.report:
-        _report(runtime, Path(args.report), form, command_text(*program_command(args)))
+        _report(runtime, Path(args.report), form, command_text(*program.program_command(args)))
     if inside is not None:
         inside.tell(result)
     else:
@@ -206,8 +197,8 @@ def _run_here(
 
     if limit is not None:  # its settings concern models that are made before CUDA is used
         start(torch=True, cupy=True)
-    with program_output(to_stderr=args.json == "-"):
-        code, runtime = run_served(command, start)
+    with program.program_output(to_stderr=args.json == "-"):
+        code, runtime = program.run_served(command, start)
     reports = [dataclasses.asdict(report) for report in runtime.reports()] if runtime is not None else []
     source = "file" if args.plan else None if not is_planned else "cache" if limit is None else "fit"
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
@@ -260,7 +251,7 @@ def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
 def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:
     made: list[tuple[str, dict[str, Any]]] = []
     for key, conf, dropped in native_settings():
-        made.append((key, compare(device_options(args), command, conf) | {"conf": conf, "dropped": dropped}))
+        made.append((key, compare(program.device_options(args), command, conf) | {"conf": conf, "dropped": dropped}))
         if not made[-1][1]["uses_torch"]:
             break
     return made
@@ -312,14 +303,14 @@ def _save_plan(runtime: "Runtime | None", path: str, args: argparse.Namespace) -
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)
-    say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
+    say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program.program_command(args))}")
 
 
-def _report(runtime: "Runtime | None", path: Path, form: str, program: str) -> None:
+def _report(runtime: "Runtime | None", path: Path, form: str, title: str) -> None:
     from stalloc.trace import record_of
     from stalloc.writers.reporting import write_report
 
-    records = [(program, record_of(trace)) for trace in runtime.recorded()] if runtime is not None else []
+    records = [(title, record_of(trace)) for trace in runtime.recorded()] if runtime is not None else []
     if not records:
         raise BadInputError(f"the program allocated no GPU memory, so {path} was not written: does it use the GPU?")
     write_report(path, form, records)

@@ -105,10 +105,7 @@ def wanted_cap(args: argparse.Namespace) -> Capping | None:
 
 
 def wanted_budget(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None) -> Budget | None:
-    """The budget that the options ask for, with the fit that keeps it, found or made; None: none.
-
-    Raises BadInputError where nothing keeps the budget.
-    """
+    """The budget that the options ask for, with the fit that keeps it, found or made; BadInputError if none does."""
     if not args.budget and not args.fit:
         return None
     why = "and --budget exclude each other: a fit has its own plan"

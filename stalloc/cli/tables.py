@@ -21,10 +21,7 @@ _UNITS = ("GiB", "MiB", "B", "bytes", "%", "ms", "s")
 def print_table(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1, indent: str = ""
 ) -> None:
-    """Print rows under the names of their columns; the first `text_columns` are words, the rest figures.
-
-    A column with nothing but empty cells is left out.
-    """
+    """Print rows under their columns' names, without empty columns; the first `text_columns` are words."""
     shown = [[printable(cell, MAX_SENTENCE) for cell in row] for row in rows]
     kept = [i for i in range(len(columns)) if any(row[i].strip(" -") for row in shown) or (i == 0 and shown)]
     names, cells = [columns[i] for i in kept], [[row[i] for i in kept] for row in shown]
