@@ -64,14 +64,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(self.usage_code, f"{self.prog}: error: {printable(message, MAX_SENTENCE)}\n")
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from stalloc.version import full_version  # asks git, which takes as long as some verbs
-
-        print(f"stalloc {full_version()}")
-        parser.exit()
-
-
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
     """The parser: with the options of the verb that is asked for, or without one with a summary of each."""
     parser = _Parser(
@@ -81,9 +73,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         epilog=f"{_CODES}\n`stalloc VERB --help` tells more. {_WORDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version and exit"
-    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")  # see _run
     verbs = parser.add_subparsers(prog="stalloc", dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)
     for name in VERBS if verb is None else (verb,):
         if verb is not None or "_ARGCOMPLETE" in os.environ:
@@ -164,6 +154,11 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["--version"]:
+        from stalloc.version import full_version  # asks git, which takes as long as some verbs
+
+        print(f"stalloc {full_version()}")
+        return EXIT_DONE
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
     if argv and argv[0] in OLDER_VERBS:

@@ -150,12 +150,12 @@ def _range(first: str, below: str, shown: Callable[[int], str]) -> str:
 def _recorded_rows(path: str) -> list[WorkspaceRow]:
     from stalloc.trace import load_traces
 
+    name = printable(path)
     notes = [trace.info["convolutions"] for trace in load_traces(path) if "convolutions" in trace.info]
     if not notes:
-        raise BadInputError(
-            f"{printable(path)} tells no workspaces: record a program with convolutions with stalloc record --stacks."
-        )
-    return [row for note in notes for row in rows_of(note, printable(path))]
+        how = "record a program with convolutions with stalloc record --stacks"
+        raise BadInputError(f"{name} tells no workspaces: {how}.")
+    return [row for note in notes for row in rows_of(note, name)]
 
 
 def run(args: argparse.Namespace) -> int:
