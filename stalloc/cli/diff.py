@@ -214,7 +214,14 @@ def _add_check_arguments(whole: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Judge each device of each file; 1 if one needs too much."""
-    limit, baseline = _allowed(args)
+    if not args.max and not args.baseline:
+        raise BadInputError("nothing to check against: give --max 20GiB, --baseline FILE or both.")
+    for option in ("update", "tolerance"):
+        if getattr(args, option) and not args.baseline:
+            raise BadInputError(f"--{option} needs a baseline: give --baseline FILE too.")
+    limit, baseline = memory_option("--max", args.max) if args.max else None, None
+    if args.baseline:
+        baseline = judgement.load_baseline(args.baseline, args.tolerance, must_exist=not args.update)
     if args.name and len(args.files) > 1:
         raise BadInputError(f"--name takes one file: {len(args.files)} were given.")
     judged: list[_Judged] = []
@@ -231,18 +238,6 @@ def _check(args: argparse.Namespace) -> int:
     result = {"entries": [_check_entry(measured, finding, limit, baseline) for _, measured, finding in judged]}
     present(args, result, _print_judged, args, judged, baseline)
     return int(any(finding is not None for _, _, finding in judged))
-
-
-def _allowed(args: argparse.Namespace) -> tuple[int | None, Baseline | None]:
-    if not args.max and not args.baseline:
-        raise BadInputError("nothing to check against: give --max 20GiB, --baseline FILE or both.")
-    for option in ("update", "tolerance"):
-        if getattr(args, option) and not args.baseline:
-            raise BadInputError(f"--{option} needs a baseline: give --baseline FILE too.")
-    limit = memory_option("--max", args.max) if args.max else None
-    if not args.baseline:
-        return limit, None
-    return limit, judgement.load_baseline(args.baseline, args.tolerance, must_exist=not args.update)
 
 
 def _measured(args: argparse.Namespace) -> Iterator[tuple[Trace, Measured]]:

@@ -37,12 +37,6 @@ def find(args: argparse.Namespace) -> int:
         runs,
     )
     found = find_largest(tries)
-    result = {**_result(offer, parameter, tries, found), "files": runs.files.all().as_json()}
-    present(args, result, _print_largest, result, offer, parameter, tries, found, command)
-    return 0 if found.by_allocator["stalloc"] >= 0 else 1
-
-
-def _result(offer: Offer, parameter: Parameter, tries: Tries, found: Largest) -> dict[str, Any]:
     values = parameter.values
     needed = None
     if found.needed is not None:  # the largest value whose live memory fits at every moment, and the next one
@@ -52,7 +46,7 @@ def _result(offer: Offer, parameter: Parameter, tries: Tries, found: Largest) ->
             "next": _value_at(tries, found.needed + 1),
             "next_needed_bytes": tries.needed_bytes(found.needed + 1),
         }
-    return {
+    result = {
         **offer.as_json(),
         "parameter": parameter.name,
         "first": values[0],
@@ -63,7 +57,10 @@ def _result(offer: Offer, parameter: Parameter, tries: Tries, found: Largest) ->
         "notes": found.notes,
         "uncertain": tries.findings(found.by_allocator),
         "num_runs": tries.num_runs,
+        "files": runs.files.all().as_json(),
     }
+    present(args, result, _print_largest, result, offer, parameter, tries, found, command)
+    return 0 if found.by_allocator["stalloc"] >= 0 else 1
 
 
 def _value_at(tries: Tries, index: int) -> Any:

@@ -277,13 +277,18 @@ def _print_server(console: Console, file: str, log: ServerLog) -> None:
         card = f" of {human_bytes(log.total_bytes)}" if log.total_bytes is not None else ""
         parts.append(f"{_SHARES[log.engine]} {log.share:g}{card}")
     print_title(console, file, ": " + ", ".join(parts))
+    cache = ""
+    if log.tokens is not None:
+        cache = f"{log.tokens:,} tokens" + (f", {log.token_bytes / 1024:.1f} KiB each" if log.token_bytes else "")
+        if log.concurrency is not None and log.length:
+            cache += f"; {log.concurrency:g} requests of {log.length:,} tokens"
     meanwhile = "what came to be used meanwhile: the driver, NCCL, other processes"
     rows = [
         ("weights", log.weights_bytes, ""),
         ("activation peak", log.activation_bytes, "of the measurement, above the weights"),
         ("outside of PyTorch", log.non_torch_bytes, meanwhile),
         ("CUDA graphs, estimated", log.graphs_estimated_bytes, "taken from the cache" if log.reckons_graphs else ""),
-        ("cache", log.cache_bytes, _cache_is(log)),
+        ("cache", log.cache_bytes, cache),
         ("CUDA graphs", log.graphs_bytes, "with what the driver takes for them"),
         ("free at the end", log.free_at_end_bytes, ""),
     ]
@@ -297,12 +302,3 @@ def _print_server(console: Console, file: str, log: ServerLog) -> None:
             print_prose(console, printable(one.line, _SHOWN_OF_LINE), indent="    ")
     console.print()
     console.print("Next: stalloc dryrun --serve SCRIPT    (the same without a GPU, with other settings)")
-
-
-def _cache_is(log: ServerLog) -> str:
-    if log.tokens is None:
-        return ""
-    each = f", {log.token_bytes / 1024:.1f} KiB each" if log.token_bytes else ""
-    knows = log.concurrency is not None and log.length
-    fits = f"; {log.concurrency:g} requests of {log.length:,} tokens" if knows else ""
-    return f"{log.tokens:,} tokens{each}{fits}"

@@ -19,7 +19,7 @@ from stalloc.allocator_conf import conf_in_force
 from stalloc.cli.output import add_json_argument, present, wants_text, write_json
 from stalloc.cli.tables import print_items, print_table
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
-from stalloc.device.cudnn import WorkspaceRow, workspace_table
+from stalloc.device.cudnn import workspace_table
 from stalloc.device.cudnn_rows import as_csv, rows_of
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
@@ -147,20 +147,16 @@ def _range(first: str, below: str, shown: Callable[[int], str]) -> str:
     return f"{shown(int(first or 0))} to below {shown(int(below))}"
 
 
-def _recorded_rows(path: str) -> list[WorkspaceRow]:
-    from stalloc.trace import load_traces
-
-    name = printable(path)
-    notes = [trace.info["convolutions"] for trace in load_traces(path) if "convolutions" in trace.info]
-    if not notes:
-        how = "record a program with convolutions with stalloc record --stacks"
-        raise BadInputError(f"{name} tells no workspaces: {how}.")
-    return [row for note in notes for row in rows_of(note, name)]
-
-
 def run(args: argparse.Namespace) -> int:
     if args.cudnn_table:
-        told = _recorded_rows(args.cudnn_table)
+        from stalloc.trace import load_traces
+
+        name = printable(args.cudnn_table)
+        notes = [one.info["convolutions"] for one in load_traces(args.cudnn_table) if "convolutions" in one.info]
+        if not notes:
+            how = "record a program with convolutions with stalloc record --stacks"
+            raise BadInputError(f"{name} tells no workspaces: {how}.")
+        told = [row for note in notes for row in rows_of(note, name)]
         if wants_text(args):
             sys.stdout.write(as_csv(told))
         write_json(args, {"cudnn_workspaces": [row.fields for row in told]})

@@ -71,7 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the ways; 0 if one that can run fits."""
     command = program_command(args)
-    per_node = _checked(args)
+    if not 1 <= args.ranks <= _MOST_RANKS:
+        raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
+    per_node = args.per_node or min(8, args.ranks)
+    if not 1 <= per_node <= args.ranks or args.ranks % per_node:
+        raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
+    if args.export and not args.way:
+        raise BadInputError("--export needs --way: name the way to export.")
+    check_numbers(args, 0, "runs")
     gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
     if args.memory:
         gpu = dataclasses.replace(gpu, total_bytes=memory_option("--memory", args.memory))
@@ -84,18 +91,6 @@ def run(args: argparse.Namespace) -> int:
     result = found.result(budget_bytes)
     present(args, result | {"files": files.all().as_json()}, _print, result, command)
     return 0 if result["best"] >= 0 else 1
-
-
-def _checked(args: argparse.Namespace) -> int:
-    if not 1 <= args.ranks <= _MOST_RANKS:
-        raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
-    per_node = args.per_node or min(8, args.ranks)
-    if not 1 <= per_node <= args.ranks or args.ranks % per_node:
-        raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
-    if args.export and not args.way:
-        raise BadInputError("--export needs --way: name the way to export.")
-    check_numbers(args, 0, "runs")
-    return int(per_node)
 
 
 class _Search:

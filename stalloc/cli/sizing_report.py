@@ -143,17 +143,15 @@ def print_sleep(console: Console, told: dict[str, Any], of: str, card: str) -> N
         sizes = allocated, human_bytes(one["held_peak_bytes"])
         rows.append([one["begins"], str(one["num_times"]), *sizes, _sizes(one["asleep"])])
     print_table(console, ("", "times", "allocated", "on the device", "asleep"), rows, indent="    ")
-    if told["ran_out"] is not None:
-        print_prose(console, _out_in_phase(told["ran_out"], card), indent="  ")
-
-
-def _out_in_phase(ran_out: dict[str, Any], card: str) -> str:
+    ran_out = told["ran_out"]
+    if ran_out is None:
+        return
     wanted, free = (human_bytes(ran_out[name]) for name in ("wanted_bytes", "free_bytes"))
     missing, at = ran_out["wanted_bytes"] - ran_out["free_bytes"], printable(ran_out["at"])
     asks = f"waking {printable(ran_out['waking'])} ({at}) needs" if ran_out["waking"] else f"{at} asks for"
     lacks = f", {human_bytes(missing)} too few" if missing > 0 else ""
     story = f"{asks} {wanted} when {free} are free{lacks}; {_what_helps(ran_out, missing)}"
-    return f"with {card} memory runs out after `{printable(ran_out['phase'])}`: {story}"
+    print_prose(console, f"with {card} memory runs out after `{printable(ran_out['phase'])}`: {story}", indent="  ")
 
 
 def _what_helps(ran_out: dict[str, Any], missing: int) -> str:
@@ -200,7 +198,11 @@ def print_node(console: Console, node: NodeMemory, headroom_bytes: int, *, whole
 def _line(node: NodeMemory) -> str:
     one = max(node.ranks, key=lambda rank: rank.host["pinned_bytes"] + rank.host["own_bytes"])
     who = "" if one.rank is None else f" of rank {one.rank}"
-    parts = [_pinned_text(one), f"{human_bytes(one.host['own_bytes'])} of the program's own"]
+    pinned, asked, registered = (one.host[f"{name}_bytes"] for name in ("pinned", "pinned_asked", "registered"))
+    more = f" for {human_bytes(asked)} asked for" if asked is not None and asked != pinned else ""
+    parts = [f"{human_bytes(pinned)} pinned{more}" if pinned else ""]
+    parts += [f"{human_bytes(registered)} registered"] if registered else []
+    parts.append(f"{human_bytes(one.host['own_bytes'])} of the program's own")
     parts += [f"{span_text(one.shared_memory)} in /dev/shm"] if one.shared_memory.most else []
     text = f"on the host{who}: {', '.join(filter(None, parts))}"
     most = max(node.ranks, key=lambda rank: rank.nccl.most)
@@ -208,16 +210,6 @@ def _line(node: NodeMemory) -> str:
         num = plural(len(most.groups), "communicator")
         text += f"; on the GPU: NCCL {span_text(most.nccl)} for {num}"
     return f"{text} (--node: all of it)"
-
-
-def _pinned_text(one: RankMemory) -> str:
-    pinned, asked = one.host["pinned_bytes"], one.host["pinned_asked_bytes"]
-    text = f"{human_bytes(pinned)} pinned" if pinned else ""
-    if pinned and asked is not None and asked != pinned:
-        text += f" for {human_bytes(asked)} asked for"
-    if one.host["registered_bytes"]:
-        text += f"{', ' if text else ''}{human_bytes(one.host['registered_bytes'])} registered"
-    return text
 
 
 def _print_table(console: Console, node: NodeMemory) -> None:

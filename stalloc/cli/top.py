@@ -68,21 +68,15 @@ def run(args: argparse.Namespace) -> int:
     found = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            found += [(file, trace, holders(trace, args.at)) for trace in _traces_at(args, file)]
+            traces = of_device(file, load_traces(file, history=False), args.device)
+            if args.at == "oom":  # of the devices that ran out of memory
+                traces = [trace for trace in traces if last_oom(trace) is not None]
+            if not traces:
+                raise BadInputError(f"{file} has no out-of-memory event: use --at peak, end or the index of an event.")
+            found += [(file, trace, holders(trace, args.at)) for trace in traces]
     devices = [{"file": file, **dataclasses.asdict(made)} for file, _, made in found]
     present(args, {"devices": devices}, _print, args, found)
     return 0
-
-
-def _traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
-    """The traces of a file that --device and --at choose: with `--at oom` those of devices that ran out of memory."""
-    traces = of_device(file, load_traces(file, history=False), args.device)
-    if args.at != "oom":
-        return traces
-    failed = [trace for trace in traces if last_oom(trace) is not None]
-    if not failed:
-        raise BadInputError(f"{file} has no out-of-memory event: use --at peak, end or the index of an event.")
-    return failed
 
 
 def _print(console: Console, args: argparse.Namespace, found: list[tuple[str, Trace, Holders]]) -> None:
