@@ -64,15 +64,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(self.usage_code, f"{self.prog}: error: {printable(message, MAX_SENTENCE)}\n")
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """Print the version and exit."""
-        from stalloc.version import full_version  # asks git, which takes as long as some verbs
-
-        print(f"stalloc {full_version()}")
-        parser.exit()
-
-
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
     """The parser: with the options of the verb that is asked for, or without one with a summary of each."""
     parser = _Parser(
@@ -82,9 +73,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         epilog=f"{_CODES}\n`stalloc VERB --help` tells more. {_WORDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version and exit"
-    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")  # see _run
     verbs = parser.add_subparsers(prog="stalloc", dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)
     for name in VERBS if verb is None else (verb,):
         if verb is not None or "_ARGCOMPLETE" in os.environ:
@@ -98,13 +87,11 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
 
 
 def _help_line(verb: str) -> str:
-    """A verb and its summary, as wide as the terminal."""
     width = shutil.get_terminal_size().columns - 4  # argparse indents by two, and leaves two
     return textwrap.fill(_summary(verb), width, initial_indent=f"{verb:<10}", subsequent_indent=" " * 10)
 
 
 def _add_verb(verbs: Any, name: str) -> None:
-    """Import the module of a verb and add its parser to those of `verbs`."""
     module = importlib.import_module(f"stalloc.cli.{name}")
     codes = _CODES_OF_PROGRAM if name in _OF_PROGRAM else _CODES
     parser = verbs.add_parser(
@@ -122,21 +109,17 @@ def _add_verb(verbs: Any, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
+    forks = "stalloc.sandbox.sandbox"  # is loaded where a verb has run a program in a fork, which it ends
     try:
         code = _main(argv)
     except BaseException:
-        if (forked := _forked()) is not None and forked.is_fork():
+        if forks in sys.modules and sys.modules[forks].is_fork():
             import traceback
 
             traceback.print_exc()
-            forked.leave(EXIT_CHECK_FAILED)
+            sys.modules[forks].leave(EXIT_CHECK_FAILED)
         raise
-    return code if (forked := _forked()) is None else int(forked.leave(code))
-
-
-def _forked() -> Any:
-    """The module that ends a fork in which a verb has run a program; None if it is not loaded, without forks."""
-    return sys.modules.get("stalloc.sandbox.sandbox")
+    return int(sys.modules[forks].leave(code)) if forks in sys.modules else code
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -149,7 +132,7 @@ def _main(argv: Sequence[str] | None) -> int:
             sys.stdout.flush()
         return code
     except NotATraceError as error:
-        from stalloc.cli.error_log import no_trace_but_errors
+        from stalloc.cli.explain import no_trace_but_errors
 
         say(no_trace_but_errors(error.file) or str(error))
         return failure
@@ -171,6 +154,11 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["--version"]:
+        from stalloc.version import full_version  # asks git, which takes as long as some verbs
+
+        print(f"stalloc {full_version()}")
+        return EXIT_DONE
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
     if argv and argv[0] in OLDER_VERBS:
@@ -178,7 +166,9 @@ def _run(argv: list[str]) -> int:
         say(f"`stalloc {argv[0]}` is now `stalloc {' '.join(newer)}`: the next release drops the old name.")
         argv = [*newer, *argv[1:]]
     if argv and argv[0] not in VERBS and not argv[0].startswith("-"):
-        raise BadInputError(_no_verb(argv[0]))
+        close = difflib.get_close_matches(argv[0], [*VERBS, "help"], n=1)
+        advice = f"did you mean {close[0]}?" if close else f"choose from {', '.join(VERBS)}."
+        raise BadInputError(f"there is no verb {argv[0][:40]!r}: {advice}")
     verb = next((word for word in argv if not word.startswith("-")), None)
     verb = verb if verb in VERBS else None
     parser = build_parser(verb)
@@ -191,32 +181,16 @@ def _run(argv: list[str]) -> int:
         from stalloc.cli.shared_options import apply_shared
 
         older = [name for name, (newer, flag, *_) in OLDER_VERBS.items() if newer == verb and flag in argv]
-        apply_shared(_verb_parser(parser, verb), (*older, verb), (*VERBS, *OLDER_VERBS))
+        (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        apply_shared(verbs.choices[verb], (*older, verb), (*VERBS, *OLDER_VERBS))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(args.parser, unknown)}")
+        option = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+        close = difflib.get_close_matches(option, args.parser._option_string_actions, n=1, cutoff=0.7)
+        meant = f": did you mean {close[0]}?" if close else ""
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     args.words = argv
     return int(args.run(args))
-
-
-def _meant(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """The known option closest to the first unknown one, as the words that end the error's sentence."""
-    option = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
-    close = difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.7)
-    return f": did you mean {close[0]}?" if close else ""
-
-
-def _verb_parser(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    chosen: argparse.ArgumentParser = verbs.choices[verb]
-    return chosen
-
-
-def _no_verb(name: str) -> str:
-    close = difflib.get_close_matches(name, [*VERBS, "help"], n=1)
-    if close:
-        return f"there is no verb {name[:40]!r}: did you mean {close[0]}?"
-    return f"there is no verb {name[:40]!r}: choose from {', '.join(VERBS)}."
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,8 @@
 """The tools of `stalloc mcp`: each runs a verb in a process of its own. Their docstrings are what an agent reads.
 
-Imported only where the mcp package is: it is an extra.
+Contract: a file that is read is a regular one whose real path lies in one of the allowed folders, wherever links lead.
+An answer is one sentence and the JSON of the verb with its long lists cut; what is cut is counted. Imported only where
+the mcp package is: it is an extra.
 """
 
 import contextlib
@@ -10,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,9 @@ from stalloc.cli.agent_answers import answer
 from stalloc.cli.allowed_files import allowed_file
 from stalloc.errors import BadInputError
 from stalloc.sizing.model_program import KNOWN
+from stalloc.figures import human_bytes, plural
+from stalloc.printable import printable
+from stalloc.sizing.named_models import KNOWN
 from stalloc.version import full_version
 
 _MOST_OUTPUT = 2000  # characters of what a failed verb printed, from its end
@@ -33,6 +38,7 @@ _INSTRUCTIONS = (
     "settings would have done (simulate), what a model or a program needs without a GPU (estimate, dryrun, fit). Sizes "
     "are bytes. Nothing is measured on a GPU; `uncertain` and `notes` say what is not known."
 )
+_ALLOCATORS = {"native": "PyTorch", "expandable": "expandable segments", "stalloc": "stalloc"}
 
 File = Annotated[str, Field(description="a memory snapshot, trace, profile or log, in a folder the user allowed")]
 At = Annotated[str, Field(description="peak, oom, an event index, or (top) end; empty: the last error, else the peak")]
@@ -47,12 +53,11 @@ def make_server(folders: Sequence[Path], *, may_run: bool) -> MCPServer:
     """The server, which reads files in these folders only, and runs the programs there if it may."""
     tools = Tools(folders, may_run)
     server = MCPServer("stalloc", instructions=_INSTRUCTIONS, version=full_version(), log_level="WARNING")
-    reads = server.tool(annotations=ToolAnnotations(readOnlyHint=True, openWorldHint=False), structured_output=True)
-    for tool in (tools.explain, tools.stats, tools.top, tools.simulate, tools.policies, tools.estimate):
-        reads(tool)
-    runs = server.tool(annotations=ToolAnnotations(readOnlyHint=False, openWorldHint=True), structured_output=True)
-    for program_tool in (tools.dryrun, tools.fit):
-        runs(program_tool)
+    reading = (tools.explain, tools.stats, tools.top, tools.simulate, tools.policies, tools.estimate)
+    for tool in (*reading, tools.dryrun, tools.fit):
+        only_reads = tool in reading
+        hints = ToolAnnotations(readOnlyHint=only_reads, openWorldHint=not only_reads)
+        server.tool(annotations=hints, structured_output=True)(tool)
     return server
 
 
@@ -128,21 +133,25 @@ class Tools:
         """Find the cheapest way to run a program within a budget, which `stalloc run --budget` then applies."""
         path = self._script(script)
         with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-            words = [
-                f"--budget={budget}",
-                *_option("host", host),
-                *_option("gpu", gpu),
-                f"--output={folder}/one.fit.npz",
-            ]
-            found = await self._ask("fit", *words, "--", path, *arguments, most=1000)  # `best` counts all candidates
+            words = [f"--budget={budget}", *_option("host", host), *_option("gpu", gpu)]
+            words += [f"--output={folder}/one.fit.npz", "--", path, *arguments]
+            found = await self._ask("fit", *words, most=1000)  # `best` counts all candidates
         found["result"]["output"] = None
         return found
 
     def _file(self, name: str) -> str:
-        try:
-            return str(allowed_file(name, self._folders))
-        except BadInputError as error:
-            raise ToolError(str(error)) from None
+        """The real path of a file, a relative name being in the first folder; of others not even that they exist."""
+        path = (self._folders[0] / name).resolve() if "\0" not in name else Path("/")
+        if not any(path.is_relative_to(folder) for folder in self._folders):
+            raise ToolError(
+                f"{printable(name)} is not in the folders that this server may read: ask the user for a file in "
+                f"{', '.join(printable(str(folder)) for folder in self._folders)}, or to start it with another --allow "
+                "FOLDER."
+            )
+        if not path.is_file():
+            folder = printable(str(self._folders[0]))
+            raise ToolError(f"there is no file {printable(name)}: relative names are in {folder}.")
+        return str(path)
 
     def _script(self, name: str) -> str:
         if not self._may_run:
@@ -151,9 +160,11 @@ class Tools:
 
     async def _ask(self, verb: str, *words: str, most: int = 20) -> dict[str, Any]:
         code, out, said = await _run_verb([verb, "--json", "-", *words], self._folders[0])
-        if code not in (EXIT_DONE, EXIT_CHECK_FAILED) or not out.strip():
+        if code not in (0, 1) or not out.strip():  # 1: what was asked for does not fit
             raise ToolError(said[-_MOST_OUTPUT:].strip() or f"stalloc {verb} ended with code {code}.")
-        return answer(verb, json.loads(out), most)
+        left_out: dict[str, int] = {}
+        result = _shortened(found := json.loads(out), most, "", left_out)
+        return {"sentence": _SENTENCES[verb](found), "result": result, "left_out": left_out}
 
 
 def _option(name: str, value: str) -> list[str]:
@@ -165,15 +176,9 @@ async def _run_verb(words: list[str], folder: Path) -> tuple[int, str, str]:
     """Run a verb in a process of its own, which ends with the question; its exit code and what it printed."""
     variables = {name: value for name, value in os.environ.items() if name != "STALLOC"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "stalloc", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=said,
-            cwd=folder,
-            env=variables,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", "-m", "stalloc", *words]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": said}
+        process = subprocess.Popen(command, **streams, cwd=folder, env=variables, start_new_session=True)
         try:
             code = await anyio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
         finally:
@@ -185,3 +190,99 @@ async def _run_verb(words: list[str], folder: Path) -> tuple[int, str, str]:
             file.seek(0)
             texts.append(file.read().decode("utf-8", "replace"))
     return code, *texts
+
+
+def _shortened(value: Any, most: int, place: str, left_out: dict[str, int]) -> Any:
+    """A value of JSON with `most` items in each list; the others are counted in `left_out` (`devices.0.by_site`)."""
+    if isinstance(value, dict):
+        return {key: _shortened(item, most, f"{place}.{key}".lstrip("."), left_out) for key, item in value.items()}
+    if isinstance(value, list):
+        if len(value) > most:
+            left_out[place] = len(value) - most
+        return [_shortened(item, most, f"{place}.{at}", left_out) for at, item in enumerate(value[:most])]
+    return value
+
+
+def _explained(found: dict[str, Any]) -> str:
+    devices, errors = found["devices"], found["errors"]
+    if not devices and not errors:
+        return "Nothing could be explained: `not_explained` says why."
+    if not devices:
+        one = errors[0]
+        return f"The error asks for {human_bytes(one['wanted_bytes'] or 0)}: {one['verdict']}."
+    one = max(devices, key=lambda device: (device.get("verdict") is not None, device["reserved_bytes"]))
+    figures = f"{human_bytes(one['allocated_bytes'])} allocated of {human_bytes(one['reserved_bytes'])} reserved"
+    cause, size = max(one["causes"].items(), key=lambda item: item[1])
+    gap = f"most of the rest is {cause.replace('_', ' ')}, {human_bytes(size)}"
+    if one.get("verdict") is None:
+        return f"Device {one['device']}: {figures}; {gap}."
+    failed = f"{human_bytes(one['wanted_bytes'])} could not be allocated ({one['verdict']})"
+    return f"Device {one['device']}: {failed} with {figures}; {gap}."
+
+
+def _described(found: dict[str, Any]) -> str:
+    one = max(found["devices"], key=lambda device: device["allocated_peak_bytes"])
+    reserved = one["reserved_peak_bytes"]
+    told = f", {human_bytes(reserved)} reserved" if reserved is not None else ""
+    peak = human_bytes(one["allocated_peak_bytes"])
+    return f"Device {one['device']}: {plural(one['requests'], 'request')}, at the peak {peak} allocated{told}."
+
+
+def _held(found: dict[str, Any]) -> str:
+    one = max(found["devices"], key=lambda device: device["allocated_bytes"])
+    listed = one["by_site"] or one["by_class"] or one["by_size"]
+    most = f"; most by {listed[0]['name']}, {human_bytes(listed[0]['held_bytes'])}" if listed else ""
+    return f"Device {one['device']} ({one['at']}): {human_bytes(one['allocated_bytes'])} are allocated{most}."
+
+
+def _simulated(found: dict[str, Any]) -> str:
+    if "ranking" in found:
+        if found["too_short"]:
+            return "The history is too short to rank settings."
+        return found["export"] or "No setting of PyTorch's allocator is better by a per cent."
+    one = max(found["devices"], key=lambda device: device["recorded"]["allocated_peak_bytes"])
+    fitting = [result for result in one["results"] if result["fits"]]
+    if not fitting:
+        return f"Device {one['device']}: no allocator that was tried completes."
+    best = min(fitting, key=lambda result: result["peak_reserved_bytes"])
+    name = " ".join(word for word in (best["allocator"], best["settings"]) if word)
+    return f"Device {one['device']}: {name} reserves least, {human_bytes(best['peak_reserved_bytes'])}."
+
+
+def _dry_run(found: dict[str, Any]) -> str:
+    shown = {name: found[key] for key, name in _ALLOCATORS.items() if key in found}
+    if "parameter" in found:
+        parts = [f"{name} {'none' if one['largest'] is None else one['largest']}" for name, one in shown.items()]
+        return f"The largest {found['parameter']} on {found['gpu']}: {', '.join(parts)}."
+    if found.get("gpu") is None:
+        parts = [f"{name} {one['gpu'] or 'none'}" for name, one in shown.items()]
+        return f"The smallest card: {', '.join(parts)}."
+    parts = [
+        f"{name} {'fits' if one['fits'] else 'does not fit'} and needs {human_bytes(one['needed_bytes'])}"
+        for name, one in shown.items()
+    ]
+    return f"On {found['gpu']} ({human_bytes(found['memory_bytes'])}): {', '.join(parts)}."
+
+
+def _fitted(found: dict[str, Any]) -> str:
+    budget = human_bytes(found["budget_bytes"])
+    if found["best"] < 0:
+        return found["sentence"] or f"Nothing that was tried fits {budget}."
+    return f"The cheapest way that fits {budget} is {found['candidates'][found['best']]['what']}."
+
+
+def _listed(found: dict[str, Any]) -> str:
+    executed = sum(one["status"] == "executes" for one in found["systems"])
+    return f"{len(found['systems'])} published systems, of which stalloc executes {executed}."
+
+
+_SENTENCES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "explain": _explained,
+    "stats": _described,
+    "top": _held,
+    "simulate": _simulated,
+    "dryrun": _dry_run,
+    "fit": _fitted,
+    "policies": _listed,
+}
+"""What a verb found, in one sentence."""

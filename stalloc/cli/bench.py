@@ -16,7 +16,6 @@ from stalloc.errors import BadInputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc bench`."""
     parser.add_argument("name", metavar="NAME", help="planner, runtime or another benchmark")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
 

@@ -10,19 +10,17 @@ instead of the estimate. Calls that cannot be repeated so keep their estimates. 
 
 import argparse
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from stalloc import device
-from stalloc.cli.output import add_json_argument, command_text, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, command_text, present
 from stalloc.errors import BadInputError
 from stalloc.trace import load_traces, save_traces
 from stalloc.trace.operations import read_operations
 
 
 def run(words: list[str]) -> int:
-    """What follows `stalloc bench ops`."""
     parser = argparse.ArgumentParser(
         prog="stalloc bench ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,15 +51,8 @@ def run(words: list[str]) -> int:
             told.append({"device": trace.device, "calls": len(times), "measured": int(np.count_nonzero(times))})
         made.append(trace)
     save_traces(output, made)
-    write_json(args, {"output": output, "devices": told})
-    if wants_text(args):
-        _print(output, told)
+    name = command_text(output)
+    lines = [f"device {one['device']}: {one['measured']:,} of {one['calls']:,} distinct calls measured" for one in told]
+    lines += [f"wrote {name}", f"next: stalloc stats --gpu NAME {name}"]
+    present(args, {"output": output, "devices": told}, lambda console: console.print("\n".join(lines)))
     return 0
-
-
-def _print(output: str, told: list[dict[str, Any]]) -> None:
-    console = table_console()
-    for entry in told:
-        console.print(f"device {entry['device']}: {entry['measured']:,} of {entry['calls']:,} distinct calls measured")
-    console.print(f"wrote {command_text(output)}")
-    console.print(f"next: stalloc stats --gpu NAME {command_text(output)}")

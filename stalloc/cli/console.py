@@ -16,10 +16,8 @@ class OurConsole(Console):
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """The pieces that are printed."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=self._shown(segment.text))
-
-    def _shown(self, text: str) -> str:
-        lines = (printable(line, len(line) + MAX_SENTENCE) for line in text.split("\n"))
-        return encodable("\n".join(lines), self.encoding)
+            if not segment.control:
+                lines = (printable(line, len(line) + MAX_SENTENCE) for line in segment.text.split("\n"))
+                segment = segment._replace(text=encodable("\n".join(lines), self.encoding))
+            yield segment

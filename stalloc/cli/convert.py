@@ -18,35 +18,28 @@ JSON: `input`, `output`, `format`, `bytes`, for each of `devices` its `device`, 
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis import count_events
-from stalloc.cli.output import (
-    add_json_argument,
-    command_text,
-    file_label,
-    note_texts,
-    table_console,
-    wants_text,
-    write_json,
-)
+from stalloc.cli.output import add_json_argument, command_text, file_label, note_texts, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose
+from stalloc.cli.trace_options import check_output, of_device
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import DeviceRecord, Trace, load_traces, save_traces
+from stalloc.trace import Trace, load_traces, save_traces
 
 _SUFFIXES = {".npz": "trace", ".pickle": "snapshot", ".pkl": "snapshot", ".json": "perfetto", ".csv": "csv"}
 _FORMATS = ("trace", "snapshot", "perfetto", "csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc convert`."""
     parser.add_argument("input", metavar="IN", help="trace to read")
     parser.add_argument("output", metavar="OUT", help="file to write")
     parser.add_argument("--device", type=int, metavar="N", help="write this device only (default: all)")
@@ -56,9 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert one file."""
     output = Path(args.output)
-    _check_output(Path(args.input), output, force=args.force)
+    check_output(output, "step.trace.npz", args.input)
+    if output.exists() and not args.force:
+        raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
     target = args.to or _format_of(output)
     with working(f"converting {file_label(args.input)}"):
         traces = of_device(args.input, load_traces(args.input), args.device)
@@ -67,40 +61,17 @@ def run(args: argparse.Namespace) -> int:
             raise BadInputError(
                 f"{args.input} has the devices {numbers}, but a CSV holds only one: choose it with --device."
             )
-        made_up = _writer(target)(output, traces)
+        made_up = _write(target, output, traces)
     told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
-    result = {
-        "input": args.input,
-        "output": args.output,
-        "format": target,
-        "bytes": output.stat().st_size,
-        "devices": [
-            {
-                "device": trace.device,
-                "source": trace.info.get("source", ""),
-                "requests": trace.num_requests,
-                "events": count_events(trace),
-            }
-            for trace in traces
-        ],
-        "notes": [*told, *(note for note in made_up if note not in told)],
-    }
-    write_json(args, result)
-    if wants_text(args):
-        _print(result)
+    result = {"input": args.input, "output": args.output, "format": target, "bytes": output.stat().st_size}
+    result["devices"] = [
+        {"device": trace.device, "source": trace.info.get("source", "")}
+        | {"requests": trace.num_requests, "events": count_events(trace)}
+        for trace in traces
+    ]
+    result["notes"] = [*told, *(note for note in made_up if note not in told)]
+    present(args, result, _print, result)
     return 0
-
-
-T = TypeVar("T", Trace, DeviceRecord)
-
-
-def of_device(file: str, traces: list[T], device: int | None) -> list[T]:
-    """The traces of one device, or all without a number; BadInputError if the file does not have it."""
-    chosen = [trace for trace in traces if device is None or trace.device == device]
-    if not chosen:
-        numbers = ", ".join(str(trace.device) for trace in traces)
-        raise BadInputError(f"{file} has no device {device}, it has {numbers}: choose one of them with --device.")
-    return chosen
 
 
 def _format_of(output: Path) -> str:
@@ -113,47 +84,30 @@ def _format_of(output: Path) -> str:
     return found
 
 
-def _check_output(source: Path, output: Path, *, force: bool) -> None:
-    if output.is_dir():
-        raise BadInputError(f"{output} is a folder: name the file to write, such as {output / 'step.trace.npz'}.")
-    if not output.parent.is_dir():
-        raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise BadInputError(f"{output} is the input: name another file to write to.")
-    if output.exists() and not force:
-        raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
-
-
-def _writer(target: str) -> Callable[[Path, Sequence[Trace]], list[str]]:
+def _write(target: str, path: Path, traces: Sequence[Trace]) -> list[str]:
+    """Write the traces in a format; notes on what had to be made up for it."""
     if target == "snapshot":
         from stalloc.writers.snapshot_writer import write_snapshot
 
-        return write_snapshot
+        return write_snapshot(path, traces)
     if target == "perfetto":
         from stalloc.writers.perfetto import write_perfetto
 
-        return write_perfetto
+        return write_perfetto(path, traces)
     if target == "csv":
         from stalloc.writers.lifespans_csv import write_lifespans_csv
 
-        return lambda path, traces: write_lifespans_csv(path, traces[0])
-    return _write_trace
-
-
-def _write_trace(path: Path, traces: Sequence[Trace]) -> list[str]:
+        return write_lifespans_csv(path, traces[0])
     save_traces(path, traces)
     return []
 
 
-def _print(result: dict[str, Any]) -> None:
-    console = table_console()
+def _print(console: Console, result: dict[str, Any]) -> None:
     size = human_bytes(result["bytes"])
     console.print(Text.assemble((printable(result["output"]), "bold"), f", {result['format']}, {size}"))
     for entry in result["devices"]:
-        told = (
-            f"{plural(entry['requests'], 'request')}, {entry['events']:,} events, "
-            f"from {printable(str(entry['source']))}"
-        )
+        counts = f"{plural(entry['requests'], 'request')}, {entry['events']:,} events"
+        told = f"{counts}, from {printable(str(entry['source']))}"
         print_prose(console, told, indent="  ", lead=Text(f"device {entry['device']}  ", "dim"))
     for note in note_texts(result["notes"]):
         print_prose(console, note, indent="  ", lead=Text("note  ", "dim"))

@@ -21,12 +21,10 @@ what was reserved.
 What the program writes is discarded, and named in the report; each run begins with the files as they are; --keep-files
 writes for real. Experiment trackers are silenced; other network requests are made.
 
---find looks for the largest value of a parameter that fits, for each allocator, or for the smallest card. --ranks tries
-what torchrun would start, each rank by itself. Both do several runs at a time.
+--find searches for each allocator, --ranks runs each rank by itself. Both do several runs at a time.
 
 --serve is for a program that asks how much is free and takes most of it, as inference servers do. The report shows
-weights, activations and cache, in bytes, tokens and requests of --length. With --find it looks for a cache of at least
---tokens; without --tokens it runs and lists every value.
+weights, activations and cache, in bytes, tokens and requests. With --find, but without --tokens, it lists every value.
 --model needs no script: stalloc's own training loop runs a language model that transformers makes from its
 configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
@@ -40,11 +38,9 @@ The exit code is 0 if the program fits with stalloc, 1 if it does not or if it f
 """
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 from stalloc.cli.output import add_json_argument
 from stalloc.cli.program import add_program_arguments
@@ -58,14 +54,14 @@ from stalloc.sizing.model_program import KNOWN, PROGRAM, add_model_arguments, ch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--headroom",
         default=f"{ASSUMED_BYTES >> 20}MiB",
         metavar="SIZE",
         help="memory set aside for the CUDA context and NCCL, which no allocator counts (default: 512MiB)",
     )
-    parser.add_argument(
+    add(
         "--assume",
         action="append",
         default=[],
@@ -73,69 +69,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the value that a line of the program reads if the virtual GPU computes none, as at the end of a loop; "
         "may be repeated",
     )
-    parser.add_argument(
+    add(
         "--find",
         metavar="NAME=A..B|gpu",
         help="the largest value that fits, of {NAME} among the program's arguments (batch=1..512, "
         "seq=128..8192:128), or the smallest card",
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="the program is what torchrun starts N times: try each rank",
-    )
-    parser.add_argument(
+    add("--ranks", type=int, metavar="N", help="the program is what torchrun starts N times: try each rank")
+    add(
         "--node",
         action="store_true",
         help="also print every byte of the node: NCCL, CUDA context, pinned memory, /dev/shm, by rank and by machine",
     )
-    parser.add_argument("--rank", default="all", metavar="K", help="with --ranks, only these: 0 or 0,7 (default: all)")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --find or --ranks, runs at a time",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="with --find or --ranks, end each run after N optimizer steps"
-    )
+    add("--rank", default="all", metavar="K", help="with --ranks, only these: 0 or 0,7 (default: all)")
+    add("--jobs", type=int, default=0, metavar="N", help="with --find or --ranks, runs at a time")
+    add("--steps", type=int, default=0, metavar="N", help="with --find or --ranks, end runs after N optimizer steps")
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
-    _add_server_arguments(parser)
-    _add_model_arguments(parser)
+    _add_groups(parser)
 
 
-def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_groups(parser: argparse.ArgumentParser) -> None:
     of_server = parser.add_argument_group("an inference server")
-    of_server.add_argument(
-        "--serve",
-        action="store_true",
-        help="the program is a server that takes most of what is free: show what it makes of the card",
+    add = of_server.add_argument
+    add(
+        "--serve", action="store_true", help="the program is a server that takes what is free: show what it makes of it"
     )
-    of_server.add_argument("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
-    of_server.add_argument(
-        "--tokens", type=int, metavar="N", help="with --serve, --find looks for a cache of at least N tokens"
-    )
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
+    add("--tokens", type=int, metavar="N", help="with --serve, --find looks for a cache of at least N tokens")
     of_model = parser.add_argument_group("a model without a script")
-    of_model.add_argument(
+    add = of_model.add_argument
+    add(
         "--model",
         metavar="NAME",
         help=f"{', '.join(KNOWN)}; a config.json of transformers or a folder with one; or a name of the Hugging Face "
         "hub, whose configuration is in your cache",
     )
-    of_model.add_argument(
-        "--download", action="store_true", help="fetch the configuration from the hub otherwise (no weights)"
-    )
+    add("--download", action="store_true", help="fetch the configuration from the hub otherwise (no weights)")
     add_model_arguments(of_model)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer with the part of the verb that is asked for; its exit code."""
     # replay and libraries, of which --help needs nothing
     if args.serve:
         from stalloc.cli.dryrun_serve import serve as answer
@@ -144,25 +118,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.ranks is not None:
         from stalloc.cli.dryrun_runs import try_ranks as answer
     else:
-        from stalloc.cli.dryrun_needs import find_needs as answer
+        from stalloc.cli.dryrun_runs import find_needs as answer
     from stalloc.sizing.side_by_side import ImportedOtherwiseError
 
-    _check_together(args)
-    os.environ.pop(COMPLETION, None)  # a dry run says by itself when work is done
-    _take_model(args)
-    before = dict(os.environ)
-    with _assuming(args):
-        try:
-            return answer(args)
-        except ImportedOtherwiseError as found:
-            variables = {STARTED_ANEW: "1", **found.variables}
-    # a new Python imports the libraries with the variables that the program sets; those that it unsets are empty
-    environment = {name: value for name, value in (before | variables).items() if variables.get(name, value)}
-    return subprocess.run([sys.executable, "-m", "stalloc", *args.words], env=environment, check=False).returncode
-
-
-def _check_together(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing without, or beside, one another."""
     if not args.serve and (args.length is not None or args.tokens is not None):
         raise BadInputError("--length and --tokens describe a server's cache: give --serve too.")
     if args.serve and args.model is not None:
@@ -171,10 +129,25 @@ def _check_together(args: argparse.Namespace) -> None:
         raise BadInputError(
             "--node is for one run, or for each rank: leave --find out, and give the value that it found."
         )
+    os.environ.pop(COMPLETION, None)  # a dry run says by itself when work is done
+    _take_model(args)
+    before = dict(os.environ)
+    if args.assume:
+        os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
+    try:
+        return answer(args)
+    except ImportedOtherwiseError as found:
+        variables = {STARTED_ANEW: "1", **found.variables}
+    finally:
+        os.environ.pop(ASSUMED, None)
+        if ASSUMED in before:
+            os.environ[ASSUMED] = before[ASSUMED]
+    # a new Python imports the libraries with the variables that the program sets; those that it unsets are empty
+    environment = {name: value for name, value in (before | variables).items() if variables.get(name, value)}
+    return subprocess.run([sys.executable, "-m", "stalloc", *args.words], env=environment, check=False).returncode
 
 
 def _take_model(args: argparse.Namespace) -> None:
-    """Make the program of --model the one that is run."""
     if args.model is None:
         refuse_typed(args, "needs --model NAME", "batch", "seq", "train", "infer", "dtype", "checkpoint", "download")
         return
@@ -187,18 +160,3 @@ def _take_model(args: argparse.Namespace) -> None:
         setattr(args, searched, f"{{{searched}}}")
     check_model(args.model, args, download=args.download)
     args.module = [PROGRAM, args.model, *model_words(args)]
-
-
-@contextlib.contextmanager
-def _assuming(args: argparse.Namespace) -> Iterator[None]:
-    """A block in which programs read what --assume says. Raises BadInputError if it says nothing."""
-    before = os.environ.get(ASSUMED)
-    if args.assume:
-        os.environ[ASSUMED] = as_variable(map(parse_assumption, args.assume))
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[ASSUMED] = before
-        else:
-            os.environ.pop(ASSUMED, None)

@@ -7,8 +7,8 @@ needed again later is recomputed, and so is whatever that needs.
 A budget is a share of the recorded peak, such as 0.5 or 50%, or a size, such as 12GiB; commas separate several. Without
 --policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts the cost of what is evicted around a
 storage, dtr-eq does so by equivalence classes, dtr-local does not; dte counts adjacent free memory; coop evicts
-neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. dte and coop go
-by addresses, in a range of the budget's size; --places gives addresses to all policies. Nothing is moved to the host.
+neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. Addresses, by
+which dte and coop go, are in a range of the budget's size. Nothing is moved to the host.
 
 overhead is the time of all calls divided by that without a budget; a replay that takes twice the time is given up.
 Times of a recording are measured ones, else estimates for --gpu. "apart": storages evicted although enough bytes were
@@ -25,10 +25,11 @@ import argparse
 import dataclasses
 from typing import Any
 
-from stalloc.cli import EXIT_DONE
-from stalloc.cli.output import add_json_argument, file_label, table_console, wants_text, write_json
+from rich.console import Console
+
+from stalloc.cli.output import add_json_argument, file_label, present
 from stalloc.cli.progress import working
-from stalloc.cli.tables import print_prose, print_table
+from stalloc.cli.tables import print_lines, print_prose, print_table
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.device import find_gpu, parse_memory
 from stalloc.errors import BadInputError
@@ -43,23 +44,23 @@ _SHOWN = ("dtr", "dtr-eq", "dtr-local", "dte", "coop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc evict`."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help="recording with operations, or log of the simulator")
-    parser.add_argument(
-        "--budget", required=True, metavar="B[,B]", help="shares of the peak, such as 0.5,0.7, or sizes, such as 12GiB"
-    )
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="recording with operations, or log of the simulator")
+    add("--budget", required=True, metavar="B[,B]", help="shares of the peak, such as 0.5,0.7, or sizes, such as 12GiB")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--policy", metavar="NAME[,NAME]", help=f"of {', '.join(POLICIES)}")
     chosen.add_argument("--all", action="store_true", help="every policy")
-    parser.add_argument("--places", action="store_true", help="addresses for all policies, not only dte and coop")
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help="for estimated times (default: H100)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the policy random (default: 0)")
+    add("--places", action="store_true", help="addresses for all policies, not only dte and coop")
+    add("--gpu", default="H100", metavar="NAME", help="for estimated times (default: H100)")
+    add("--seed", type=int, default=0, metavar="N", help="of the policy random (default: 0)")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay each file under each budget."""
-    policies = _policies(args)
+    policies = list(POLICIES) if args.all else args.policy.split(",") if args.policy else list(_SHOWN)
+    for name in policies:
+        if name not in POLICIES:
+            raise BadInputError(f"--policy: there is no policy {name[:40]!r}: choose from {', '.join(POLICIES)}.")
     asked = [_budget(text) for text in args.budget.split(",")]
     if not 0 <= args.seed < 1 << 31:
         raise BadInputError(f"--seed is {args.seed}: give a number from 0 to {(1 << 31) - 1}.")
@@ -70,21 +71,8 @@ def run(args: argparse.Namespace) -> int:
     for file in args.files:
         with working(f"replaying {file_label(file)}"):
             told += [_replay(args, file, program, policies, asked) for program in read_programs(file, rates)]
-    write_json(args, {"files": told})
-    if wants_text(args):
-        for one in told:
-            _print(one)
-    return EXIT_DONE
-
-
-def _policies(args: argparse.Namespace) -> list[str]:
-    if args.all:
-        return list(POLICIES)
-    names = args.policy.split(",") if args.policy else list(_SHOWN)
-    for name in names:
-        if name not in POLICIES:
-            raise BadInputError(f"--policy: there is no policy {name[:40]!r}: choose from {', '.join(POLICIES)}.")
-    return names
+    present(args, {"files": told}, _print, told)
+    return 0
 
 
 def _budget(text: str) -> float | int:
@@ -120,33 +108,26 @@ def _replay(
     return {"file": file, "device": program.device, "peak_bytes": peak, "seconds": seconds, "rows": rows}
 
 
-def _print(told: dict[str, Any]) -> None:
-    console = table_console()
-    seconds = "" if told["seconds"] is None else f", est. {human_seconds(told['seconds'])} a step"
-    peak = human_bytes(told["peak_bytes"])
-    print_prose(console, f"{file_label(told['file'])}, device {told['device']}: {peak} at the peak{seconds}")
-    rows = [
-        [
-            human_bytes(one["budget_bytes"]),
-            POLICIES[one["policy"]].title,
-            f"{one['overhead']:.4f}" if one["overhead"] is not None else _ending(one["ending"]),
-            f"{one['evictions']:,}",
-            human_bytes(one["evicted_bytes"]),
-            f"{one['recomputed_calls']:,}",
-            human_bytes(one["recomputed_bytes"]),
-            f"{one['extra_evictions']:,}" if one["places"] else "",
-        ]
-        for one in told["rows"]
-    ]
+def _print(console: Console, files: list[dict[str, Any]]) -> None:
     columns = ("budget", "policy", "overhead", "evictions", "evicted", "calls again", "made again", "apart")
-    print_table(console, columns, rows, text_columns=2)
-    if any(one["ending"] == "out of memory" for one in told["rows"]):
-        told_why = "out of memory: what has to be there at once does not fit, whatever is evicted"
-        print_prose(console, told_why, indent="  ")
-    if any(one["policy"] == "dte" for one in told["rows"]):
-        print_prose(console, _MEGTAICHI, indent="  ")
+    for told in files:
+        seconds = "" if told["seconds"] is None else f", est. {human_seconds(told['seconds'])} a step"
+        peak = human_bytes(told["peak_bytes"])
+        print_prose(console, f"{file_label(told['file'])}, device {told['device']}: {peak} at the peak{seconds}")
+        print_table(console, columns, list(map(_row, told["rows"])), text_columns=2)
+        if any(one["ending"] == "out of memory" for one in told["rows"]):
+            print_lines(console, ["out of memory: what has to be there at once does not fit, whatever is evicted"])
+        if any(one["policy"] == "dte" for one in told["rows"]):
+            print_lines(console, [_MEGTAICHI])
 
 
-def _ending(ending: str) -> str:
-    """The words shown in place of an overhead."""
-    return "over 2" if ending == "too long" else ending
+def _row(one: dict[str, Any]) -> list[str]:
+    ending = "over 2" if one["ending"] == "too long" else one["ending"]
+    return [
+        human_bytes(one["budget_bytes"]),
+        POLICIES[one["policy"]].title,
+        f"{one['overhead']:.4f}" if one["overhead"] is not None else ending,
+        *(f"{one['evictions']:,}", human_bytes(one["evicted_bytes"])),
+        *(f"{one['recomputed_calls']:,}", human_bytes(one["recomputed_bytes"])),
+        f"{one['extra_evictions']:,}" if one["places"] else "",
+    ]

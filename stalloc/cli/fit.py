@@ -27,20 +27,26 @@ import dataclasses
 import importlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
-from stalloc.cli.program import add_program_arguments, program_command, run_program
-from stalloc.cli.program_writes import program_files
+from stalloc.cli.output import add_json_argument, command_text, note_texts, present, size_text
+from stalloc.cli.program import add_program_arguments, program_command, program_files, run_program
 from stalloc.cli.progress import lines_told
 from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
-from stalloc.figures import human_bytes
+from stalloc.figures import human_bytes, human_seconds
 from stalloc.notices import say
+from stalloc.patient_threads import patient_threads
+from stalloc.printable import printable
 from stalloc.sandbox import ProgramFiles
 from stalloc.techniques.elsewhere import parse_disk
 from stalloc.threads import patient_threads
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stalloc.fitting.candidates import Fitting
+    from stalloc.fitting.fit_record import Candidate, Fit
 
 _USUAL_RUNS = 8  #: of the program for a fit, for saying how long it will take
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "stalloc.fitting.observer",
@@ -49,28 +55,16 @@ _WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
-    parser.add_argument("--budget", metavar="SIZE", help="reserved memory to keep within, for example 24GiB")
-    parser.add_argument(
-        "--host", metavar="SIZE", help="pinned host memory that may be used, for example 32GiB (default: none)"
-    )
-    parser.add_argument(
-        "--disk", metavar="FOLDER:SIZE", help="a folder that may be used for what has no room in --host (default: none)"
-    )
-    parser.add_argument("--policy", metavar="NAME", help="try only this technique (see stalloc policies)")
-    parser.add_argument(
-        "--output",
-        "-o",
-        "--fit",
-        metavar="FILE",
-        help="keep the fit here (default: SCRIPT.fit.npz), for stalloc run --fit",
-    )
-    parser.add_argument(
-        "--trial-seconds", type=float, default=60.0, metavar="N", help="give up a run that takes longer (default: 60)"
-    )
-    parser.add_argument("--trial-steps", type=int, metavar="N", help="steps of each run (default: 3 or more)")
-    parser.add_argument("--as-gpu", help=argparse.SUPPRESS)
-    parser.add_argument("--as-known", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--budget", metavar="SIZE", help="reserved memory to keep within, for example 24GiB")
+    add("--host", metavar="SIZE", help="pinned host memory that may be used, for example 32GiB (default: none)")
+    add("--disk", metavar="FOLDER:SIZE", help="a folder to use for what has no room in --host (default: none)")
+    add("--policy", metavar="NAME", help="try only this technique (see stalloc policies)")
+    add("--output", "-o", "--fit", metavar="FILE", help="keep the fit here, for run --fit (default: SCRIPT.fit.npz)")
+    add("--trial-seconds", type=float, default=60.0, metavar="N", help="give up a run that takes longer (default: 60)")
+    add("--trial-steps", type=int, metavar="N", help="steps of each run (default: 3 or more)")
+    add("--as-gpu", help=argparse.SUPPRESS)
+    add("--as-known", help=argparse.SUPPRESS)
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
 
@@ -95,26 +89,28 @@ def run(args: argparse.Namespace) -> int:
     if not args.trial_seconds > 0:
         raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
     source = program_source.in_file(command)
-    output = Path(args.output) if args.output else keeping.fit_file(source)
+    usual = keeping.fit_file(source)
+    output = Path(args.output) if args.output else usual
     check_name(output)
     check_writable(output)
     files = program_files(args, command)
     fit, num_trials = _fitted(args, command, source, gpu, budget_bytes, files)
     if fit.best >= 0:  # else what was kept before stays
         fit.save(output)
-    kept = output if fit.best >= 0 else None
-    result = {**_result(fit, gpu, kept, num_trials, args.policy), "files": files.all().as_json()}
-    if wants_text(args) and num_trials > 1:  # else it is one that is known
-        from stalloc.cli.fit_report import print_fit, print_next
+    result = {**_result(fit, gpu, output, num_trials, args.policy), "files": files.all().as_json()}
 
-        named = None if output == keeping.fit_file(source) else output
-        print_fit(fit, gpu, num_trials, files.all().sentences())
+    def show(console: "Console") -> None:
+        if num_trials == 1:  # it is one that is known
+            return
+        _print(console, fit, gpu, num_trials, files.all().sentences())
         if fit.best >= 0 and not args.as_gpu:  # who named the GPU so goes on by itself
-            print_next(fit, output, command, named, str(parse_disk(args.disk)[0]) if args.disk else "FOLDER")
-    write_json(args, result)
+            folder = str(parse_disk(args.disk)[0]) if args.disk else "FOLDER"
+            _print_next(console, fit, output, command, folder, [] if output == usual else ["--fit", str(output)])
+
+    present(args, result, show)
     if fit.best < 0 and not args.as_gpu:
         say(result["sentence"])
-    return EXIT_DONE if fit.best >= 0 else EXIT_CHECK_FAILED
+    return 0 if fit.best >= 0 else 1
 
 
 def _real_or_default() -> VirtualGPU:
@@ -129,7 +125,7 @@ def _real_or_default() -> VirtualGPU:
 
 def _fitted(
     args: argparse.Namespace, command: list[str], source: Any, gpu: VirtualGPU, budget_bytes: int, files: ProgramFiles
-) -> tuple[Any, int]:
+) -> "tuple[Fit, int]":
     """The fit, and how often the program was run for it."""
     from stalloc import device
     from stalloc.fitting.candidates import Fitting
@@ -144,11 +140,9 @@ def _fitted(
     check_can_fork()
     from stalloc.cost.gpu_rates import rates_of
 
-    def program() -> int:
-        return run_program(list(command))
-
     def trial(work: TrialWork) -> Measured:
-        return run_trial(program, dataclasses.replace(work, gpu_name=gpu.name), args.trial_seconds, files)
+        work = dataclasses.replace(work, gpu_name=gpu.name)
+        return run_trial(lambda: run_program(list(command)), work, args.trial_seconds, files)
 
     of_gpu = gpu.name if args.gpu or args.as_gpu else ""
     if args.as_known and (fit := known_fit(Path(args.as_known), trial, program_of(source, of_gpu))):
@@ -170,22 +164,20 @@ def _fitted(
     return _fit_of(fitting, fitting.run(args.policy), program_of(source, of_gpu), gpu, budget_bytes), fitting.num_trials
 
 
-def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes: int) -> Any:
-    """What was found, as it is kept."""
-    from stalloc.cost.class_seconds import ERROR
+def _fit_of(fitting: "Fitting", best: int, program: Any, gpu: VirtualGPU, budget_bytes: int) -> "Fit":
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.host_rates import SOURCE
     from stalloc.fitting.fit_record import Fit
     from stalloc.techniques.technique_settings import TechniqueSettings
 
     known = fitting.known
+    of_host = f"; {SOURCE}" if any(one.host_bytes for one in known.candidates) else ""
     return Fit(
         program=program,
         budget_bytes=budget_bytes,
         gpu_bytes=gpu.total_bytes,
         step_seconds=known.step.step_seconds,
-        estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}"
-        + (f"; {SOURCE}" if any(one.host_bytes for one in known.candidates) else ""),
+        estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}{of_host}",
         candidates=tuple(known.candidates),
         best=best,
         settings=fitting.settings[best] if best >= 0 else TechniqueSettings(),
@@ -195,23 +187,10 @@ def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes
     )
 
 
-def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int, policy: str | None) -> dict[str, Any]:
+def _result(fit: "Fit", gpu: VirtualGPU, output: Path, num_trials: int, policy: str | None) -> dict[str, Any]:
     from stalloc.fitting.fit_record import undominated
 
-    measured = [one for one in fit.candidates if one.needed_bytes]
-    lowest = min((one for one in measured if not one.refused), key=lambda one: one.needed_bytes, default=None)
-    if measured and lowest is None:
-        why = "runs short of memory within {}, though its plans need no more: give a few percent more."
-    elif lowest is None:
-        why = "is not known to be kept within {}: none of its runs could be measured, for the reasons in the table."
-    elif policy is not None and len(fit.candidates) == 1:
-        why = (
-            f"has nothing that {policy} applies to, and as it is it reserves {human_bytes(lowest.needed_bytes)}, more "
-            "than {}: try another policy, or all of them without --policy."
-        )
-    else:
-        reached = f"the least that was reached is {human_bytes(fit.least_bytes)} ({lowest.what})"
-        why = f"cannot be kept within {{}}: {reached}; give that much, or a smaller batch."
+    is_found = fit.best >= 0
     return {
         "program": dataclasses.asdict(fit.program),
         "gpu": gpu.name,
@@ -222,10 +201,79 @@ def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int, pol
         "pareto": undominated(fit.candidates),
         "best": fit.best,
         "least_bytes": fit.least_bytes,
-        "output": None if output is None else str(output),
+        "output": str(output) if is_found else None,
         "notes": list(fit.notes),
         "num_trials": num_trials,
-        "sentence": ""
-        if fit.best >= 0
-        else f"{command_text(fit.program.name)} {why.format(human_bytes(fit.budget_bytes))}",
+        "sentence": "" if is_found else f"{command_text(fit.program.name)} {_why_nothing_fits(fit, policy)}",
     }
+
+
+def _why_nothing_fits(fit: "Fit", policy: str | None) -> str:
+    budget = human_bytes(fit.budget_bytes)
+    measured = [one for one in fit.candidates if one.needed_bytes]
+    lowest = min((one for one in measured if not one.refused), key=lambda one: one.needed_bytes, default=None)
+    if measured and lowest is None:
+        return f"runs short of memory within {budget}, though its plans need no more: give a few percent more."
+    if lowest is None:
+        reason = "none of its runs could be measured, for the reasons in the table."
+        return f"is not known to be kept within {budget}: {reason}"
+    if policy is not None and len(fit.candidates) == 1:
+        return (
+            f"has nothing that {policy} applies to, and as it is it reserves {human_bytes(lowest.needed_bytes)}, more "
+            f"than {budget}: try another policy, or all of them without --policy."
+        )
+    reached = f"the least that was reached is {human_bytes(fit.least_bytes)} ({lowest.what})"
+    return f"cannot be kept within {budget}: {reached}; give that much, or a smaller batch."
+
+
+def _print(console: "Console", fit: "Fit", gpu: VirtualGPU, num_trials: int, files: list[str]) -> None:
+    """Print one row for each way to run the program, how its figures are known, and what became of its `files`."""
+    from stalloc.cli.tables import print_lines, print_table
+    from stalloc.fitting.fit_record import undominated
+    from stalloc.fitting.tier_search import BY_THE_PROCESSOR
+
+    console.print(
+        f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
+        f"{num_trials} runs of {printable(fit.program.name)}"
+    )
+    tiers = {"host memory": "host_bytes", "on disk": "disk_bytes"}
+    shown = {title: name for title, name in tiers.items() if any(getattr(one, name) for one in fit.candidates)}
+    marked = set(undominated(fit.candidates)) if shown else set()
+    rows = [
+        _row("*" if number == fit.best else "+" * (number in marked), one, fit, list(shown.values()))
+        for number, one in enumerate(fit.candidates)
+    ]
+    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", *shown, "est. step", "est. factor",
+               "checked")  # fmt: skip
+    print_table(console, columns, rows, text_columns=3, indent="  ")
+    plenty = "PyTorch with plenty of memory, the same blocks recomputed"
+    lines = [f"reserves: at the most, from the first allocation; {plenty}"]
+    if marked:
+        lines.append("+: no other way needs less of one and no more of the rest: memory of each kind, and time")
+    techniques = {one.technique for one in fit.candidates}
+    but = "; compiled code that saves less may round otherwise" if "compile-budget" in techniques else ""
+    but += "; updates on the processor round otherwise" if techniques & set(BY_THE_PROCESSOR) else ""
+    lines.append(f"losses and gradients are the same to the last bit in all of them{but}")
+    lines.append(f"est.: {fit.estimate}; bytes are measured on a virtual GPU")
+    print_lines(console, [*lines, *note_texts(fit.notes), *files])
+
+
+def _print_next(
+    console: "Console", fit: "Fit", output: Path, command: list[str], folder: str, named: list[str]
+) -> None:
+    """Print what to type for a run that keeps the budget, with the `folder` of --disk."""
+    host_bytes, on_disk = fit.settings.host_bytes, fit.candidates[fit.best].disk_bytes
+    more = ["--host", size_text(host_bytes)] if host_bytes else []
+    more += ["--disk", f"{folder}:{size_text(fit.settings.tiers.disk_bytes)}"] if on_disk else []
+    words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *more, *named, *command)
+    console.print(f"next: {words}    (settings and plan are kept in {printable(str(output))})")
+
+
+def _row(mark: str, one: "Candidate", fit: "Fit", shown: list[str]) -> list[str]:
+    host = [human_bytes(size) if (size := getattr(one, name)) else "-" for name in shown]
+    if one.refused:
+        return ["", one.what, "refused", "-", "-", *host, "-", "-", printable(one.refused)]
+    fits = "fits" if one.fits(fit.budget_bytes) else "does not fit"
+    reserved = [human_bytes(size) if size else "-" for size in (one.needed_bytes, one.native_bytes)]
+    seconds = human_seconds(fit.step_seconds + one.added_seconds)
+    return [mark, one.what, fits, *reserved, *host, seconds, f"{one.factor:.2f}", one.checked]

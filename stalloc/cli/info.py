@@ -4,6 +4,7 @@ Include it in bug reports. Nothing is changed, and neither torch nor CuPy is imp
 """
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
@@ -15,10 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from stalloc.allocator_conf import conf_in_force
-from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, present, wants_text, write_json
 from stalloc.cli.tables import print_items, print_table
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
 from stalloc.device.cudnn import WorkspaceRow, as_csv, rows_of, workspace_table
+from stalloc.device.cudnn import workspace_table
+from stalloc.device.cudnn_rows import as_csv, rows_of
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
 from stalloc.errors import BadInputError
@@ -29,7 +32,7 @@ from stalloc.version import full_version
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-_SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
+_SETTINGS = ("PYTORCH_", "CUPY_", "STALLOC_", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
 #: what a field of the table of workspaces means, in words
 _WORDS = {
     "element_bytes": {"4": "32 bits", "2": "16 bits"},
@@ -40,11 +43,9 @@ _WORDS = {
     "groups": {"1": "not grouped", "more": "grouped"},
     "batch": {"1": "one image", "more": "several images"},
 }
-_SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--json`, and the table of cuDNN's workspaces."""
     parser.add_argument(
         "--cudnn-table",
         nargs="?",
@@ -57,29 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _versions() -> dict[str, str | None]:
-    cupy = next((f"{version} ({wheel})" for wheel in _CUPY_WHEELS if (version := _version(wheel))), None)
-    found: dict[str, str | None] = {"stalloc": full_version(), "python": platform.python_version()}
-    return found | {"cupy": cupy} | {package: _version(package) for package in _PACKAGES}
+    return None
 
 
 def collect() -> dict[str, Any]:
     """All that `stalloc info` shows, as plain values; sizes in bytes."""
-    environment = dict(os.environ)
     built, command = built_directory(), compiler()
-    listed = [
-        name
-        for name in sorted(environment)
-        if name.startswith(_SETTING_PREFIXES) or name in _SETTINGS
-    ]  # fmt: skip
+    cupy = next((f"{version} ({wheel})" for wheel in _CUPY_WHEELS if (version := _version(wheel))), None)
+    versions = {"stalloc": full_version(), "python": platform.python_version(), "cupy": cupy}
     return {
-        "versions": _versions(),
+        "versions": versions | {package: _version(package) for package in _PACKAGES},
         "platform": platform.platform(),
         "driver_cuda_version": driver_version(),
         "gpus": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in gpus()],
@@ -91,8 +81,8 @@ def collect() -> dict[str, Any]:
             "known": list(KNOWN_GPUS),
         },
         "program_files": {"way": way().kind, "reason": way().reason, "layers_in": str(layer_place())},
-        "settings": {name: environment[name] for name in listed},
-        "torch_allocator": conf_in_force(environment)[1],
+        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
+        "torch_allocator": conf_in_force()[1],
     }
 
 
@@ -101,38 +91,32 @@ def _print_table(console: Console, title: str, rows: list[tuple[str, str]]) -> N
     print_items(console, [(printable(name), printable(value, MAX_SENTENCE)) for name, value in rows])
 
 
-def _print(found: dict[str, Any]) -> None:
-    console = table_console()
-    _print_table(
-        console, "Versions", [(name, version or "not installed") for name, version in found["versions"].items()]
-    )
-    if found["gpus"]:
-        rows = [
-            (f"GPU {i}", f"{gpu['name']}, {human_bytes(gpu['total_bytes'])}") for i, gpu in enumerate(found["gpus"])
-        ]
-        _print_table(console, f"\nGPUs (driver for CUDA {found['driver_cuda_version']})", rows)
-    else:
-        _print_table(console, "\nGPUs", [("none", "no GPU with an NVIDIA driver; the virtual GPU needs none")])
+def _print(console: Console, found: dict[str, Any]) -> None:
+    versions = [(name, version or "not installed") for name, version in found["versions"].items()]
+    _print_table(console, "Versions", versions)
+    driver = f" (driver for CUDA {found['driver_cuda_version']})" if found["gpus"] else ""
+    cards = [f"{gpu['name']}, {human_bytes(gpu['total_bytes'])}" for gpu in found["gpus"]]
+    rows = [(f"GPU {number}", card) for number, card in enumerate(cards)]
+    rows = rows or [("none", "no GPU with an NVIDIA driver; the virtual GPU needs none")]
+    _print_table(console, f"\nGPUs{driver}", rows)
     virtual = found["virtual_gpu"]
-    state = f"ready in {virtual['directory']}" if virtual["built"] else "built on first use"
     kept = way().sentence() + (f" in {found['program_files']['layers_in']}" if way().kind == "overlay" else "")
     rows = [
         ("compiler", virtual["compiler"] or "none: install gcc, or set CC"),
-        ("library", state),
+        ("library", f"ready in {virtual['directory']}" if virtual["built"] else "built on first use"),
         ("files of programs", kept),
+        ("stands in for", ", ".join(virtual["known"])),
     ]
-    _print_table(console, "\nVirtual GPU", [*rows, ("stands in for", ", ".join(virtual["known"]))])
+    _print_table(console, "\nVirtual GPU", rows)
     settings = list(found["settings"].items()) or [("none", "torch and CuPy use their defaults")]
     _print_table(console, "\nSettings (environment)", settings)
     if found["torch_allocator"]:
         _print_table(console, "\ntorch allocator", list(found["torch_allocator"].items()))
-    target = "run" if found["gpus"] else "dryrun"
-    console.print(f"\nNext: stalloc {target} PROGRAM.py")
+    console.print(f"\nNext: stalloc {'run' if found['gpus'] else 'dryrun'} PROGRAM.py")
 
 
-def _print_workspaces(rows: list[dict[str, str]]) -> None:
-    """One line a row: what it is for, the workspace, the source."""
-    console, listed = table_console(), []
+def _print_workspaces(console: Console, rows: list[dict[str, str]]) -> None:
+    listed = []
     for row in rows:
         counts = {name: row[f"{name}s"] for name in ("input", "filter", "output")}
         tensors = [name if num == "1" else f"{num} x {name}" for name, num in counts.items() if num not in ("", "0")]
@@ -148,7 +132,6 @@ def _print_workspaces(rows: list[dict[str, str]]) -> None:
 
 
 def _conditions(row: dict[str, str]) -> str:
-    """Which convolutions a row of the table is for."""
     words = [_WORDS[name][row[name]] for name in _WORDS if row[name]]
     cudnn = _range(row["cudnn_from"], row["cudnn_below"], lambda version: str(version // (1000, 10000)[version > 9999]))
     card = _range(row["architecture_from"], row["architecture_below"], lambda number: f"{number // 10}.{number % 10}")
@@ -165,34 +148,24 @@ def _range(first: str, below: str, shown: Callable[[int], str]) -> str:
     return f"{shown(int(first or 0))} to below {shown(int(below))}"
 
 
-def _recorded_rows(path: str) -> list[WorkspaceRow]:
-    """The rows that a trace tells, of all its devices."""
-    from stalloc.trace import load_traces
-
-    notes = [trace.info["convolutions"] for trace in load_traces(path) if "convolutions" in trace.info]
-    if not notes:
-        raise BadInputError(
-            f"{printable(path)} tells no workspaces: record a program with convolutions with stalloc record --stacks."
-        )
-    return [row for note in notes for row in rows_of(note, printable(path))]
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print or write what was found; always 0."""
     if args.cudnn_table:
-        told = _recorded_rows(args.cudnn_table)
+        from stalloc.trace import load_traces
+
+        name = printable(args.cudnn_table)
+        notes = [one.info["convolutions"] for one in load_traces(args.cudnn_table) if "convolutions" in one.info]
+        if not notes:
+            how = "record a program with convolutions with stalloc record --stacks"
+            raise BadInputError(f"{name} tells no workspaces: {how}.")
+        told = [row for note in notes for row in rows_of(note, name)]
         if wants_text(args):
             sys.stdout.write(as_csv(told))
         write_json(args, {"cudnn_workspaces": [row.fields for row in told]})
         return 0
     if args.cudnn_table is not None:
         rows = [row.fields for row in workspace_table()]
-        if wants_text(args):
-            _print_workspaces(rows)
-        write_json(args, {"cudnn_workspaces": rows})
+        present(args, {"cudnn_workspaces": rows}, _print_workspaces, rows)
         return 0
     found = collect()
-    if wants_text(args):
-        _print(found)
-    write_json(args, found)
+    present(args, found, _print, found)
     return 0

@@ -23,7 +23,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, present
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.live_file import live_folder, read_live, running_programs
@@ -34,49 +34,35 @@ _PATIENCE = 20  # looks in a row in which a program writes, or has only just beg
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_POINTS = 60
 _WIDTH = 30  # of a bar: the memory of the device
+_HOW = "with `stalloc run` or STALLOC=1, or let it call stalloc.watch()"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc live`."""
     parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="the program's process")
     parser.add_argument("--once", action="store_true", help="print what it shows now, and end")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at a program until it ends."""
     pid = _chosen(args.pid)
     figures = _read(pid)
     if figures is None:
         raise BadInputError(f"process {pid} has ended, or shows nothing yet: try again.")
-    write_json(args, figures)
-    if not wants_text(args):
-        return 0
-    console = table_console()
-    if args.once or not console.is_terminal:
-        console.print(_picture(figures, {}), soft_wrap=True)
-        return 0
-    with contextlib.suppress(KeyboardInterrupt):
-        _follow(console, pid, figures)
+    present(args, figures, _show, args.once, pid, figures)
     return 0
 
 
 def _chosen(pid: int | None) -> int:
     """The process that is meant. Raises BadInputError if it shows nothing, or several do and none was named."""
     found = running_programs()
+    if pid in found:
+        return int(pid)
     if pid is not None:
-        if pid in found:
-            return pid
-        raise BadInputError(
-            f"process {pid} shows no memory: start it with `stalloc run` or STALLOC=1, or let it call stalloc.watch()."
-        )
+        raise BadInputError(f"process {pid} shows no memory: start it {_HOW}.")
+    if not found:
+        raise BadInputError(f"no program of yours shows its memory: start one {_HOW}.")
     if len(found) == 1:
         return found[0]
-    if not found:
-        raise BadInputError(
-            "no program of yours shows its memory: start one with `stalloc run` or STALLOC=1, or let it call "
-            "stalloc.watch()."
-        )
     names = "; ".join(f"{one} {_command(_read(one) or {})}" for one in found)
     raise BadInputError(f"{plural(len(found), 'program')} show their memory, name one of them: {names}.")
 
@@ -93,18 +79,22 @@ def _read(pid: int) -> dict[str, Any] | None:
     return None
 
 
-def _follow(console: Console, pid: int, figures: dict[str, Any] | None) -> None:
-    """Draw anew until the program ends."""
+def _show(console: Console, once: bool, pid: int, figures: dict[str, Any] | None) -> None:
+    """Draw what the program shows; on a terminal anew until it ends."""
+    if figures is not None and (once or not console.is_terminal):
+        console.print(_picture(figures, {}), soft_wrap=True)
+        return
     seen: dict[int, deque[int]] = {}
-    with Live(console=console, auto_refresh=False, transient=False) as screen:
-        while figures is not None:
-            for entry in _devices(figures):
-                points = seen.setdefault(_number(entry, "device"), deque(maxlen=_MAX_POINTS))
-                points.append(_number(entry, "allocated_bytes"))
-            screen.update(_picture(figures, seen), refresh=True)
-            time.sleep(_SECONDS)
-            figures = _read(pid)
-    console.print("the program has ended")
+    with contextlib.suppress(KeyboardInterrupt):
+        with Live(console=console, auto_refresh=False, transient=False) as screen:
+            while figures is not None:
+                for entry in _devices(figures):
+                    points = seen.setdefault(_number(entry, "device"), deque(maxlen=_MAX_POINTS))
+                    points.append(_number(entry, "allocated_bytes"))
+                screen.update(_picture(figures, seen), refresh=True)
+                time.sleep(_SECONDS)
+                figures = _read(pid)
+        console.print("the program has ended")
 
 
 def _picture(figures: dict[str, Any], seen: dict[int, "deque[int]"]) -> Group:
@@ -126,16 +116,16 @@ def _picture(figures: dict[str, Any], seen: dict[int, "deque[int]"]) -> Group:
 
 def _device_lines(entry: dict[str, Any], points: "deque[int]") -> list[Text]:
     number = _number(entry, "device")
-    parts = [str(entry.get("allocator", "")), str(entry.get("phase", ""))]
-    if entry.get("steps"):
-        parts.append(f"step {_number(entry, 'steps'):,}")
-    if entry.get("step_ms"):
-        parts.append(f"{float(entry['step_ms']):,.1f} ms a step")
-    if entry.get("hit_rate") is not None:
-        parts.append(f"{float(entry['hit_rate']):.1%} served from the plan")
-    if entry.get("out_of_memory_errors"):
-        parts.append(f"{plural(_number(entry, 'out_of_memory_errors'), 'out-of-memory error')}")
-    told = printable(", ".join(part for part in parts if part))
+    errors = _number(entry, "out_of_memory_errors")
+    parts = [
+        str(entry.get("allocator", "")),
+        str(entry.get("phase", "")),
+        f"step {_number(entry, 'steps'):,}" if entry.get("steps") else "",
+        f"{float(entry['step_ms']):,.1f} ms a step" if entry.get("step_ms") else "",
+        f"{float(entry['hit_rate']):.1%} served from the plan" if entry.get("hit_rate") is not None else "",
+        plural(errors, "out-of-memory error") if errors else "",
+    ]
+    told = printable(", ".join(filter(None, parts)))
     total = _number(entry, "total_bytes")
     lines = [Text(f"device {number}: {printable(str(entry.get('name', '')))}, {human_bytes(total)}; {told}")]
     for name in ("allocated", "reserved"):

@@ -14,14 +14,13 @@ writes is discarded, but what it reads and sends is not limited. The server writ
 
 import argparse
 from importlib.util import find_spec
+from pathlib import Path
 
-from stalloc.cli import EXIT_DONE
-from stalloc.cli.allowed_files import allowed_folders
-from stalloc.errors import SetupError
+from stalloc.errors import BadInputError, SetupError
+from stalloc.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
     parser.add_argument(
         "--allow",
         action="append",
@@ -33,11 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until standard input ends."""
-    folders = allowed_folders(args.allow or ["."])
+    folders = [Path(name) for name in args.allow or ["."]]
+    for folder in folders:
+        if not folder.is_dir():
+            raise BadInputError(
+                f"--allow is {printable(str(folder))}, which is no folder: give one that has your files."
+            )
     if find_spec("mcp") is None or find_spec("mcp.server.mcpserver") is None:
         raise SetupError("`stalloc mcp` needs the mcp package, 2 or later: pip install stalloc[mcp].")
     from stalloc.cli.agent_tools import make_server
 
-    make_server(folders, may_run=args.allow_run).run("stdio")
-    return EXIT_DONE
+    make_server([folder.resolve() for folder in folders], may_run=args.allow_run).run("stdio")
+    return 0

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.allocator_conf import conf_in_force, conf_text, only_this
-from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
-from stalloc.cli.program_writes import sandboxed_run
+from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program, sandboxed_run
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
@@ -48,22 +47,14 @@ def native_settings() -> list[tuple[str, str, str]]:
 
 
 def compare(options: list[str], command: list[str], conf: str) -> dict[str, Any]:
-    """Run a program under its own allocators in a new process, with these settings of PyTorch; what it wrote.
-
-    Raises SetupError if nothing was written.
-    """
+    """Run a program under its own allocators in a new process; what it wrote. Raises SetupError if that is nothing."""
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         file = Path(folder) / "result.json"
         # neither stalloc in a program that is to run natively, nor the plan of an earlier run
         changed = {"STALLOC": "", "STALLOC_CACHE": "off"} | only_this(conf)
         environment = {name: value for name, value in (os.environ | changed).items() if changed.get(name, value)}
-        ending = subprocess.run(
-            [sys.executable, "-m", "stalloc.cli.native", "--result", str(file), *options, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            env=environment,
-            check=False,
-        )
+        words = [sys.executable, "-m", "stalloc.cli.native", "--result", str(file), *options, *command]
+        ending = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False)
         if not file.exists():
             raise SetupError(
                 f"the program ended with code {ending.returncode} before it could report: see its output above."
@@ -72,18 +63,7 @@ def compare(options: list[str], command: list[str], conf: str) -> dict[str, Any]
         return told
 
 
-def _measure(step_times: list[float], steps: list[list[tuple[int, int]]]) -> dict[str, Any]:
-    devices: list[dict[str, Any]] = []
-    for device in native_peaks():
-        of_torch_alone = not device.pop("cupy_bytes")
-        after = [step[device["device"]] for step in steps] if of_torch_alone else []
-        devices.append({**device, "after_steps": after})
-    gaps = [b - a for a, b in itertools.pairwise(step_times)]
-    return {"devices": devices, "step_ms": statistics.median(gaps[len(gaps) // 2 :]) * 1e3 if gaps else None}
-
-
 def _ran_out(kind: str) -> bool:
-    """Whether the device refused an allocation."""
     if kind == "virtual":
         from stalloc.device import virtual
 
@@ -121,7 +101,6 @@ def main() -> int:
 
 
 def _measured(args: argparse.Namespace, command: list[str], kind: str, run: SandboxedRun | None) -> int:
-    """Run the program in this process, and write what was measured; its exit code."""
     from stalloc.device.virtual import after_torch_import, findings
     from stalloc.imports import after_import
 
@@ -145,10 +124,18 @@ def _measured(args: argparse.Namespace, command: list[str], kind: str, run: Sand
     after_import("torch", watch_torch)
     installation.is_compared = True
     code = run_program(command)
-    result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
-    result["uses_torch"] = "torch" in sys.modules
-    if kind == "virtual":
-        result["virtual"] = findings()
+    devices: list[dict[str, Any]] = [{**device} for device in native_peaks()]
+    for device in devices:
+        of_torch_alone = not device.pop("cupy_bytes")
+        device["after_steps"] = [step[device["device"]] for step in steps] if of_torch_alone else []
+    gaps = [b - a for a, b in itertools.pairwise(step_times)]
+    result = {
+        "exit_code": code,
+        "out_of_memory": code != 0 and _ran_out(kind),
+        "devices": devices,
+        "step_ms": statistics.median(gaps[len(gaps) // 2 :]) * 1e3 if gaps else None,
+        "uses_torch": "torch" in sys.modules,
+    } | ({"virtual": findings()} if kind == "virtual" else {})
     if run is not None:
         run.tell(result)
     else:

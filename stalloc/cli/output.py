@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from stalloc.errors import BadInputError
@@ -21,30 +21,35 @@ JSON_VERSION = 1  #: rises when a name that `--json` gives is taken away, or mea
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`, which every verb has."""
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the result as one JSON object to FILE (- for standard output)"
-    )
-
-
-def add_moment_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--at MOMENT` and `--device N`, of verbs that look at one moment of a trace."""
-    parser.add_argument("--at", metavar="MOMENT", help="peak, oom, end or an event index")
-    parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="write the result as one JSON object (- for standard output)")
 
 
 class _FromZero(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Keep a number that is not negative."""
         if values < 0:
             raise BadInputError(f"{option_string} is {values}: give a number from 0.")
         setattr(namespace, self.dest, values)
 
 
 def add_top_argument(parser: argparse.ArgumentParser, default: int, shown: str = "lines of each list") -> None:
-    """Add `--top N`."""
     told = f"{shown} (default: {default})"
     parser.add_argument("--top", type=int, default=default, metavar="N", help=told, action=_FromZero)
+
+
+def check_numbers(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raise BadInputError if one of these options, where it is given, is below what it can be."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < least:
+            raise BadInputError(f"--{name.replace('_', '-')} is {value}: give a number from {least}.")
+
+
+def present(args: argparse.Namespace, result: dict[str, Any], show: Callable[..., None], *shown: Any) -> None:
+    """Write `result` as `write_json` does, and `show` people what was found: called with their console and `shown`."""
+    try:
+        write_json(args, result)
+    finally:
+        if wants_text(args):
+            show(table_console(), *shown)
 
 
 def wants_text(args: argparse.Namespace) -> bool:

@@ -2,8 +2,7 @@
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
 hardware; replays: on a trace; reports: a figure from a formula. Append to a command a program (fit, run, dryrun), a
-recording (simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order). --tests shows, instead of
-what each does, the test of the source tree that checks it.
+recording (simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order).
 
 JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`, `test`.
 """
@@ -11,20 +10,17 @@ JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`, `test`.
 import argparse
 import dataclasses
 
-from stalloc.cli import EXIT_DONE
 from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
 from stalloc.cli.tables import print_table
 from stalloc.fitting.systems import SYSTEMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
     parser.add_argument("--tests", action="store_true", help="show the test that checks each row")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list."""
     if wants_text(args):
         if args.tests:
             rows = [[one.name, one.status, one.where, f"tests/{one.test}"] for one in SYSTEMS]
@@ -34,4 +30,4 @@ def run(args: argparse.Namespace) -> int:
             columns = ("name", "status", "does", "published by", "type")
         print_table(table_console(), columns, rows, text_columns=len(columns))
     write_json(args, {"systems": [dataclasses.asdict(one) for one in SYSTEMS]})
-    return EXIT_DONE
+    return 0

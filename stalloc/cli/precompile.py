@@ -10,12 +10,14 @@ the core call is compiled once for all of them, which takes half as long as to c
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from stalloc.sizes import MIB, aligned
 
@@ -27,23 +29,15 @@ _SIZES = (1024, 300_000, 3 * MIB, 7 * MIB, 700, 24 * MIB)  # of what a step allo
 
 def small_snapshot() -> dict[str, Any]:
     """A memory snapshot as torch writes it: equal steps on two streams, with one block that stays, then an error."""
-    address = _SEGMENT
-    events: list[dict[str, Any]] = [_event("segment_alloc", _SEGMENT, _SEGMENT_BYTES, 0)]
-
-    def take(size: int, stream: int) -> tuple[int, int, int]:
-        nonlocal address
-        events.append(_event("alloc", address, size, stream))
-        address += aligned(size)
-        return address - aligned(size), size, stream
-
-    take(MIB, 0)
-    bottom = address
+    bottom = _SEGMENT + MIB  # above the block that stays
+    events = [_event("segment_alloc", _SEGMENT, _SEGMENT_BYTES, 0), _event("alloc", _SEGMENT, MIB, 0)]
+    sizes = 3 * _SIZES
+    addresses = itertools.accumulate(map(aligned, sizes[:-1]), initial=bottom)
+    blocks = [(address, size, n % 4 == 3) for n, (address, size) in enumerate(zip(addresses, sizes, strict=True))]
     for _ in range(_NUM_STEPS):
-        address = bottom
-        taken = [take(size, number % 4 == 3) for number, size in enumerate(3 * _SIZES)]
-        for block in reversed(taken):
-            events.append(_event("free_requested", *block))
-            events.append(_event("free_completed", *block))
+        events += [_event("alloc", *block) for block in blocks]
+        for block in reversed(blocks):
+            events += [_event("free_requested", *block), _event("free_completed", *block)]
     events.append(_event("oom", 4 * MIB, _SEGMENT_BYTES - 2 * MIB, 0) | {"device_free": 4 * MIB})
     segment = {
         "device": 0,
@@ -83,26 +77,21 @@ def precompile(folder: Path | None) -> None:
 
     child = os.fork()
     if child == 0:
-        _compile_core_and_exit()
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the other process says that it compiles
+            _compile_core()
+            code = 0
+        finally:
+            os._exit(code)
     try:
         _compile_the_rest()
     finally:
         _, status = os.waitpid(child, 0)
     if status:
         _compile_core()  # which says why
-    with tempfile.TemporaryDirectory() as name:
-        snapshot = _small_program(name)
+    with _small_program() as (_, snapshot):
         _use_verbs(["explain", snapshot], ["simulate", "--all", snapshot])  # which need both
-
-
-def _compile_core_and_exit() -> NoReturn:
-    code = 1
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the other process says that it compiles
-        _compile_core()
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def _compile_core() -> None:
@@ -139,8 +128,8 @@ def _compile_core() -> None:
         function.compile((types.int64,) * function.py_func.__code__.co_argcount)
     for function in (stream_table.forget_streams, stream_uses.give_events):
         function.compile((types.int64, types.int64[::1]))
-    with tempfile.TemporaryDirectory() as name:
-        irregular, snapshot = Path(name) / "irregular.csv", _small_program(name)
+    with _small_program() as (folder, snapshot):
+        irregular = folder / "irregular.csv"
         irregular.write_text(irregular_lifespans(), encoding="utf-8")
         _use_verbs(
             ["simulate", "--allocator", "stalloc", snapshot],
@@ -155,9 +144,8 @@ def _compile_the_rest() -> None:
 
     plan_at_random()
     models = [word for model in ALLOCATORS if model != "stalloc" for word in ("--allocator", model)]
-    with tempfile.TemporaryDirectory() as name:
-        snapshot, plan = _small_program(name), str(Path(name) / "small.plan.npz")
-        csv, timeline = str(Path(name) / "small.csv"), str(Path(name) / "small.json")
+    with _small_program() as (folder, snapshot):
+        plan, csv, timeline = (str(folder / f"small.{form}") for form in ("plan.npz", "csv", "json"))
         _use_verbs(
             ["stats", snapshot],
             ["top", snapshot],
@@ -170,11 +158,13 @@ def _compile_the_rest() -> None:
         )
 
 
-def _small_program(folder: str) -> str:
-    """The file of `small_snapshot` in a folder."""
-    file = Path(folder) / "small.pickle"
-    file.write_bytes(pickle.dumps(small_snapshot(), protocol=4))
-    return str(file)
+@contextlib.contextmanager
+def _small_program() -> Iterator[tuple[Path, str]]:
+    """A folder, and the file of `small_snapshot` in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "small.pickle"
+        file.write_bytes(pickle.dumps(small_snapshot(), protocol=4))
+        yield Path(folder), str(file)
 
 
 def _use_verbs(*commands: list[str]) -> None:

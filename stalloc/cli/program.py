@@ -1,22 +1,24 @@
-"""The user's program inside a verb: its command line, its device, running it as Python itself would."""
+"""The user's program inside a verb: its command line, its device, its files, running it as Python itself would."""
 
 import argparse
 import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import runpy
+import shlex
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from stalloc import device as devices
-from stalloc.cli.launchers import LAUNCHER_MODULES, LAUNCHERS, instead_of
+from stalloc.cli.output import write_json
 from stalloc.device import VirtualGPU, find_gpu
 from stalloc.device.deciding_lines import last_place, short_place
 from stalloc.device.known_gpus import memory_option
@@ -24,6 +26,7 @@ from stalloc.errors import BadInputError, StallocError
 from stalloc.figures import human_bytes
 from stalloc.garbage import collect_for_program
 from stalloc.notices import say
+from stalloc.sandbox import ProgramFiles, SandboxedRun, way
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
@@ -31,33 +34,31 @@ if TYPE_CHECKING:
 _STAND_INS = os.path.dirname(os.path.abspath(devices.__file__)) + os.sep
 _OF_VALUES = (ArithmeticError, AssertionError, LookupError, ValueError)  # errors that follow from a value
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
+_KEPT = "--keep-files: what the program writes is written for real, with the virtual GPU's zeros for values"
+#: what starts programs in processes of their own, which stalloc serves, not their launchers
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "python", "python3")
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_IN_ALL = {"num_processes", "np", "n", "ntasks"}  #: options that count the processes of every machine
+_PROCESSES = _IN_ALL | {"nproc_per_node", "num_gpus", "ntasks_per_node"}
+_MACHINES = {"nnodes", "num_machines", "num_nodes", "N", "nodes"}
 
 
 def add_program_arguments(
     parser: argparse.ArgumentParser, *, devices: tuple[str, ...] = ("auto", "cuda", "virtual")
 ) -> None:
     """Add the device options and SCRIPT [ARGS…] | -m MODULE [ARGS…]."""
+    add = parser.add_argument
     if len(devices) > 1:
-        parser.add_argument(
-            "--device", choices=devices, default=devices[0], help="auto (default): the real GPU where there is one"
-        )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="the virtual GPU presents this model, for example H100 or A100-40GB"
-    )
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB, whatever its model"
-    )
-    parser.add_argument(
+        add("--device", choices=devices, default=devices[0], help="auto (default): the real GPU where there is one")
+    add("--gpu", metavar="NAME", help="the virtual GPU presents this model, for example H100 or A100-40GB")
+    add("--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB, whatever its model")
+    add(
         "--keep-files",
         action="store_true",
         help="on the virtual GPU too, write the program's files for real (they hold zeros, and replace what is there)",
     )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does"
-    )
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS…]", help="the program, with its arguments"
-    )
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does")
+    add("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS…]", help="the program, with its arguments")
 
 
 def program_command(args: argparse.Namespace) -> list[str]:
@@ -68,8 +69,8 @@ def program_command(args: argparse.Namespace) -> list[str]:
             raise BadInputError(f"both a script and -m were given: {_USAGE}.")
         if not args.module:
             raise BadInputError(f"-m needs a module: {_USAGE}.")
-        if args.module[0] in LAUNCHER_MODULES:
-            raise BadInputError(instead_of(["python", "-m", *args.module], verb))
+        if args.module[0] in _LAUNCHER_MODULES:
+            raise BadInputError(_instead_of(["python", "-m", *args.module], verb))
         return ["-m", *args.module]
     if args.program[:1] == ["--"]:  # what comes after it is no option
         del args.program[0]
@@ -78,8 +79,8 @@ def program_command(args: argparse.Namespace) -> list[str]:
     script = args.program[0]
     if script.startswith("-"):
         raise BadInputError(f"{script} is not an option of this verb: options of stalloc go before SCRIPT, see --help.")
-    if Path(script).name in LAUNCHERS and not script.endswith(".py"):
-        raise BadInputError(instead_of(args.program, verb))
+    if Path(script).name in _LAUNCHERS and not script.endswith(".py"):
+        raise BadInputError(_instead_of(args.program, verb))
     if not Path(script).exists():
         raise BadInputError(f"there is no file {script}: {_USAGE}.")
     if Path(script).is_dir():
@@ -87,16 +88,47 @@ def program_command(args: argparse.Namespace) -> list[str]:
     return list(args.program)
 
 
+def _instead_of(command: list[str], verb: str) -> str:
+    """What to type instead of a launcher, such as torchrun; N ranks where it leaves their number to the machine."""
+    if command[0] in ("python", "python3") and "-m" not in command[:2]:
+        return f"{command[0]} is what stalloc runs anyway: type stalloc {verb} {shlex.join(command[1:])}"
+    launcher = command[2] if command[1:2] == ["-m"] else command[0]
+    starts = f"{launcher} starts the program in processes of its own"
+    program = _started(command[3 if command[1:2] == ["-m"] else 1 :])
+    if verb != "dryrun" or not program:
+        return f"{starts}: type STALLOC=1 {shlex.join(command)}"
+    words = command[: len(command) - len(program)]
+    return f"{starts}: type stalloc dryrun --ranks {_num_ranks(words)} {shlex.join(program)}"
+
+
+def _started(words: list[str]) -> list[str]:
+    for at, word in enumerate(words):
+        if word in ("-m", "--module") and at + 1 < len(words):
+            return ["-m", *words[at + 1 :]]
+        if word.endswith(".py"):
+            return words[at:]
+    return []
+
+
+def _num_ranks(words: list[str]) -> str:
+    counts: dict[str, int] = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, _, given = word.partition("=")
+        value = re.fullmatch(r"(?:\d+:)?(\d+)", given or after)
+        if name.startswith("-") and value:
+            counts[name.lstrip("-").replace("-", "_")] = int(value[1])
+    of_each = next((name for name in counts if name in _PROCESSES), None)
+    if of_each is None:
+        return "N"
+    machines = 1 if of_each in _IN_ALL else next((counts[name] for name in counts if name in _MACHINES), 1)
+    return str(counts[of_each] * machines)
+
+
 def device_options(args: argparse.Namespace) -> list[str]:
     """The device options again, for a process of our own."""
-    options = ["--device", args.device] if getattr(args, "device", None) else []
-    if args.gpu:
-        options += ["--gpu", args.gpu]
-    if args.memory:
-        options += ["--memory", args.memory]
-    if args.keep_files:
-        options += ["--keep-files"]
-    return options
+    given = {"--device": getattr(args, "device", None), "--gpu": args.gpu, "--memory": args.memory}
+    options = [word for option, value in given.items() if value for word in (option, value)]
+    return options + (["--keep-files"] if args.keep_files else [])
 
 
 def chosen_gpu(args: argparse.Namespace) -> VirtualGPU | None:
@@ -108,6 +140,45 @@ def chosen_gpu(args: argparse.Namespace) -> VirtualGPU | None:
     if model is None:
         return VirtualGPU(name=f"virtual GPU of {human_bytes(total)}", total_bytes=total)
     return dataclasses.replace(model, total_bytes=total)
+
+
+def program_files(args: argparse.Namespace, command: Sequence[str]) -> ProgramFiles:
+    """For a verb that runs a program many times on the virtual GPU, and discards what it writes."""
+    files = ProgramFiles(command, keep=args.keep_files)
+    _say_way(args, files)
+    return files
+
+
+def sandboxed_run(
+    args: argparse.Namespace, command: Sequence[str], outputs: Iterable[str | None] = (), *, quiet: bool = False
+) -> SandboxedRun | None:
+    """For a verb that runs a program once, on the virtual GPU, in this process; None where writes are real.
+
+    `outputs`: files that the verb itself writes while those of the program are in a sandbox. `quiet`: the process that
+    started this one has said it already.
+    """
+    files = ProgramFiles(command, keep=args.keep_files)
+    if not quiet:
+        _say_way(args, files)
+    return None if files.is_real else SandboxedRun(command, [one for one in outputs if one])
+
+
+def _say_way(args: argparse.Namespace, files: ProgramFiles) -> None:
+    if args.keep_files:
+        say(_KEPT)
+    elif not files.is_real and way().kind == "landlock":
+        say(f"files: {way().sentence()}; --keep-files lets them through")
+
+
+def outside_of_sandbox(args: argparse.Namespace, inside: SandboxedRun | None) -> int | None:
+    """Report what a program told that has ended in its sandbox; its exit code. None in the process that runs it."""
+    if inside is None or (ended := inside.fork(keep_new=True)) is None:
+        return None
+    for sentence in ended.files.sentences():
+        say(sentence)
+    if ended.told is not None:
+        write_json(args, ended.told | {"files": ended.files.as_json()})
+    return ended.finish()
 
 
 class _Terminated(BaseException):
@@ -156,7 +227,10 @@ def run_program(command: list[str]) -> int:
             frames = frames.tb_next
         with contextlib.suppress(OSError, ValueError, AttributeError):  # what was printed comes before it
             sys.stdout.flush()
-        _leave_out_ours(error)
+        seen, led = {id(error)}, error.__cause__ or error.__context__
+        while led is not None and id(led) not in seen:
+            seen.add(id(led))
+            led.__traceback__, led = _without_ours(led.__traceback__), led.__cause__ or led.__context__
         traceback.print_exception(type(error), error, _without_ours(frames))
         _say_what_was_read(error)
         return 1
@@ -203,14 +277,6 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
         if one is not None:
             one.tb_next = after
     return kept[0] if kept else None
-
-
-def _leave_out_ours(error: BaseException) -> None:
-    """Take those functions out of the tracebacks of the errors that led to `error`."""
-    seen: set[int] = set()
-    while (led := error.__cause__ or error.__context__) is not None and id(led) not in seen:
-        seen.add(id(led))
-        led.__traceback__, error = _without_ours(led.__traceback__), led
 
 
 @contextlib.contextmanager

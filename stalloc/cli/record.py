@@ -23,24 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stalloc.analysis import recorded
-from stalloc.cli.output import (
-    add_json_argument,
-    command_text,
-    note_texts,
-    table_console,
-    wants_text,
-    write_json,
-)
-from stalloc.cli.program import (
-    add_program_arguments,
-    chosen_gpu,
-    program_command,
-    program_output,
-    run_program,
-    run_served,
-)
-from stalloc.cli.program_writes import sandboxed_run, say_files
-from stalloc.cli.tables import print_prose
+from stalloc.cli import program
+from stalloc.cli.output import add_json_argument, command_text, note_texts, table_console, wants_text, write_json
+from stalloc.cli.tables import print_lines
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError
@@ -56,34 +41,31 @@ _MAX_EVENTS = 1 << 22  #: of PyTorch's history
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write, ending .trace.npz")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stacks", action="store_true", help="record PyTorch's own allocator, by its own history")
     how.add_argument("--ops", action="store_true", help="the same with operations, modules and roles, without stacks")
     add_json_argument(parser)
-    add_program_arguments(parser)
+    program.add_program_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record the program; its own exit code."""
-    command = program_command(args)
-    gpu = chosen_gpu(args)
+    command = program.program_command(args)
+    gpu = program.chosen_gpu(args)
     if not args.output.endswith(".trace.npz"):
         raise BadInputError(f"{args.output} does not end in .trace.npz: name the trace so that other verbs know it.")
     check_writable(args.output)
 
     from stalloc import device
 
-    inside = sandboxed_run(args, command, [args.output]) if device.activate(args.device, gpu) == "virtual" else None
-    if inside is not None and (ended := inside.fork(keep_new=True)) is not None:
-        say_files(ended.files)
-        if ended.told is not None:
-            write_json(args, ended.told | {"files": ended.files.as_json()})
-        return ended.finish()
+    inside = (
+        program.sandboxed_run(args, command, [args.output]) if device.activate(args.device, gpu) == "virtual" else None
+    )
+    if (ended := program.outside_of_sandbox(args, inside)) is not None:
+        return ended
     from stalloc.trace import save_traces
 
-    with program_output(to_stderr=args.json == "-"):
+    with program.program_output(to_stderr=args.json == "-"):
         record = _with_history if args.stacks or args.ops else _under_stalloc
         code, traces = record(args, gpu, command)
     if not traces:
@@ -93,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     save_traces(args.output, traces)
     devices = [_entry(trace) for trace in traces]
     if wants_text(args):
-        _print(args.output, devices, stacks=args.stacks, failed=code != 0)
+        _print(args, devices, failed=code != 0)
     result = {"output": args.output, "exit_code": code, "devices": devices}
     if inside is not None:
         inside.tell(result)
@@ -103,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
-    """The exit code of the program and what it requested, under stalloc's heap."""
     from stalloc import integrations
     from stalloc.integrations.installing import current
 
@@ -118,7 +99,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
     def start(torch: bool, cupy: bool) -> None:
         integrations.install(device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings)
 
-    code, runtime = run_served(command, start)
+    code, runtime = program.run_served(command, start)
     return code, runtime.recorded() if runtime is not None else []
 
 
@@ -134,8 +115,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 
     kind = device.activate(args.device, gpu)
-    operations = OperationRecording() if args.ops else None
-    steps = StepTimes()
+    operations, steps = OperationRecording() if args.ops else None, StepTimes()
     seen: list[SeenConvolutions] = []
 
     def begin() -> None:
@@ -154,7 +134,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
 
     after_import("torch", begin)
     at_first_use(begin_history, cupy=False)  # not before: the environment is the program's to set
-    code = run_program(command)
+    code = program.run_program(command)
     if operations:
         operations.stop()
     torch = sys.modules.get("torch")
@@ -165,26 +145,23 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     traces = read_torch_snapshot(Path(args.output), pickle.dumps(snapshot))
     if operations:
         traces = operations.add_to(traces)
-    more = [known_release() | _card(kind, torch, trace) | _work_spaces(kind, torch, trace, seen) for trace in traces]
-    return code, [trace.replace(info=trace.info | info) for trace, info in zip(traces, more, strict=True)]
+    return code, [
+        trace.replace(info=trace.info | known_release() | _seen_here(kind, torch, trace, seen)) for trace in traces
+    ]
 
 
-def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
-    """The name and memory of the GPU, as a recording under stalloc has them."""
-    found = torch.cuda.get_device_properties(trace.device)
-    return {"device_name": found.name, "total_bytes": found.total_memory, "virtual": kind == "virtual"}
-
-
-def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
-    """What a recording keeps about a program's convolutions; empty if it made none."""
+def _seen_here(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
+    """The name and memory of the GPU, as a recording under stalloc has them, and cuDNN's workspaces if it was used."""
     from stalloc.device.cudnn import note_of
 
+    card = torch.cuda.get_device_properties(trace.device)
+    told: dict[str, Any] = {"device_name": card.name, "total_bytes": card.total_memory, "virtual": kind == "virtual"}
     found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]
-    major, minor = torch.cuda.get_device_capability(trace.device)
-    card = shown_name(kind, torch.cuda.get_device_name(trace.device))
-    cudnn = torch.backends.cudnn.version() or 0
-    note = note_of(found, card=card, architecture=10 * major + minor, cudnn=cudnn)
-    return {"convolutions": note} if found else {}
+    if found:
+        architecture, cudnn = 10 * card.major + card.minor, torch.backends.cudnn.version() or 0
+        note = note_of(found, card=shown_name(kind, card.name), architecture=architecture, cudnn=cudnn)
+        told["convolutions"] = note
+    return told
 
 
 def _entry(trace: Trace) -> dict[str, Any]:
@@ -200,17 +177,15 @@ def _entry(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _print(output: str, devices: list[dict[str, Any]], *, stacks: bool, failed: bool) -> None:
-    console = table_console()
+def _print(args: argparse.Namespace, devices: list[dict[str, Any]], *, failed: bool) -> None:
+    console, name = table_console(), command_text(args.output)
     for device in devices:
-        steps = f"{plural(device['steps'], 'step')}, " if device["steps"] or not stacks else ""
+        steps = f"{plural(device['steps'], 'step')}, " if device["steps"] or not args.stacks else ""
         console.print(
             f"device {device['device']}: {plural(device['requests'], 'request')} in {device['events']:,} events, "
             f"{steps}allocated peak {human_bytes(device['allocated_peak_bytes'])}, "
             f"reserved peak {human_bytes(device['reserved_peak_bytes'] or 0)}"
         )
-        for note in note_texts(device["notes"]):
-            print_prose(console, note, indent="  ")
-    name = command_text(output)
+        print_lines(console, note_texts(device["notes"]))
     console.print(f"wrote {name}")
-    console.print(f"next: stalloc top {name}" if stacks or failed else f"next: stalloc stats {name}")
+    console.print(f"next: stalloc {'top' if args.stacks or failed else 'stats'} {name}")

@@ -17,18 +17,15 @@ JSON: `output`, `format`, `bytes` of what was written, and `file` and `device` o
 import argparse
 from pathlib import Path
 
-from stalloc.cli.allocator_options import add_candidate_arguments, named_candidates
-from stalloc.cli.convert import of_device
-from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
+from stalloc.cli.trace_options import add_candidate_arguments, add_gpu_argument, as_on_gpu, named_candidates, of_device
 from stalloc.figures import human_bytes
 from stalloc.trace import load_devices
 from stalloc.writers.reporting import FORMATS, format_of, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc report`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to show")
     parser.add_argument("-o", "--output", default=None, metavar="PAGE", help="what to write (report.html)")
     parser.add_argument("--format", choices=FORMATS, help="format of the file, if its name does not say")
@@ -39,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, write, say where."""
     path = Path(args.output or f"report.{args.format or 'html'}")
     form, allocators = format_of(path, args.format), named_candidates(args)
     records = []

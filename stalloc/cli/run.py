@@ -10,11 +10,9 @@ in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is
 the same program is run again with the same arguments; one that no longer fits is replaced. torch's optimizers or
 stalloc.step() mark steps; without marks they are found from the allocations.
 
---budget limits reserved memory from the first allocation, by the settings and the plan of a fit; a request beyond it is
-an out-of-memory error. If the current folder has no fit, `stalloc fit` makes one first. --fit names the file of a fit.
-
---cap limits memory whatever the shapes: what is saved for backward is evicted when a request does not fit, and restored
-before backward needs it. --host bounds the host memory for it (0: nothing is moved; default: all).
+--budget goes by the settings and the plan of a fit; a request beyond it is an out-of-memory error. If the current
+folder has no fit, `stalloc fit` makes one first. --cap limits memory whatever the shapes; what is evicted is restored
+before backward needs it (with --host 0 nothing is moved).
 
 On the virtual GPU results are zeros, so existing files stay as they are whatever the program does to them; new files
 are kept, and the report names both. --keep-files writes for real.
@@ -39,6 +37,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stalloc.cli import program
 from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
     add_json_argument,
@@ -60,6 +59,10 @@ from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_ou
 from stalloc.cli.run_cap import Capped, add_cap_arguments, cap_outcome, print_cap, wanted_cap
 from stalloc.device import VirtualGPU, order_checker
 from stalloc.device.known_gpus import COMPLETION, COMPLETIONS
+from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
+from stalloc.cli.run_limits import Budget, Capping, add_limit_arguments, wanted_budget, wanted_cap
+from stalloc.device import VirtualGPU, completion, order_checker
+from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
@@ -67,78 +70,68 @@ from stalloc.integrations.installation import installation
 from stalloc.integrations.server_watch import SleepPhases
 from stalloc.notices import say
 from stalloc.printable import printable
-from stalloc.sandbox import Ended
 
 if TYPE_CHECKING:
-    from stalloc.fitting.capping import Cap
-    from stalloc.integrations import Settings
     from stalloc.runtime import Runtime
-    from stalloc.trace import Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
-    parser.add_argument("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
-    add_budget_arguments(parser)
-    add_cap_arguments(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
+    add_limit_arguments(parser)
+    add(
         "--shard",
         metavar="NAME",
-        help="under torchrun, divide model and optimizer over the ranks: zero-3 or another way of stalloc shard",
+        help="under torchrun, divide the program over ranks: zero-3 or another way of `stalloc shard`",
     )
-    parser.add_argument("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
-    parser.add_argument(
+    add("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
+    add(
         "--observe-steps",
         type=int,
         default=0,
         metavar="N",
-        help="watch at least N steps before planning (default: as few as possible)",
+        help="watch N steps or more before planning (default: the fewest)",
     )
-    parser.add_argument(
+    add(
         "--streams",
         choices=("separate", "share"),
         default="separate",
         help="one region of the arena per stream, or one that streams share, with a wait at each planned handover "
         "(default: separate, shared where that does not fit or pages would move from stream to stream in every step)",
     )
-    parser.add_argument(
+    add(
         "--arena",
         choices=("pages", "pool"),
         default="pages",
         help="where memory comes from: pages, which move to where they are needed, or blocks of CuPy's pool (default: "
         "pages, where the driver maps them)",
     )
-    parser.add_argument(
-        "--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory"
-    )
-    parser.add_argument(
+    add("--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory")
+    add(
         "--report",
         metavar="PAGE",
         help="record the whole run and show it: what `stalloc report` writes; no further kinds of steps are planned",
     )
-    parser.add_argument(
-        "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
-    )
-    parser.add_argument(
+    add("--compare-native", action="store_true", help="run the program under its own allocators too, for comparison")
+    add(
         "--check-order",
         action="store_true",
         help="find work of several streams that no event or wait orders, and memory that is reused too early "
         "(with --device virtual); exit code 1 if there is any",
     )
-    parser.add_argument(
+    add(
         "--completion",
         choices=COMPLETIONS,
         help="when work is done (with --device virtual): by the time anybody asks (default), on a timeline of "
         "estimated times, or not before the host waits for it",
     )
     add_json_argument(parser)
-    add_program_arguments(parser)
+    program.add_program_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program; its own exit code."""
-    command = program_command(args)
-    gpu = chosen_gpu(args)
+    command = program.program_command(args)
+    gpu = program.chosen_gpu(args)
     if args.observe_steps < 0:
         raise BadInputError(f"--observe-steps is {args.observe_steps}: give a number of steps from 0.")
     if args.plan and args.save_plan:
@@ -152,10 +145,10 @@ def run(args: argparse.Namespace) -> int:
 
         form = format_of(Path(args.report), None)
         check_writable(args.report)
-    capped = wanted_cap(args)
+    capping = wanted_cap(args)
     if args.shard:
         _shard(args)
-    held = prepare(args, command, gpu) if args.budget or args.fit else None
+    limit = wanted_budget(args, command, gpu) or capping
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
 
@@ -171,97 +164,78 @@ def run(args: argparse.Namespace) -> int:
     if is_virtual:
         installation.sleep_phases = SleepPhases()
     outputs = (args.save_plan, args.report)
-    inside = sandboxed_run(args, command, outputs) if is_virtual else None
-    if inside is not None and (ended := inside.fork(keep_new=True)) is not None:
-        return _after(args, ended)
-    result = _run_here(args, command, gpu, capped or held, peers)
+    inside = program.sandboxed_run(args, command, outputs) if is_virtual else None
+    if (ended := program.outside_of_sandbox(args, inside)) is not None:
+        return ended
+    result, runtime = _run_here(args, command, gpu, limit, peers)
     if args.report:
-        recorded = result.runtime.recorded() if result.runtime is not None else []
-        _report(recorded, Path(args.report), form, command_text(*program_command(args)))
+        _report(runtime, Path(args.report), form, command_text(*program.program_command(args)))
     if inside is not None:
-        inside.tell(result.told)
+        inside.tell(result)
     else:
-        write_json(args, result.told)
-    return int(result.told["exit_code"])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ran:
-    told: dict[str, Any]
-    runtime: "Runtime | None"  # None: the program has not used CUDA
-
-
-def _settings(args: argparse.Namespace) -> "Settings":
-    """What the options say of the runtime."""
-    from stalloc.integrations import Settings
-
-    return Settings(
-        observe_steps=args.observe_steps,
-        streams=args.streams,
-        arena="pool" if args.arena == "pool" else "pages",
-        call_sites=args.stacks or bool(args.report),
-        keep_recording=bool(args.report),
-    )
+        write_json(args, result)
+    return int(result["exit_code"])
 
 
 def _run_here(
     args: argparse.Namespace,
     command: list[str],
     gpu: VirtualGPU | None,
-    limit: Held | Capped | None,
+    limit: Budget | Capping | None,
     peers: list[tuple[str, dict[str, Any]]],
-) -> _Ran:
-    """Run the program in this process, and report."""
+) -> "tuple[dict[str, Any], Runtime | None]":
+    """Run the program in this process, and report; no runtime if the program has not used CUDA."""
     from stalloc import integrations
     from stalloc.integrations import plan_cache
     from stalloc.integrations.installing import read_plan_file
     from stalloc.integrations.sleep_and_wake import phases_told
 
-    held = limit if isinstance(limit, Held) else None
-    capped = limit if isinstance(limit, Capped) else None
-    settings = _settings(args)
+    settings = integrations.Settings(
+        observe_steps=args.observe_steps,
+        streams=args.streams,
+        arena=args.arena,
+        call_sites=args.stacks or bool(args.report),
+        keep_recording=bool(args.report),
+    )
     # what is wrong with the file is said before the program begins, which may write another one in its place
     plans = read_plan_file(args.plan) if args.plan else None
     keeps = limit is None and not args.plan and not args.save_plan and not args.observe_steps
     cache: plan_cache.PlanCache | None = None
     is_planned = False
-    cap: Cap | None = None
 
     def start(torch: bool, cupy: bool) -> None:
-        nonlocal cache, is_planned, cap
+        nonlocal cache, is_planned
         if keeps:
             cache = plan_cache.of_program(command, args.streams)
-        known = held.plans if held is not None else cache.load() if cache is not None else None
+        known = limit.plans if limit is not None else cache.load() if cache is not None else None
         runtime = integrations.install(
             plan=plans, device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings, known_plans=known
         )
-        if held is not None:
-            held.put_in_force(runtime)
-        if capped is not None:
-            cap = capped.put_in_force(runtime)
+        if limit is not None:
+            limit.put_in_force(runtime)
         is_planned = bool(known) and any(one.status.plan is not None for one in runtime.controllers)
 
     if limit is not None:  # its settings concern models that are made before CUDA is used
         start(torch=True, cupy=True)
-    with program_output(to_stderr=args.json == "-"):
-        code, runtime = run_served(command, start)
+    with program.program_output(to_stderr=args.json == "-"):
+        code, runtime = program.run_served(command, start)
     reports = [dataclasses.asdict(report) for report in runtime.reports()] if runtime is not None else []
-    source = "file" if args.plan else None if not is_planned else "cache" if held is None else "fit"
+    source = "file" if args.plan else None if not is_planned else "cache" if limit is None else "fit"
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
     result["sleep"] = phases_told(runtime, failed=code != 0)
-    if held is not None:
-        result |= held.outcome(reports)
-    if cap is not None:
-        result |= cap_outcome(cap, reports)
+    if limit is not None:
+        result |= limit.outcome(reports)
     if cache is not None and runtime is not None:
         cache.update(runtime)
     if wants_text(args):
-        _print(result, args, kept=cache is not None and cache.kept)
+        from stalloc.cli.run_report import print_run  # rich, which a run that prints no table does without
+
+        print_run(result, args, kept=cache is not None and cache.kept)
     if args.check_order:
         result |= _order(args, code)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
-    return _Ran(result, runtime)
+    return result, runtime
 
 
 def _shard(args: argparse.Namespace) -> None:
@@ -294,19 +268,10 @@ def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
     return {"order": [dataclasses.asdict(one) for one in found], "exit_code": code or int(bool(found))}
 
 
-def _after(args: argparse.Namespace, ended: Ended) -> int:
-    """Do what is left to do once the program has ended in its sandbox."""
-    say_files(ended.files)
-    if ended.told is not None:
-        write_json(args, ended.told | {"files": ended.files.as_json()})
-    return ended.finish()
-
-
 def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Run the program under its own allocators; if it uses PyTorch, under each of the settings to compare with."""
     made: list[tuple[str, dict[str, Any]]] = []
     for key, conf, dropped in native_settings():
-        made.append((key, compare(device_options(args), command, conf) | {"conf": conf, "dropped": dropped}))
+        made.append((key, compare(program.device_options(args), command, conf) | {"conf": conf, "dropped": dropped}))
         if not made[-1][1]["uses_torch"]:
             break
     return made
@@ -317,7 +282,11 @@ def _result(
 ) -> dict[str, Any]:
     for report in reports:
         report["fragmentation"] = fragmentation(report["run_allocated_peak_bytes"], report["run_reserved_peak_bytes"])
-        report["plan_misfit"] = _misfit(report) if given else ""
+        report["plan_misfit"] = ""  # or why a plan that was given is no longer in force
+        if given and report["plans_dropped"]:
+            report["plan_misfit"] = report["dropped_note"]
+        elif given and report["plan_peak_bytes"] is None:
+            report["plan_misfit"] = report["note"]
         for key, peer in peers:
             report[key] = _of_device(peer, report)
         if peers:
@@ -326,13 +295,6 @@ def _result(
                 report[f"native_{name}"] = native[name]
     main = max(reports, key=lambda report: report["run_reserved_peak_bytes"], default={})
     return {"exit_code": code, **main, "devices": reports}
-
-
-def _misfit(report: dict[str, Any]) -> str:
-    """Why a plan that was given is no longer in force; empty if it is."""
-    if report["plans_dropped"]:
-        return str(report["dropped_note"])
-    return str(report["note"]) if report["plan_peak_bytes"] is None else ""
 
 
 def _of_device(peer: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
@@ -350,66 +312,26 @@ def _of_device(peer: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
         "end_reserved_bytes": told.get("end_reserved_bytes"),
         "watched_reserved_peak_bytes": during,
         "later_reserved_peak_bytes": later,
-        "uses_torch": peer["uses_torch"],
-        "step_ms": peer["step_ms"],
-        "exit_code": peer["exit_code"],
-        "out_of_memory": peer["out_of_memory"],
-        "conf": peer["conf"],
-        "dropped": peer["dropped"],
-    }
+    } | {name: peer[name] for name in ("uses_torch", "step_ms", "exit_code", "out_of_memory", "conf", "dropped")}
 
 
-def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
+def _save_plan(runtime: "Runtime | None", path: str, args: argparse.Namespace) -> None:
     from stalloc.planner import plan, save_plans
 
-    controllers = runtime.controllers if runtime is not None else []
-    traces = [c.recording.observed_trace for c in controllers if c.recording.observed_trace is not None]
-    plans = [plan(trace, streams=args.streams) for trace in traces]
+    recordings = [one.recording.observed_trace for one in runtime.controllers] if runtime is not None else []
+    plans = [plan(trace, streams=args.streams) for trace in recordings if trace is not None]
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)
-    say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
+    say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program.program_command(args))}")
 
 
-def _report(traces: "list[Trace]", path: Path, form: str, program: str) -> None:
+def _report(runtime: "Runtime | None", path: Path, form: str, title: str) -> None:
     from stalloc.trace import record_of
     from stalloc.writers.reporting import write_report
 
-    records = [(program, record_of(trace)) for trace in traces]
+    records = [(title, record_of(trace)) for trace in runtime.recorded()] if runtime is not None else []
     if not records:
         raise BadInputError(f"the program allocated no GPU memory, so {path} was not written: does it use the GPU?")
     write_report(path, form, records)
     say(f"wrote {printable(str(path))}")
-
-
-def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
-    if not result["devices"]:
-        print("stalloc: the program allocated no GPU memory.")
-        return
-    from stalloc.cli.run_report import print_report
-
-    console = table_console()
-    for report in result["devices"]:
-        print_report(console, report)
-    if "budget_bytes" in result:
-        print_outcome(console, result)
-    if "cap" in result:
-        print_cap(console, result["cap"])
-    program = command_text(*program_command(args))
-    if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
-        verb = "dryrun" if args.stacks else "record -o run.trace.npz"
-        console.print(f"next: stalloc {verb} {program}")
-    elif "budget_bytes" not in result and "cap" not in result:
-        _print_next(console, result, args, program, kept=kept)
-
-
-def _print_next(console: Any, result: dict[str, Any], args: argparse.Namespace, program: str, *, kept: bool) -> None:
-    """What to type after a run without a budget."""
-    if result["plan_source"] == "cache":
-        console.print("planned from the start, with the plan that the last run of this program left")
-    elif kept:
-        console.print("next: run the same command again; it starts with this plan, which was kept")
-    elif not args.plan and not args.save_plan and result.get("plans_made"):
-        console.print(f"next: stalloc run --save-plan step.plan.npz {program}")
-    elif not result.get("plans_made"):
-        console.print(f"next: stalloc record -o run.trace.npz {program}")

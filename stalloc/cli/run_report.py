@@ -4,14 +4,17 @@ Contract: reserved is told over the whole run, while the program was watched, on
 same, over the same steps. Requests are counted in one way: those over 512 bytes, which are all that a plan places.
 """
 
+import argparse
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.cli.tables import print_items, print_prose, print_table
+from stalloc.cli.output import command_text, table_console
+from stalloc.cli.program import program_command
+from stalloc.cli.tables import print_items, print_lines, print_prose, print_table
 from stalloc.device.known_gpus import shown_name
-from stalloc.figures import human_bytes
+from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
 
 _VIRTUAL = "a virtual GPU: kernels do nothing, so losses are 0 and times are host times"
@@ -19,8 +22,32 @@ _UNCOUNTED = "the CUDA context and NCCL's buffers come on top; no column counts 
 _NATIVE = (("native", "native"), ("native_expandable", "expandable"))
 
 
-def print_report(console: Console, report: dict[str, Any]) -> None:
-    """One device of the object that `--json` gets."""
+def print_run(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
+    """Print what `--json` gets of a run, and what to type next; `kept`: its plan is used by the next run."""
+    if not result["devices"]:
+        print("stalloc: the program allocated no GPU memory.")
+        return
+    console = table_console()
+    for report in result["devices"]:
+        _print_device(console, report)
+    _print_outcome(console, result)
+    program = command_text(*program_command(args))
+    if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
+        verb = "dryrun" if args.stacks else "record -o run.trace.npz"
+        console.print(f"next: stalloc {verb} {program}")
+    elif "budget_bytes" in result or "cap" in result:
+        return
+    elif result["plan_source"] == "cache":
+        console.print("planned from the start, with the plan that the last run of this program left")
+    elif kept:
+        console.print("next: run the same command again; it starts with this plan, which was kept")
+    elif not args.plan and not args.save_plan and result.get("plans_made"):
+        console.print(f"next: stalloc run --save-plan step.plan.npz {program}")
+    elif not result.get("plans_made"):
+        console.print(f"next: stalloc record -o run.trace.npz {program}")
+
+
+def _print_device(console: Console, report: dict[str, Any]) -> None:
     name = shown_name(report["device_kind"], printable(report["device_name"]))
     console.print(Text(f"device {report['device']}: {name}", "bold"))
     if report["out_of_memory_errors"]:
@@ -30,13 +57,10 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     peers = [(key, title) for key, title in _NATIVE if report.get(key)]
     columns = ("", "stalloc", *(title for _, title in peers))
     print_table(console, columns, _rows(report, [report[key] for key, _ in peers]), indent="  ")
-    for key, title in peers:
-        for remark in _remarks(title, report[key]):
-            print_prose(console, remark, indent="  ")
-    if peers:
-        print_prose(console, _UNCOUNTED, indent="  ")
-    if report["device_kind"] == "virtual":
-        print_prose(console, _VIRTUAL, indent="  ")
+    remarks = [remark for key, title in peers for remark in _remarks(title, report[key])]
+    remarks += [_UNCOUNTED] if peers else []
+    remarks += [_VIRTUAL] if report["device_kind"] == "virtual" else []
+    print_lines(console, remarks)
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -90,3 +114,25 @@ def _remarks(title: str, peer: dict[str, Any]) -> list[str]:
     elif peer["exit_code"]:
         remarks.append(f"{title}: ended with code {peer['exit_code']}")
     return remarks
+
+
+def _print_outcome(console: Console, result: dict[str, Any]) -> None:
+    if "budget_bytes" in result:
+        kept = "kept" if result["budget_kept"] else "not kept: see above"
+        print_prose(console, f"budget {human_bytes(result['budget_bytes'])}: {kept} ({printable(result['budget_by'])})")
+    if "cap" not in result:
+        return
+    told = result["cap"]
+    size = human_bytes(told["cap_bytes"]) if told["cap_bytes"] else "of the device"
+    kept = "kept" if told["kept"] else "not kept"
+    print_prose(console, f"cap {size}: {kept}, {human_bytes(told['held_peak_bytes'])} held at most")
+    if not told["evictions"]:
+        print_prose(console, "nothing had to be evicted")
+        return
+    print_prose(
+        console,
+        f"{plural(told['evictions'], 'eviction')}: {human_bytes(told['dropped_bytes'])} dropped, "
+        f"{human_bytes(told['recomputed_bytes'])} computed again, {told['recomputed_blocks']:,} blocks run twice; "
+        f"{human_bytes(told['moved_bytes'])} moved to the host ({human_bytes(told['host_bytes'])} at once); "
+        f"est. {told['estimated_seconds']:.3f} s in all, one after the other",
+    )

@@ -14,13 +14,12 @@ Each rank has batches as large as the program's. A way is a triple P/G/O: how ma
 parameters (between forward and backward), of gradients, and of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2
 1/N/N, zero-3 (FSDP) N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K. Triples with gradients
 over fewer ranks than parameters are predicted but cannot run, since fully_shard gives each rank the gradients of the
-parameters that it keeps. --factors all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all
-(PaRO).
+parameters that it keeps. --factors all is that of AMSP, the default that of PaRO.
 
 What is needed is what PyTorch counts as allocated: whole blocks, a little more than was requested. It reserves more
 than that (`reserved_bytes` of a run). Seconds are estimates: computing, then communication, without overlap. --export
-prints a way for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a torchtitan TOML. To train in
-shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
+prints FSDP2 code, a DeepSpeed JSON, an accelerate YAML or a torchtitan TOML. To train in shards: torchrun
+--nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
 `needed_bytes`, `step_bytes` and `making_bytes` (asked for in a step, and before), `step_allocated`, `making_allocated`,
@@ -31,17 +30,21 @@ parameter, over the ranks), `files`. The exit code is 0 if a way that can run fi
 
 import argparse
 import dataclasses
+import functools
 import importlib
 from collections import Counter
 from typing import Any
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, command_text, table_console, wants_text, write_json
-from stalloc.cli.program import add_program_arguments, program_command, run_program
-from stalloc.cli.program_writes import program_files
+from rich.console import Console
+
+from stalloc.cli.output import add_json_argument, check_numbers, command_text, present
+from stalloc.cli.program import add_program_arguments, program_command, program_files, run_program
 from stalloc.cli.progress import lines_told
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
+from stalloc.cli.tables import print_lines, print_prose, print_table
+from stalloc.device.context import ASSUMED_BYTES
+from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.threads import patient_threads
@@ -53,24 +56,16 @@ _WARM = ("torch", "torch._dynamo", "torch.utils.checkpoint", "torch.distributed.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's options."""
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="GPUs in all (default: 8)")
-    parser.add_argument("--per-node", type=int, metavar="K", help="GPUs of one machine (default: 8, or all)")
-    parser.add_argument("--budget", metavar="SIZE", help="memory of a rank to keep within (default: the GPU's)")
-    parser.add_argument(
-        "--factors", choices=("node", "all"), default="node", help="1, a node and all ranks (default), or all divisors"
-    )
-    parser.add_argument("--network", metavar="SIZE", help="bytes a second of a GPU to other machines (default: 50GB)")
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="measure the best N ways (default: 3)")
-    parser.add_argument(
-        "--way", metavar="NAME", help="only this way: ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, P/G/O; append +blocks"
-    )
-    parser.add_argument(
-        "--export", choices=EXPORTS, metavar="FORM", help="print --way for fsdp2, deepspeed, accelerate or torchtitan"
-    )
-    parser.add_argument(
-        "--trial-seconds", type=float, default=120.0, metavar="N", help="give up a run that takes longer (default: 120)"
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=8, metavar="N", help="GPUs in all (default: 8)")
+    add("--per-node", type=int, metavar="K", help="GPUs of one machine (default: 8, or all)")
+    add("--budget", metavar="SIZE", help="memory of a rank to keep within (default: the GPU's)")
+    add("--factors", choices=("node", "all"), default="node", help="1, a node and all ranks (default), or all divisors")
+    add("--network", metavar="SIZE", help="bytes a second of a GPU to other machines (default: 50GB)")
+    add("--runs", type=int, default=3, metavar="N", help="measure the best N ways (default: 3)")
+    add("--way", metavar="NAME", help="only this: ddp, zero-1, zero-2, zero-3, hpz:K, mics:K, P/G/O; append +blocks")
+    add("--export", choices=EXPORTS, metavar="FORM", help="print --way for fsdp2, deepspeed, accelerate or torchtitan")
+    add("--trial-seconds", type=float, default=120.0, metavar="N", help="give up runs that take longer (default: 120)")
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
 
@@ -78,7 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the ways; 0 if one that can run fits."""
     command = program_command(args)
-    per_node = _checked(args)
+    if not 1 <= args.ranks <= _MOST_RANKS:
+        raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
+    per_node = args.per_node or min(8, args.ranks)
+    if not 1 <= per_node <= args.ranks or args.ranks % per_node:
+        raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
+    if args.export and not args.way:
+        raise BadInputError("--export needs --way: name the way to export.")
+    check_numbers(args, 0, "runs")
     gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
     if args.memory:
         gpu = dataclasses.replace(gpu, total_bytes=memory_option("--memory", args.memory))
@@ -87,26 +89,10 @@ def run(args: argparse.Namespace) -> int:
     found = _Search(args, command, gpu, per_node, files)
     if args.export:
         print(found.exported(args.export), end="")
-        return EXIT_DONE
+        return 0
     result = found.result(budget_bytes)
-    if wants_text(args):
-        _print(result, args, command)
-    write_json(args, result | {"files": files.all().as_json()})
-    return EXIT_DONE if result["best"] >= 0 else EXIT_CHECK_FAILED
-
-
-def _checked(args: argparse.Namespace) -> int:
-    """The number of ranks of a node. Raises BadInputError for impossible numbers."""
-    if not 1 <= args.ranks <= _MOST_RANKS:
-        raise BadInputError(f"--ranks is {args.ranks}: give the number of GPUs in all.")
-    per_node = args.per_node or min(8, args.ranks)
-    if not 1 <= per_node <= args.ranks or args.ranks % per_node:
-        raise BadInputError(f"--per-node is {per_node}: give a number that {args.ranks} ranks are a multiple of.")
-    if args.export and not args.way:
-        raise BadInputError("--export needs --way: name the way to export.")
-    if args.runs < 0:
-        raise BadInputError(f"--runs is {args.runs}: give a number from 0.")
-    return int(per_node)
+    present(args, result | {"files": files.all().as_json()}, _print, result, command)
+    return 0 if result["best"] >= 0 else 1
 
 
 class _Search:
@@ -120,36 +106,39 @@ class _Search:
         from stalloc.sharding.rank_runs import ShardRuns
         from stalloc.sharding.shard_ways import NETWORK_BYTES_PER_SECOND, Links
         from stalloc.techniques.technique_settings import parse_way
+        from stalloc.sharding.rank_work import RankWork
+        from stalloc.sharding.shard_ways import Links
+        from stalloc.sharding.traffic import NETWORK_BYTES_PER_SECOND
+        from stalloc.techniques.shard_settings import parse_way
 
         self._args, self._per_node, self._files = args, per_node, files
         self._only = parse_way(args.way, args.ranks, must_run=False) if args.way else None
-        self._gpu = dataclasses.replace(gpu, total_bytes=PLENTY)
+        plenty = dataclasses.replace(gpu, total_bytes=PLENTY)
+        self._work = functools.partial(RankWork, plenty)
         self._name, self._tell = gpu.name, lines_told()
         rates = rates_of(gpu.name)
         between = float(memory_option("--network", args.network)) if args.network else NETWORK_BYTES_PER_SECOND
         self._links = Links(rates.peer_bytes_per_second or rates.link_bytes_per_second, between, per_node)
         self._tell("importing the libraries")
         with patient_threads():
-            device.activate("virtual", self._gpu)
+            device.activate("virtual", plenty)
             for name in _WARM:
                 importlib.import_module(name)
         self._program = lambda: run_program(list(command))
         self._runs = ShardRuns(self._program, files, args.trial_seconds)
 
     def exported(self, form: str) -> str:
-        """The way that was asked for, as another framework takes it."""
         from stalloc.sharding.exports import exported
         from stalloc.sharding.rank_runs import RankWork
 
-        marks = self._runs.marks(RankWork(self._gpu))
-        assert self._only is not None  # --export needs --way
-        layout, recompute = self._only.layout, self._only.recomputes_blocks
-        blocks = marks.units[:-1]
-        return exported(form, layout, self._args.ranks, blocks, recompute=recompute, kind=marks.block_kind)
+        marks, way, num_ranks = self._runs.marks(self._work()), self._only, self._args.ranks
+        assert way is not None  # --export needs --way
+        recompute, blocks = way.recomputes_blocks, marks.units[:-1]
+        return exported(form, way.layout, num_ranks, blocks, recompute=recompute, kind=marks.block_kind)
 
     def result(self, budget_bytes: int) -> dict[str, Any]:
-        """What was found, as JSON has it."""
         from stalloc.sharding.shard_ways import all_ways, cheapest, undominated
+        from stalloc.sizing.fake_ranks import Rank
 
         args = self._args
         recorded = self._recorded()
@@ -163,16 +152,18 @@ class _Search:
         measured: dict[int, Any] = {}
         best = None
         for way in fitting[: args.runs] if args.runs else []:
-            measured[id(way)] = seen = self._measured(way)
+            self._tell(f"a run of {way.layout.name(args.ranks)}")
+            work = self._work(way.layout, Rank(number=0, num_ranks=args.ranks), is_whole_blocks=way.is_recomputed)
+            measured[id(way)] = seen = self._runs.rank(work)
             if best is None and not seen.failure and seen.needed_bytes <= budget_bytes:
                 best = way
         if not args.runs:
             best = cheapest(ways, budget_bytes, can_run=True)
         front = {id(one) for one in undominated(ways)}
-        count = sum(one.num_items for one in recorded[0].marks.parameters)
         of_units: Counter[int] = Counter()
         for one in recorded[0].marks.parameters:
             of_units[one.unit] += one.num_items
+        count = of_units.total()
         return {
             "gpu": self._name,
             "num_ranks": args.ranks,
@@ -189,6 +180,8 @@ class _Search:
         from stalloc.fitting.observation import ProgramSeen
         from stalloc.fitting.trials import TrialWork, run_trial
         from stalloc.sharding.rank_runs import RankWork
+        from stalloc.fitting.trial_work import TrialWork
+        from stalloc.fitting.trials import run_trial
         from stalloc.sharding.shard_ways import Recorded
 
         self._tell("run 1: how long a step computes")
@@ -197,27 +190,17 @@ class _Search:
         seen = ProgramSeen.from_json(timed.seen) if not timed.failure else None
         seconds = seen.step_seconds if seen is not None else 0.0
         self._tell("run 2: the step as it is")
-        found = [Recorded(self._runs.marks(RankWork(self._gpu)), False, seconds)]
+        found = [Recorded(self._runs.marks(self._work()), False, seconds)]
         if seen is None or not seen.calls:
             return found
         again = sum(sum(one.seconds for one in seen.blocks[call.block].operations) for call in seen.calls)
         self._tell("run 3: the step with its blocks recomputed")
-        marks = self._runs.marks(RankWork(self._gpu, is_whole_blocks=True))
-        return [*found, Recorded(marks, True, seconds + again)]
-
-    def _measured(self, way: Any) -> Any:
-        from stalloc.sharding.rank_runs import RankWork
-        from stalloc.sizing.fake_ranks import Rank
-
-        self._tell(f"a run of {way.layout.name(self._args.ranks)}")
-        rank = Rank(number=0, num_ranks=self._args.ranks)
-        return self._runs.rank(RankWork(self._gpu, way.layout, rank, is_whole_blocks=way.is_recomputed))
+        return [*found, Recorded(self._runs.marks(self._work(is_whole_blocks=True)), True, seconds + again)]
 
 
 def _told(way: Any, num_ranks: int, budget_bytes: int, is_pareto: bool, measured: Any) -> dict[str, Any]:
-    needed = way.foreseen.needed_bytes
-    if measured is not None and not measured.failure:
-        needed = measured.needed_bytes
+    is_seen = measured is not None and not measured.failure
+    needed = measured.needed_bytes if is_seen else way.foreseen.needed_bytes
     return {
         "name": way.layout.name(num_ranks),
         **dataclasses.asdict(way.layout),
@@ -233,8 +216,7 @@ def _told(way: Any, num_ranks: int, budget_bytes: int, is_pareto: bool, measured
     }
 
 
-def _print(result: dict[str, Any], args: argparse.Namespace, command: list[str]) -> None:
-    console = table_console()
+def _print(console: Console, result: dict[str, Any], command: list[str]) -> None:
     nodes = result["num_ranks"] // result["per_node"]
     console.print(
         f"{result['num_ranks']} x {result['gpu']} ({result['per_node']} a node, {nodes} in all), a budget of "
@@ -254,14 +236,11 @@ def _print(result: dict[str, Any], args: argparse.Namespace, command: list[str])
         "not divide gradients over fewer ranks than parameters",
         f"16 bytes a parameter over all ranks would be {human_bytes(result['formula_bytes'])}",
     ]
-    for line in lines:
-        print_prose(console, line, indent="  ")
+    print_lines(console, lines)
     if result["best"] < 0:
         least = min((one for one in result["ways"] if one["can_run"]), key=lambda one: one["needed_bytes"])
-        text = (
-            f"nothing that runs fits; {least['name']} needs least, {human_bytes(least['needed_bytes'])}: give it that"
-        )
-        print_prose(console, text + " much, more ranks, or a smaller batch")
+        needs = f"{least['name']} needs least, {human_bytes(least['needed_bytes'])}"
+        print_prose(console, f"nothing that runs fits; {needs}: give it that much, more ranks, or a smaller batch")
         return
     best = result["ways"][result["best"]]
     name = best["name"] + ("+blocks" if best["recompute"] else "")

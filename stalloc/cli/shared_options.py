@@ -81,13 +81,13 @@ def _value(file: Path, name: str, action: argparse.Action, value: Any) -> Any:
     if _dest(name) in _WRITES:
         raise BadInputError(f"{wrong}: files to write are named on the command line only.")
     if isinstance(action, argparse._StoreTrueAction):
-        if not isinstance(value, bool):
-            raise BadInputError(f"{wrong}: give true or false.")
-        return value
+        if isinstance(value, bool):
+            return value
+        raise BadInputError(f"{wrong}: give true or false.")
     if isinstance(action, argparse._AppendAction):
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise BadInputError(f"{wrong}: give a list of strings.")
-        return value
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return value
+        raise BadInputError(f"{wrong}: give a list of strings.")
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise BadInputError(f"{wrong}: give a string or a number.")
     try:

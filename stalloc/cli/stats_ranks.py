@@ -14,18 +14,18 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from typing import Any
 
+from rich.console import Console
+
 from stalloc.analysis.rank_comparison import (
     COMPARED,
     Outlier,
     RankComparison,
     RankFigures,
-    Spread,
     compare_ranks,
     number_ranks,
     rank_figures,
 )
-from stalloc.cli import EXIT_DONE
-from stalloc.cli.output import command_text, table_console, wants_text, write_json
+from stalloc.cli.output import command_text, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_items, print_prose, print_table
 from stalloc.errors import BadInputError
@@ -49,10 +49,8 @@ def run_ranks(args: argparse.Namespace) -> int:
         raise BadInputError(f"none of {plural(len(args.files), 'file')} can be read: {next(iter(unread.values()), '')}")
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.file, one.device))
     compared = compare_ranks(ranks)
-    write_json(args, {"files": list(args.files)} | _entry(compared, unread))
-    if wants_text(args):
-        _print(compared, unread, len(args.files))
-    return EXIT_DONE
+    present(args, {"files": list(args.files)} | _entry(compared, unread), _print, compared, unread, len(args.files))
+    return 0
 
 
 def _read_all(files: Sequence[str], alignment: int, tell: Callable[[str], None]) -> list[_Read]:
@@ -62,7 +60,8 @@ def _read_all(files: Sequence[str], alignment: int, tell: Callable[[str], None])
     if num_processes < 2:
         return [_read(file, rank, alignment) for file, rank in work]
     found: list[_Read] = [""] * len(files)
-    pool = ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_leave_interrupts_to_the_parent)
+    ignored = (signal.SIGINT, signal.SIG_IGN)  # by each process: Ctrl-C is the parent's
+    pool = ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=signal.signal, initargs=ignored)
     try:
         places = {pool.submit(_read, file, rank, alignment): place for place, (file, rank) in enumerate(work)}
         for done, future in enumerate(as_completed(places), 1):
@@ -77,15 +76,10 @@ def _read_all(files: Sequence[str], alignment: int, tell: Callable[[str], None])
     return found
 
 
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def _read(file: str, rank: int | None, alignment: int) -> _Read:
     try:
-        return [
-            rank_figures(file, rank, trace, alignment) for trace in load_traces(file, history=False, call_sites=False)
-        ]
+        traces = load_traces(file, history=False, call_sites=False)
+        return [rank_figures(file, rank, trace, alignment) for trace in traces]
     except BadInputError as error:
         return str(error)
 
@@ -94,7 +88,15 @@ def _entry(compared: RankComparison, unread: dict[str, str]) -> dict[str, Any]:
     decides = compared.deciding
     return {
         "ranks": [asdict(one) for one in compared.ranks],
-        "spreads": {name: _spread_entry(name, spread) for name, spread in compared.spreads.items()},
+        "spreads": {
+            name: {
+                "least": _who(spread.least) | {"bytes": getattr(spread.least, name)},
+                "median_bytes": spread.median_bytes,
+                "most": _who(spread.most) | {"bytes": getattr(spread.most, name)},
+                "imbalance": spread.imbalance,
+            }
+            for name, spread in compared.spreads.items()
+        },
         "outliers": [
             _who(one.rank) | {"figure": one.figure, "bytes": one.num_bytes, "median_bytes": one.median_bytes}
             for one in compared.outliers
@@ -104,21 +106,11 @@ def _entry(compared: RankComparison, unread: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _spread_entry(name: str, spread: Spread) -> dict[str, Any]:
-    return {
-        "least": _who(spread.least) | {"bytes": getattr(spread.least, name)},
-        "median_bytes": spread.median_bytes,
-        "most": _who(spread.most) | {"bytes": getattr(spread.most, name)},
-        "imbalance": spread.imbalance,
-    }
-
-
 def _who(one: RankFigures) -> dict[str, Any]:
     return {"file": one.file, "rank": one.rank, "device": one.device}
 
 
-def _print(compared: RankComparison, unread: dict[str, str], num_files: int) -> None:
-    console = table_console()
+def _print(console: Console, compared: RankComparison, unread: dict[str, str], num_files: int) -> None:
     ranks = compared.ranks
     several = len({one.file for one in ranks}) < len(ranks)
 
@@ -128,20 +120,18 @@ def _print(compared: RankComparison, unread: dict[str, str], num_files: int) -> 
     read = plural(num_files - len(unread), "rank")
     more = f", {plural(len(ranks), 'device')}: some files tell of several" if several else ""
     print_prose(console, f"{read} read{f' of {num_files:,} files' if unread else ''}{more}")
-    rows = [
-        (
-            COMPARED[name],
-            f"{human_bytes(getattr(spread.least, name))} ({label(spread.least)})",
-            human_bytes(spread.median_bytes),
-            f"{human_bytes(getattr(spread.most, name))} ({label(spread.most)})",
-            f"{spread.imbalance:.2f}" if spread.imbalance is not None else "-",
-        )
-        for name, spread in compared.spreads.items()
-    ]
+    rows = []
+    for name, spread in compared.spreads.items():
+        least, most = (f"{human_bytes(getattr(one, name))} ({label(one)})" for one in (spread.least, spread.most))
+        imbalance = f"{spread.imbalance:.2f}" if spread.imbalance is not None else "-"
+        rows.append((COMPARED[name], least, human_bytes(spread.median_bytes), most, imbalance))
     console.print()
     print_table(console, ("", "least", "median", "most", "most / median"), rows)
     console.print()
-    print_items(console, [*_findings(compared, label), *_unread_lines(unread)], indent="")
+    shown = list(unread.values())[:_MAX_SHOWN]
+    if len(unread) > _MAX_SHOWN:
+        shown.append(f"{len(unread) - _MAX_SHOWN:,} more files, which --json names")
+    print_items(console, [*_findings(compared, label), *(("not read", text) for text in shown)], indent="")
     if compared.deciding is not None:
         console.print(f"\nNext: stalloc explain {command_text(compared.deciding.file)}")
 
@@ -151,7 +141,11 @@ def _findings(compared: RankComparison, label: Callable[[RankFigures], str]) -> 
     for one in compared.outliers:
         by_rank.setdefault(label(one.rank), []).append(one)
     for name, outliers in list(by_rank.items())[:_MAX_SHOWN]:
-        told = (f"{COMPARED[one.figure]} {_difference(one)}" for one in outliers)
+        told = []
+        for one in outliers:
+            away = one.num_bytes - one.median_bytes
+            than = f"{human_bytes(abs(away))} {'more' if away > 0 else 'less'} than the median"
+            told.append(f"{COMPARED[one.figure]} {human_bytes(one.num_bytes)}, {than}")
         yield "stands out", f"{name}: {'; '.join(told)}"
     if len(by_rank) > _MAX_SHOWN:
         yield "stands out", f"{len(by_rank) - _MAX_SHOWN:,} more ranks, which --json names"
@@ -170,15 +164,3 @@ def _findings(compared: RankComparison, label: Callable[[RankFigures], str]) -> 
         yield "largest batch", f"is decided by {peak}, {decides.used_share:.0%} of its device"
     else:
         yield "largest batch", f"is decided by {peak}, if all devices are of one size: the files do not tell"
-
-
-def _difference(one: Outlier) -> str:
-    away = one.num_bytes - one.median_bytes
-    return f"{human_bytes(one.num_bytes)}, {human_bytes(abs(away))} {'more' if away > 0 else 'less'} than the median"
-
-
-def _unread_lines(unread: dict[str, str]) -> list[tuple[str, str]]:
-    lines = [("not read", sentence) for sentence in list(unread.values())[:_MAX_SHOWN]]
-    if len(unread) > _MAX_SHOWN:
-        lines.append(("not read", f"{len(unread) - _MAX_SHOWN:,} more files, which --json names"))
-    return lines

@@ -22,7 +22,6 @@ import argparse
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.text import Text
 
 from stalloc.analysis.offload_study import Series, study, study_series
 from stalloc.analysis.study_findings import bytes_text, findings
@@ -38,15 +37,17 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.analysis.study_series import Series, study_series
+from stalloc.cli.output import add_json_argument, command_text, file_label, present
 from stalloc.cli.progress import working
-from stalloc.cli.tables import print_prose, print_table
+from stalloc.cli.tables import print_lines, print_notes, print_table, print_title
+from stalloc.cli.trace_options import add_gpu_argument, as_on_gpu, of_device
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 from stalloc.trace import load_devices
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc timeline`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="profile, trace or table to look at")
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
     add_gpu_argument(parser)
@@ -54,41 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Study each device of each file."""
     found: list[tuple[str, Study, Series | None]] = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            records = of_device(file, load_devices(file), args.device)
-            for record in (as_on_gpu(args, one) for one in records):
-                made = study(record)
+            for one in of_device(file, load_devices(file), args.device):
+                made = study(record := as_on_gpu(args, one))
                 found.append((file, made, study_series(record) if made.has_times and args.json else None))
     devices = [
         {"file": file, **as_json(made), "findings": findings(made), "series": series and asdict(series)}
         for file, made, series in found
     ]
-    write_json(args, {"devices": devices})
-    if wants_text(args):
-        console = table_console()
-        for file, made, _ in found:
-            _print(console, file, made)
-        console.print(f"Next: stalloc report {command_text(*args.files)}")
+    present(args, {"devices": devices}, _print, args.files, found)
     return 0
 
 
-def _print(console: Console, file: str, made: Study) -> None:
-    name = f" ({printable(made.device_name)})" if made.device_name else ""
-    memory = f", {human_bytes(made.total_bytes)} of memory" if made.total_bytes is not None else ""
-    seconds = f": {human_seconds(made.seconds)}" if made.has_times else ""
-    story = f", device {made.device}{name}{memory}{seconds}"
-    print_prose(console, Text.assemble((file_label(file), "bold"), story))
-    for sentence in findings(made):
-        print_prose(console, sentence, indent="  ")
-    _print_phases(console, made)
-    _print_links(console, made)
-    _print_parts(console, made)
-    for note in note_texts(made.missing):
-        print_prose(console, f"note: {note}", indent="  ")
-    console.print()
+def _print(console: Console, files: list[str], found: list[tuple[str, Study, Series | None]]) -> None:
+    for file, made, _ in found:
+        name = f" ({printable(made.device_name)})" if made.device_name else ""
+        memory = f", {human_bytes(made.total_bytes)} of memory" if made.total_bytes is not None else ""
+        seconds = f": {human_seconds(made.seconds)}" if made.has_times else ""
+        print_title(console, file, f", device {made.device}{name}{memory}{seconds}")
+        print_lines(console, findings(made))
+        _print_phases(console, made)
+        _print_links(console, made)
+        _print_parts(console, made)
+        print_notes(console, made.missing)
+        console.print()
+    console.print(f"Next: stalloc report {command_text(*files)}")
 
 
 def _print_phases(console: Console, made: Study) -> None:
@@ -99,27 +92,17 @@ def _print_phases(console: Console, made: Study) -> None:
         host = human_seconds(phase.host_compute_seconds) if phase.host_compute_seconds else ""
         split = [*map(human_seconds, parts), host] if made.knows_computing else [""] * 5
         held = (phase.allocated_bytes, phase.reserved_bytes, phase.headroom_bytes, phase.host_bytes)
-        lasted = _timed(made, human_seconds(phase.seconds))
-        rows.append([phase.name, f"{phase.runs:,}", *lasted, *split, *map(_bytes, held)])
+        shown = ("" if size is None else human_bytes(size) for size in held)
+        rows.append([phase.name, f"{phase.runs:,}", *_timed(made, human_seconds(phase.seconds)), *split, *shown])
     print_table(console, (*names, "headroom", "host memory"), rows)
 
 
 def _print_links(console: Console, made: Study) -> None:
-    rows = [
-        [
-            link.link,
-            f"{link.copies:,}",
-            bytes_text(link.num_bytes),
-            *_timed(
-                made,
-                human_seconds(link.busy_seconds),
-                _rate(link.rate),
-                "" if link.peak_rate is None else _rate(link.peak_rate),
-                _percent(link.used),
-            ),
-        ]
-        for link in made.links
-    ]
+    rows = []
+    for link in made.links:
+        peak = "" if link.peak_rate is None else _rate(link.peak_rate)
+        times = _timed(made, human_seconds(link.busy_seconds), _rate(link.rate), peak, _percent(link.used))
+        rows.append([link.link, f"{link.copies:,}", bytes_text(link.num_bytes), *times])
     if not rows:
         return
     print_table(console, ("by link", "copies", "moved", "busy", "rate", "peak", "used"), rows)
@@ -157,10 +140,6 @@ def _timed(made: Study, *cells: str) -> tuple[str, ...]:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
-
-
-def _bytes(size: int | None) -> str:
-    return "" if size is None else human_bytes(size)
 
 
 def _rate(rate: float | None) -> str:

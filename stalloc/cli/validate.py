@@ -9,7 +9,9 @@ reason for the first plan that is not.
 import argparse
 from typing import Any
 
-from stalloc.cli.output import add_json_argument, file_label, table_console, wants_text, write_json
+from rich.console import Console
+
+from stalloc.cli.output import add_json_argument, file_label, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
@@ -20,7 +22,6 @@ from stalloc.trace import load_traces
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stalloc validate`."""
     parser.add_argument("plan", metavar="PLAN", help="plan file to judge")
     parser.add_argument("trace", metavar="TRACE", help="the trace it plans")
     add_json_argument(parser)
@@ -31,52 +32,36 @@ def run(args: argparse.Namespace) -> int:
     with working(f"checking {file_label(args.plan)} against {file_label(args.trace)}"):
         devices = _checked(args)
     ok = all(entry["ok"] for entry in devices)
-    write_json(args, {"ok": ok, "devices": devices})
-    if wants_text(args):
-        console = table_console()
-        for entry in devices:
-            if entry["ok"]:
-                text = (
-                    f"valid: {entry['requests']:,} requests, peak {human_bytes(entry['peak_bytes'])}, "
-                    f"lower bound {human_bytes(entry['lower_bound_bytes'])}"
-                )
-            else:
-                text = f"invalid, {entry['reason']}: {entry['detail']}"
-            print_prose(console, printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
+    present(args, {"ok": ok, "devices": devices}, _print, devices)
     return 0 if ok else 1
 
 
+def _print(console: Console, devices: list[dict[str, Any]]) -> None:
+    for entry in devices:
+        peak, bound = human_bytes(entry["peak_bytes"]), human_bytes(entry["lower_bound_bytes"])
+        text = f"valid: {entry['requests']:,} requests, peak {peak}, lower bound {bound}"
+        if not entry["ok"]:
+            text = f"invalid, {entry['reason']}: {entry['detail']}"
+        print_prose(console, printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
+
+
 def _checked(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The verdict for each device of the plan and of the trace."""
     plans = load_plans(args.plan)
     traces = {trace.device: trace for trace in load_traces(args.trace)}
     if not plans:
         raise BadInputError(f"{args.plan} holds no plan: write one with `stalloc plan FILE -o {args.plan}`.")
     devices: list[dict[str, Any]] = []
     for plan in plans:
-        entry: dict[str, Any] = {"device": plan.device, "ok": False}
+        ok, reason, detail = False, "trace-mismatch", f"the trace has no device {plan.device}"
         if plan.device in traces:
             verdict = validate(plan, traces[plan.device], handovers=len(plan.handover_later) > 0)
-            entry |= {"ok": verdict.ok, "reason": verdict.reason, "detail": verdict.detail}
-        else:
-            entry |= {"reason": "trace-mismatch", "detail": f"the trace has no device {plan.device}"}
-        entry |= {
-            "peak_bytes": plan.peak_bytes,
-            "lower_bound_bytes": plan.lower_bound_bytes,
-            "requests": plan.num_requests,
-        }
-        devices.append(entry)
-    unplanned = sorted(traces.keys() - {plan.device for plan in plans})
-    devices.extend(
-        {
-            "device": device,
-            "ok": False,
-            "reason": "trace-mismatch",
-            "detail": f"the plan has nothing for device {device} of the trace",
-            "peak_bytes": 0,
-            "lower_bound_bytes": 0,
-            "requests": traces[device].num_requests,
-        }
-        for device in unplanned
-    )
+            ok, reason, detail = verdict.ok, verdict.reason, verdict.detail
+        figures = {"peak_bytes": plan.peak_bytes, "lower_bound_bytes": plan.lower_bound_bytes}
+        entry = {"device": plan.device, "ok": ok, "reason": reason, "detail": detail}
+        devices.append(entry | figures | {"requests": plan.num_requests})
+    for device in sorted(traces.keys() - {plan.device for plan in plans}):
+        detail = f"the plan has nothing for device {device} of the trace"
+        entry = {"device": device, "ok": False, "reason": "trace-mismatch", "detail": detail}
+        figures = {"peak_bytes": 0, "lower_bound_bytes": 0}
+        devices.append(entry | figures | {"requests": traces[device].num_requests})
     return devices

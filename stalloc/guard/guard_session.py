@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from stalloc.analysis.peak_use import lasting
 from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import StallocError
-from stalloc.guard.baseline import load_baseline
-from stalloc.guard.judgement import held_at_error, leaked, over_baseline, over_limit
-from stalloc.guard.measured import Measured, left_behind, measure, sites_below
+from stalloc.guard import judgement
+from stalloc.guard.judgement import Measured, measure, sites_below
 from stalloc.integrations.native_history import Block, NativeHistory
 from stalloc.notices import say
 from stalloc.trace import Trace, load_traces, save_traces
@@ -41,7 +41,9 @@ class Guard:
             if config.option.stalloc_tolerance and not config.option.stalloc_baseline:
                 raise pytest.UsageError("--stalloc-tolerance is of a baseline: give --stalloc-baseline FILE too.")
             if config.option.stalloc_baseline and not config.option.stalloc_update:
-                self._baseline = load_baseline(config.option.stalloc_baseline, config.option.stalloc_tolerance)
+                self._baseline = judgement.load_baseline(
+                    config.option.stalloc_baseline, config.option.stalloc_tolerance
+                )
             self._leak_limit = _limit(config.option.stalloc_leaks)
         except StallocError as error:
             raise pytest.UsageError(str(error)) from error
@@ -53,14 +55,12 @@ class Guard:
         self._in_setup = False
 
     def pytest_unconfigure(self) -> None:
-        """Leave nothing behind."""
         self._history.end()
         os.environ.pop(CHILDREN, None)
         self._children.cleanup()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> _Wrapper:
-        """Begin anew with each test."""
         self._history.restart()
         for file in Path(self._children.name).iterdir():
             file.unlink(missing_ok=True)
@@ -84,12 +84,10 @@ class Guard:
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: Any) -> None:
-        """A fixture is torn down, so it holds nothing any more."""
         self._fixtures.pop(_key(fixturedef), None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> _Wrapper:
-        """Measure and judge what has just run."""
         report = yield
         try:
             if call.when in ("setup", "call") and (call.when == "call" or call.excinfo is not None):
@@ -102,48 +100,52 @@ class Guard:
 
     def _judge_run(self, item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
         limit = _marked(item, "limit_gpu_memory")
-        if not (self._all_tests or limit is not None):
+        if not self._all_tests and limit is None:
             return
         if call.excinfo is not None:
             if "OutOfMemory" in call.excinfo.typename:
                 traces = self._history.traces(item.nodeid)
                 used = None if traces else self._history.live()
                 measured = self._saved(measure(item.nodeid, traces, used, self._site), traces)
-                report.sections.append(("GPU memory when it ran out", held_at_error(measured).text(measured)))
+                report.sections.append(("GPU memory when it ran out", judgement.held_at_error(measured).text(measured)))
             return
         measured, traces = self._measured(item)
         finding = None
         if limit is not None:
-            finding = over_limit(measured, limit, f"limit_gpu_memory({_marked_text(item)!r})")
-        before = self._baseline.entries.get(item.nodeid) if self._baseline is not None else None
-        if finding is None and before is not None and self._baseline is not None:
-            finding = over_baseline(measured, before, self._baseline.tolerance)
+            marker = item.get_closest_marker("limit_gpu_memory")
+            given = marker.args[0] if marker is not None and marker.args else ""
+            finding = judgement.over_limit(measured, limit, f"limit_gpu_memory({str(given)!r})")
+        if finding is None and self._baseline is not None and item.nodeid in self._baseline.entries:
+            finding = judgement.over_baseline(measured, self._baseline.entries[item.nodeid], self._baseline.tolerance)
         if finding is not None:
             measured = self._saved(measured, traces)
             _fail(report, finding.text(measured))
-        report.stalloc = measured.plain()  # type: ignore[attr-defined]
+        report.stalloc = dataclasses.asdict(measured)  # type: ignore[attr-defined]
 
     def _judge_rest(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        limit = _marked(item, "limit_gpu_leaks", "0")
-        limit = self._leak_limit if limit is None else limit
+        marked = _marked(item, "limit_gpu_leaks", "0")
+        limit = self._leak_limit if marked is None else marked
         if limit is None:
             return
         getattr(item, "funcargs", {}).clear()  # pytest would let go of them in a moment
         gc.collect()
         self._history.settle()
         traces = self._history.traces(item.nodeid)
-        left = left_behind(traces, self._site)
+        left = tuple(one for trace in traces for one in lasting(trace, site=self._site))
         measured = measure(item.nodeid, traces, {}, self._site, left=left)
-        finding = leaked(measured, limit)
+        finding = judgement.leaked(measured, limit)
         if finding is not None:
             measured = self._saved(measured, traces)
             _fail(report, finding.text(measured))
-            report.stalloc = measured.plain()  # type: ignore[attr-defined]
+            report.stalloc = dataclasses.asdict(measured)  # type: ignore[attr-defined]
 
     def _measured(self, item: pytest.Item) -> tuple[Measured, list[Trace]]:
         """What a test needed, in this process or a child, whichever took more; and the traces of that one."""
         traces = self._history.traces(item.nodeid)
-        used = self._held_by_fixtures(item)
+        used: dict[Block, int] = {}  # by its fixtures
+        for (name, place), blocks in self._fixtures.items():
+            if name in getattr(item, "fixturenames", ()) and item.nodeid.startswith(place):
+                used |= blocks
         measured = measure(item.nodeid, traces, used, self._site).with_reserved(self._history.cached_by_cupy())
         for file in sorted(Path(self._children.name).glob("*.trace.npz")):
             try:
@@ -156,14 +158,6 @@ class Guard:
             if child.use.allocated_peak_bytes > measured.use.allocated_peak_bytes:
                 measured, traces = child, of_child
         return measured, traces
-
-    def _held_by_fixtures(self, item: pytest.Item) -> dict[Block, int]:
-        names = set(getattr(item, "fixturenames", ()))
-        used: dict[Block, int] = {}
-        for (name, place), blocks in self._fixtures.items():
-            if name in names and item.nodeid.startswith(place):
-                used |= blocks
-        return used
 
     def _saved(self, measured: Measured, traces: list[Trace]) -> Measured:
         """With the trace in a file, beside those of other failures."""
@@ -195,11 +189,6 @@ def _marked(item: pytest.Item, name: str, default: str | None = None) -> int | N
         return None
     given = marker.args[0] if marker.args else marker.kwargs.get("size", default)
     return _limit(given if given is not None else "")
-
-
-def _marked_text(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("limit_gpu_memory")
-    return str(marker.args[0] if marker is not None and marker.args else "")
 
 
 def _fail(report: pytest.TestReport, text: str) -> None:

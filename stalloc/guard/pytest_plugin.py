@@ -3,6 +3,8 @@
 Contract: nothing else of stalloc is imported until a marker or an option of it is used.
 """
 
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -14,21 +16,20 @@ MARKERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options; their names begin with --stalloc."""
-    group = parser.getgroup("stalloc", "GPU memory (stalloc)")
-    group.addoption("--stalloc", action="store_true", help="measure the GPU memory of all tests, tell who takes most")
-    group.addoption("--stalloc-baseline", metavar="FILE", help="fail where more is allocated than FILE (JSON) says")
-    group.addoption("--stalloc-update", action="store_true", help="write what is measured to the baseline instead")
-    group.addoption("--stalloc-tolerance", metavar="GROWTH", help="allowed growth over the baseline: 5%% or 200MiB")
-    group.addoption(
+    add = parser.getgroup("stalloc", "GPU memory (stalloc)").addoption
+    add("--stalloc", action="store_true", help="measure the GPU memory of all tests, tell who takes most")
+    add("--stalloc-baseline", metavar="FILE", help="fail where more is allocated than FILE (JSON) says")
+    add("--stalloc-update", action="store_true", help="write what is measured to the baseline instead")
+    add("--stalloc-tolerance", metavar="GROWTH", help="allowed growth over the baseline: 5%% or 200MiB")
+    add(
         "--stalloc-leaks",
         metavar="SIZE",
         nargs="?",
         const="0",
         help="fail where more than SIZE (default: nothing) of what a test allocates is left after it",
     )
-    group.addoption("--stalloc-artifacts", metavar="DIR", default=".stalloc", help="where traces of failures are saved")
-    group.addoption(
+    add("--stalloc-artifacts", metavar="DIR", default=".stalloc", help="where traces of failures are saved")
+    add(
         "--stalloc-gpu",
         metavar="GPU",
         help="run on a virtual GPU, without any: virtual, virtual:H100, virtual:24GiB or virtual:2xH100",
@@ -41,9 +42,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     _leave_asserts(early_config)
     gpu = early_config.known_args_namespace.stalloc_gpu
     if gpu is not None:
-        from stalloc.guard.virtual_gpu import put_in_place
-
-        put_in_place(gpu)
+        _put_in_place(gpu)
 
 
 def _leave_asserts(config: pytest.Config) -> None:
@@ -54,12 +53,33 @@ def _leave_asserts(config: pytest.Config) -> None:
         marked.discard("stalloc")
 
 
+def _put_in_place(text: str) -> None:
+    """Let this process and its children have the virtual GPU that `--stalloc-gpu` names. Raises UsageError."""
+    from stalloc import device
+    from stalloc.errors import StallocError
+    from stalloc.integrations.startup import chosen_device
+
+    try:
+        kind, gpu = chosen_device(text, "--stalloc-gpu")
+        if kind != "virtual":
+            return
+        early = [name for name in ("torch", "cupy") if name in sys.modules]
+        if early and device.active() != "virtual":
+            raise pytest.UsageError(
+                f"--stalloc-gpu {text} came too late: {' and '.join(early)} was imported before pytest read its "
+                "options, by a plugin or by what started pytest: leave that out, or load it later from a conftest.py."
+            )
+        device.activate("virtual", gpu)
+    except StallocError as error:
+        raise pytest.UsageError(str(error)) from error
+    os.environ["STALLOC_DEVICE"] = text
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers; begin if an option asks for it."""
+    option = config.option
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     config.pluginmanager.register(_Listener(config), "stalloc-listener")
-    option = config.option
     if option.stalloc_update and not option.stalloc_baseline:
         raise pytest.UsageError("--stalloc-update needs a file to write: give --stalloc-baseline FILE too.")
     if option.stalloc or option.stalloc_baseline or option.stalloc_leaks is not None or option.stalloc_gpu:
@@ -67,7 +87,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin if a test is marked."""
     names = [marker.partition("(")[0] for marker in MARKERS]
     if any(item.get_closest_marker(name) is not None for item in items for name in names):
         _begin(config, all_tests=False)
@@ -106,7 +125,6 @@ class _Listener:
             self._told().update()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say who took most."""
         if self._summary is None and not self._config.pluginmanager.has_plugin("stalloc-guard"):
             return
         lines = self._told().lines()

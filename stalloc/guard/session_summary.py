@@ -6,8 +6,7 @@ import pytest
 
 from stalloc.errors import StallocError
 from stalloc.figures import human_bytes, plural
-from stalloc.guard.baseline import Baseline, load_baseline, save_baseline
-from stalloc.guard.measured import Measured, size_text
+from stalloc.guard.judgement import Measured, load_baseline, save_baseline, size_text
 from stalloc.printable import printable
 
 _HUNGRIEST = 5
@@ -42,37 +41,22 @@ class SessionSummary:
         self._updated = f"wrote {plural(len(new), 'test')} to {file}; commit it"
 
     def lines(self) -> list[str]:
-        """What the session says of GPU memory."""
         users = [one for one in self._measured.values() if one.use.allocated_peak_bytes]
         if not users:
             return ["no test allocated GPU memory: without a GPU, --stalloc-gpu virtual:H100 stands in for one"]
         users.sort(key=lambda one: (-one.use.allocated_peak_bytes, one.name))
         lines = [f"{'allocated':>12}  {'reserved':>12}  (peaks of the hungriest of {plural(len(users), 'test')})"]
         for one in users[:_HUNGRIEST]:
-            use = one.use
-            figures = f"{human_bytes(use.allocated_peak_bytes):>12}  {size_text(use.reserved_peak_bytes):>12}"
-            lines.append(f"{figures}  {printable(one.name, 200)}")
-        return [*lines, *self._of_baseline(users)]
-
-    def _of_baseline(self, users: list[Measured]) -> list[str]:
+            figures = human_bytes(one.use.allocated_peak_bytes), size_text(one.use.reserved_peak_bytes)
+            lines.append("  ".join([*(f"{figure:>12}" for figure in figures), printable(one.name, 200)]))
         if self._updated:
-            return [self._updated]
-        if not self._option.stalloc_baseline:
-            return []
-        baseline = load_baseline(self._option.stalloc_baseline, self._option.stalloc_tolerance)
-        return [line for line in (_unknown(baseline, users), _less(baseline, users)) if line]
-
-
-def _unknown(baseline: Baseline, users: list[Measured]) -> str:
-    new = [one.name for one in users if one.name not in baseline.entries]
-    return f"{plural(len(new), 'test')} not in the baseline: --stalloc-update writes them" if new else ""
-
-
-def _less(baseline: Baseline, users: list[Measured]) -> str:
-    less = [
-        one.name
-        for one in users
-        if (old := baseline.entries.get(one.name)) is not None
-        and baseline.tolerance.is_exceeded(one.use.allocated_peak_bytes, old.allocated_peak_bytes)
-    ]
-    return f"{plural(len(less), 'test')} need less than the baseline has: --stalloc-update keeps that" if less else ""
+            return [*lines, self._updated]
+        if self._option.stalloc_baseline:
+            baseline = load_baseline(self._option.stalloc_baseline, self._option.stalloc_tolerance)
+            old = [(one.use.allocated_peak_bytes, baseline.entries.get(one.name)) for one in users]
+            if new := sum(before is None for _, before in old):
+                lines.append(f"{plural(new, 'test')} not in the baseline: --stalloc-update writes them")
+            is_exceeded = baseline.tolerance.is_exceeded
+            if less := sum(before is not None and is_exceeded(now, before.allocated_peak_bytes) for now, before in old):
+                lines.append(f"{plural(less, 'test')} need less than the baseline has: --stalloc-update keeps that")
+        return lines
