@@ -22,14 +22,9 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 from pydantic import Field
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.agent_answers import answer
-from stalloc.cli.allowed_files import allowed_file
-from stalloc.errors import BadInputError
-from stalloc.sizing.model_program import KNOWN
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.sizing.named_models import KNOWN
+from stalloc.sizing.model_program import KNOWN
 from stalloc.version import full_version
 
 _MOST_OUTPUT = 2000  # characters of what a failed verb printed, from its end

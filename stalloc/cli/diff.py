@@ -50,8 +50,8 @@ from stalloc.guard import judgement
 from stalloc.guard.judgement import Baseline, Finding, GrowthLimit, Measured, measure, size_text
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
-from stalloc.version import other_release
 from stalloc.trace.sites import Frame, read_sites, site_name, user_frames
+from stalloc.version import other_release
 
 _Judged = tuple[Trace, Measured, Finding | None]
 _OF_CHECK = ("max", "baseline", "update", "tolerance", "name", "junit", "github")  #: that are of --check

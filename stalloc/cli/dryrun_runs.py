@@ -21,22 +21,23 @@ from stalloc.cli.progress import lines_told
 from stalloc.cli.sizing_report import allocator_name, last_lines, print_node, print_sleep, ran_out_text
 from stalloc.cli.tables import print_lines, print_prose, print_table
 from stalloc.device import DEFAULT_GPU, VirtualGPU
-from stalloc.device.known_gpus import ASSUMED_BYTES, CONTEXT_SOURCE
-from stalloc.device.known_gpus import KNOWN_GPUS, PLENTY, memory_option, shown_with_memory
+from stalloc.device.known_gpus import (
+    ASSUMED_BYTES,
+    CONTEXT_SOURCE,
+    KNOWN_GPUS,
+    PLENTY,
+    memory_option,
+    shown_with_memory,
+)
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
-from stalloc.replay.least_memory import least_memory
-from stalloc.replay.simulation import Candidate
+from stalloc.replay.simulation import Candidate, least_memory
 from stalloc.sandbox import ProgramFiles
-from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.fake_ranks import Rank
-from stalloc.sizing.node import node_memory
-from stalloc.sizing.side_by_side import Asked, RunSeen, RunWork, run_all, side_by_side, warm
 from stalloc.sizing.node import NodeMemory, node_memory
-from stalloc.sizing.run_work import RunWork
-from stalloc.sizing.side_by_side import Asked, RunSeen, run_all, side_by_side, warm
-from stalloc.sizing.tries import NEEDED, Contender, Tries, Wanted, known_to_replay
+from stalloc.sizing.side_by_side import Asked, RunSeen, RunWork, run_all, side_by_side, warm
+from stalloc.sizing.tries import NEEDED, Contender, Otherwise, Tries, Wanted, known_to_replay
 from stalloc.trace import Trace
 
 _MOST_RANKS = 1 << 16

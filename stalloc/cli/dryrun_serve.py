@@ -13,19 +13,19 @@ from typing import Any
 from rich.console import Console
 
 from stalloc.analysis.server_log import DRIVER_GROWTH_BYTES, ServerLog, read_server_log
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.dryrun_report import Offer, last_lines
-from stalloc.cli.dryrun_runs import Runs, headroom_of, offer_of, ran_out_text
-from stalloc.cli.output import command_text, table_console, wants_text, write_json
-from stalloc.analysis.server_findings import DRIVER_GROWTH_BYTES
-from stalloc.analysis.server_log import ServerLog, read_server_log
-from stalloc.cli.dryrun_runs import Offer, Runs, cards_to_try, offer_of, ran_out_entry, with_memory
+from stalloc.cli.dryrun_runs import (
+    Offer,
+    Runs,
+    cards_to_try,
+    offer_of,
+    ran_out_entry,
+    with_memory,
+)
 from stalloc.cli.output import check_numbers, command_text, present
 from stalloc.cli.program import program_command
 from stalloc.cli.sizing_report import last_lines, print_sleep, ran_out_text
 from stalloc.cli.tables import print_items, print_lines, print_prose, print_table
 from stalloc.device import DEFAULT_GPU, VirtualGPU
-from stalloc.device.known_gpus import CONTEXT_SOURCE, KNOWN_GPUS, shown_with_memory
 from stalloc.device.known_gpus import KNOWN_GPUS, shown_with_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes

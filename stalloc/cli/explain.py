@@ -37,8 +37,7 @@ from stalloc.analysis.error_search import find_errors
 from stalloc.analysis.error_text import DEVICE, ErrorText
 from stalloc.analysis.holders import find_growth
 from stalloc.analysis.moments import last_oom, moment_text
-from stalloc.analysis.server_findings import findings
-from stalloc.analysis.server_log import ServerLog, read_server_log
+from stalloc.analysis.server_log import ServerLog, findings, read_server_log
 from stalloc.cli.output import add_json_argument, add_top_argument, command_text, file_label, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_items, print_lines, print_notes, print_prose, print_title

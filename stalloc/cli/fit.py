@@ -36,7 +36,6 @@ from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, Virtua
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.notices import say
-from stalloc.patient_threads import patient_threads
 from stalloc.printable import printable
 from stalloc.sandbox import ProgramFiles
 from stalloc.techniques.elsewhere import parse_disk

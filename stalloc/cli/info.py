@@ -19,9 +19,7 @@ from stalloc.allocator_conf import conf_in_force
 from stalloc.cli.output import add_json_argument, present, wants_text, write_json
 from stalloc.cli.tables import print_items, print_table
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
-from stalloc.device.cudnn import WorkspaceRow, as_csv, rows_of, workspace_table
-from stalloc.device.cudnn import workspace_table
-from stalloc.device.cudnn_rows import as_csv, rows_of
+from stalloc.device.cudnn import as_csv, rows_of, workspace_table
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
 from stalloc.errors import BadInputError

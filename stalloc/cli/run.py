@@ -42,27 +42,12 @@ from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    table_console,
     wants_text,
     write_json,
 )
-from stalloc.cli.program import (
-    add_program_arguments,
-    chosen_gpu,
-    device_options,
-    program_command,
-    program_output,
-    run_served,
-)
-from stalloc.cli.program_writes import sandboxed_run, say_files
-from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
-from stalloc.cli.run_cap import Capped, add_cap_arguments, cap_outcome, print_cap, wanted_cap
+from stalloc.cli.run_limits import Budget, Capping, add_limit_arguments, wanted_budget, wanted_cap
 from stalloc.device import VirtualGPU, order_checker
 from stalloc.device.known_gpus import COMPLETION, COMPLETIONS
-from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
-from stalloc.cli.run_limits import Budget, Capping, add_limit_arguments, wanted_budget, wanted_cap
-from stalloc.device import VirtualGPU, completion, order_checker
-from stalloc.device.completion import COMPLETIONS
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable

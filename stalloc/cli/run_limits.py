@@ -112,9 +112,9 @@ def wanted_budget(args: argparse.Namespace, command: list[str], gpu: VirtualGPU 
     from stalloc import device
     from stalloc.fitting import keeping
     from stalloc.fitting.fit_record import load_fit
-    from stalloc.fitting.known_fits import plans_of
+    from stalloc.fitting.keeping import plans_of
     from stalloc.integrations import program_source
-    from stalloc.techniques.optimizer_paging import parse_disk
+    from stalloc.techniques.elsewhere import parse_disk
 
     keeping.check_single_rank()
     source = program_source.in_file(command)

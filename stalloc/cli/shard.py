@@ -40,11 +40,8 @@ from rich.console import Console
 from stalloc.cli.output import add_json_argument, check_numbers, command_text, present
 from stalloc.cli.program import add_program_arguments, program_command, program_files, run_program
 from stalloc.cli.progress import lines_told
-from stalloc.cli.tables import print_prose, print_table
-from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.cli.tables import print_lines, print_prose, print_table
-from stalloc.device.context import ASSUMED_BYTES
-from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
+from stalloc.device.known_gpus import ASSUMED_BYTES, DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.threads import patient_threads
@@ -103,13 +100,9 @@ class _Search:
     ) -> None:
         from stalloc import device
         from stalloc.cost.gpu_rates import rates_of
-        from stalloc.sharding.rank_runs import ShardRuns
+        from stalloc.sharding.rank_runs import RankWork, ShardRuns
         from stalloc.sharding.shard_ways import NETWORK_BYTES_PER_SECOND, Links
         from stalloc.techniques.technique_settings import parse_way
-        from stalloc.sharding.rank_work import RankWork
-        from stalloc.sharding.shard_ways import Links
-        from stalloc.sharding.traffic import NETWORK_BYTES_PER_SECOND
-        from stalloc.techniques.shard_settings import parse_way
 
         self._args, self._per_node, self._files = args, per_node, files
         self._only = parse_way(args.way, args.ranks, must_run=False) if args.way else None
@@ -129,7 +122,6 @@ class _Search:
 
     def exported(self, form: str) -> str:
         from stalloc.sharding.exports import exported
-        from stalloc.sharding.rank_runs import RankWork
 
         marks, way, num_ranks = self._runs.marks(self._work()), self._only, self._args.ranks
         assert way is not None  # --export needs --way
@@ -179,9 +171,6 @@ class _Search:
     def _recorded(self) -> list[Any]:
         from stalloc.fitting.observation import ProgramSeen
         from stalloc.fitting.trials import TrialWork, run_trial
-        from stalloc.sharding.rank_runs import RankWork
-        from stalloc.fitting.trial_work import TrialWork
-        from stalloc.fitting.trials import run_trial
         from stalloc.sharding.shard_ways import Recorded
 
         self._tell("run 1: how long a step computes")

@@ -10,7 +10,7 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.sandbox import files_from_json
-from stalloc.sizing.nccl_channels import Span
+from stalloc.sizing.nccl_memory import Span
 from stalloc.sizing.node import GroupMemory, NodeMemory, RankMemory
 from stalloc.trace.sites import UNKNOWN
 

@@ -43,9 +43,9 @@ from stalloc.cost.step_seconds import StepEstimate, estimate_step
 from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
+from stalloc.inputs import is_remote, matching
 from stalloc.lifespans import find_steady_step, last_repetition, reorder
 from stalloc.printable import printable
-from stalloc.remote import is_remote, matching
 from stalloc.trace import Trace, load_traces
 from stalloc.trace.operations import read_operations
 from stalloc.writers.lifespan_graph import Relations, relations, write_relations

@@ -26,19 +26,12 @@ from rich.console import Console
 from stalloc.analysis.offload_study import Series, study, study_series
 from stalloc.analysis.study_findings import bytes_text, findings
 from stalloc.analysis.study_record import Study, as_json
-from stalloc.cli.convert import of_device
-from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
     file_label,
-    note_texts,
-    table_console,
-    wants_text,
-    write_json,
+    present,
 )
-from stalloc.analysis.study_series import Series, study_series
-from stalloc.cli.output import add_json_argument, command_text, file_label, present
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_lines, print_notes, print_table, print_title
 from stalloc.cli.trace_options import add_gpu_argument, as_on_gpu, of_device

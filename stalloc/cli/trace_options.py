@@ -59,6 +59,6 @@ def add_gpu_argument(parser: argparse.ArgumentParser) -> None:
 
 def as_on_gpu(args: argparse.Namespace, record: DeviceRecord) -> DeviceRecord:
     """A recording as its last step would run on `--gpu`, or else on the GPU that the virtual one stands for."""
-    from stalloc.cost.estimated_activity import as_it_would_run, with_estimated_times
+    from stalloc.cost.step_seconds import as_it_would_run, with_estimated_times
 
     return with_estimated_times(record, find_gpu(args.gpu)) if args.gpu else as_it_would_run(record)
