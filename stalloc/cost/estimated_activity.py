@@ -13,7 +13,7 @@ from stalloc.cost.queues import Queue, schedule_as_ready
 from stalloc.cost.step_seconds import estimate_step
 from stalloc.device.known_gpus import VirtualGPU
 from stalloc.errors import BadInputError
-from stalloc.lifespans.named_phases import phases_of
+from stalloc.lifespans.steady_step import phases_of
 from stalloc.trace import DeviceRecord
 from stalloc.trace.activity import Held, Link, MemoryKind, Work, activity_of
 from stalloc.trace.operations import Operations, RangeKind, read_operations

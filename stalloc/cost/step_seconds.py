@@ -12,7 +12,7 @@ from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START, GpuRates
 from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.queues import Queue, Schedule, Task, schedule
 from stalloc.lifespans import find_steady_step, operation_graph
-from stalloc.lifespans.operation_dependencies import random_draws
+from stalloc.lifespans.operation_order import random_draws
 from stalloc.trace import Trace
 from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, read_operations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
     from typing import Any
 
     from stalloc.device import VirtualGPU
-    from stalloc.planner.sharing import Streams
+    from stalloc.planner.planning import Streams
     from stalloc.runtime.runtime_settings import Arena
 
 

@@ -19,8 +19,7 @@ from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill, fill_holes
-from stalloc.planner.orders import GUIDED, PLAIN, ranks
-from stalloc.planner.packings import Packing
+from stalloc.planner.packings import GUIDED, PLAIN, Packing, ranks
 from stalloc.planner.portfolio import quick
 from stalloc.planner.problem import Problem
 

@@ -25,12 +25,10 @@ import numpy as np
 
 from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
-from stalloc.planner.fused_rows import Fused, in_blocks, in_rows, single
-from stalloc.planner.groups import phase_edges
+from stalloc.planner.groups import Fused, in_blocks, in_rows, phase_edges, single
 from stalloc.planner.packings import Packing, Ranked, Tries, Try, effort_of, packed, swept
-from stalloc.planner.placement import sweep
+from stalloc.planner.placement import FAR, sweep
 from stalloc.planner.problem import Problem
-from stalloc.planner.trees import FAR
 
 #: vertices of a graph: the edges are at most half of its square
 MAX_GROUPS = 512
@@ -112,7 +110,7 @@ def _colourings(problem: Problem, edges: Column) -> Iterator[_Colouring]:
     """The groups by phases, coloured by how many others they meet; those by size as well, by that and by their area."""
     import networkx as nx  # takes long, and a plan is mostly found without
 
-    from stalloc.lifespans.graph import few_keys, group_graph
+    from stalloc.lifespans.classes import few_keys, group_graph
 
     start, end, size = problem.start, problem.end, problem.size
     born, dies = np.searchsorted(edges, start, side="right"), np.searchsorted(edges, end, side="left")

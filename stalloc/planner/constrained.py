@@ -13,9 +13,9 @@ from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
 from stalloc.planner.constraints import Constraints
 from stalloc.planner.hole_filling import fit
+from stalloc.planner.placement import skyline
 from stalloc.planner.portfolio import HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
-from stalloc.planner.two_layers import skyline
 from stalloc.trace.record import MAX_BYTES
 
 #: pairs of requests that restarts may compare

@@ -12,8 +12,7 @@ from stalloc.columns import Column
 from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.intervals import Layout, place_line, told
-from stalloc.planner.orders import GUIDED, ranks
-from stalloc.planner.packings import Packing
+from stalloc.planner.packings import GUIDED, Packing, ranks
 from stalloc.planner.placement import pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts

@@ -8,15 +8,49 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stalloc.planner.best_fit_by_birth import by_birth
+from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
-from stalloc.planner.hole_filling import fill_holes
-from stalloc.planner.orders import GUIDED, PLAIN, ranks
-from stalloc.planner.packings import Packing, Tries, compressed, packed, ranked, swept
-from stalloc.planner.placement import sweep
-from stalloc.planner.problem import Problem
-from stalloc.planner.trees import FAR
-from stalloc.planner.two_layers import cuts, divided, part_of, raised
+from stalloc.planner.hole_filling import by_birth, fill_holes
+from stalloc.planner.packings import GUIDED, PLAIN, Packing, Tries, compressed, packed, ranked, ranks, swept
+from stalloc.planner.placement import FAR, skyline, sweep
+from stalloc.planner.problem import Problem, load_curve
+
+#: sizes at which a problem may be divided, and how many of those that are good enough are tried
+MAX_CUTS, MAX_TRIED = 16, 3
+
+
+def cuts(problem: Problem, highest: int) -> list[int]:
+    """Sizes at which to divide, the largest first: those whose layers' bounds together are at most `highest`."""
+    sizes = distinct(problem.size)[1:]
+    if len(sizes) > MAX_CUTS:
+        steps = np.geomspace(float(sizes[0]), float(sizes[-1]), MAX_CUTS)
+        sizes = distinct(sizes[np.minimum(np.searchsorted(sizes, steps), len(sizes) - 1)])
+    load, found = problem.load, []
+    for size in sizes[::-1].tolist():
+        rows = problem.size >= size
+        upper = load_curve(problem.start[rows], problem.end[rows], problem.size[rows], len(problem.floor))
+        if int((problem.floor + upper).max()) + int((load - upper).max()) <= highest:
+            found.append(int(size))
+    return found if len(found) <= MAX_TRIED else [found[i * len(found) // MAX_TRIED] for i in range(MAX_TRIED)]
+
+
+def divided(problem: Problem, size: int) -> tuple[Column, Column]:
+    """(large, small): the rows of at least `size` bytes, and the others."""
+    large = problem.size >= size
+    return np.flatnonzero(large), np.flatnonzero(~large)
+
+
+def part_of(problem: Problem, rows: Column, floor: Column) -> Problem:
+    """The problem of placing these rows above that floor."""
+    return Problem(problem.start[rows], problem.end[rows], problem.size[rows], floor)
+
+
+def raised(problem: Problem, rows: Column, offset: Column) -> Column:
+    """(T,) the floor that the rows make when they are placed, on top of the problem's own."""
+    top = offset + problem.size[rows]
+    order = np.argsort(top, kind="stable")
+    return skyline(problem.start[rows][order], problem.end[rows][order], top[order], problem.floor)
+
 
 #: placements that a problem may cost beyond the first round of every order
 EFFORT = 600_000

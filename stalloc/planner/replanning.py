@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
+from stalloc.planner.constraints import columns
 from stalloc.planner.hole_filling import fit
-from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.planning import Arrays, plan, where_live
+from stalloc.planner.planning import Arrays, plan, plan_arrays, where_live
 from stalloc.planner.problem import epochs, load_curve
 from stalloc.trace import Trace
 

@@ -47,7 +47,7 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
     from stalloc.planner import Plan
-    from stalloc.planner.sharing import Streams
+    from stalloc.planner.planning import Streams
     from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace

@@ -16,7 +16,7 @@ from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.threads import start_thread
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.units import StepKind
+    from stalloc.lifespans.recurring_steps import StepKind
     from stalloc.planner import Layout, Plan
     from stalloc.planner.kind_plans import KindPlans
     from stalloc.runtime.cycles import Cycle
@@ -90,7 +90,7 @@ class KindSearch:
 
     def search(self, trace: "Trace") -> None:
         """Plan the kinds of steps that recur together with those that are known."""
-        from stalloc.lifespans.units import recurring_steps
+        from stalloc.lifespans.recurring_steps import recurring_steps
         from stalloc.planner.kind_plans import plan_steps
         from stalloc.runtime.admission import admit
 
@@ -117,7 +117,7 @@ class KindSearch:
 
     def _kinds_of_cycle(self) -> "list[StepKind]":
         """The steps of the cycle in force."""
-        from stalloc.lifespans.units import recurring_steps
+        from stalloc.lifespans.recurring_steps import recurring_steps
 
         if self.in_force is None:
             return []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from stalloc.planner.sharing import Streams
+    from stalloc.planner.planning import Streams
 
 Arena = Literal["pages", "pool"]
 

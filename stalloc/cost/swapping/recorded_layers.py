@@ -11,7 +11,7 @@ from stalloc.columns import Column, Rows
 from stalloc.cost.layer_costs import LayerCost
 from stalloc.cost.swapping.recorded_passes import RecordedPasses
 from stalloc.errors import BadInputError
-from stalloc.lifespans.operation_modules import module_of_ranges
+from stalloc.lifespans.roles import module_of_ranges
 from stalloc.trace.operations import Operations, Role
 
 
