@@ -1,6 +1,6 @@
-"""Compiled placement one by one: each request into a hole among those that are placed, lifespans as they are.
+"""Compiled placement one by one, into holes among what is placed: lowest or tightest ones, or in order of birth.
 
-Contract: offsets of a packing without overlap, whatever the order. Needs no floor and no epochs.
+Contract: offsets of a packing without overlap, above no floor.
 """
 
 import numpy as np
@@ -8,33 +8,37 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.compiled import BORROWING, njit
 from stalloc.planner.placement import FAR
-from stalloc.planner.problem import Problem
+from stalloc.planner.problem import Problem, Stays
+
+#: hole filling looks at every placed request for each one it places: beyond so many it takes too long
+HOLES_LIMIT = 20_000
+#: holes that `by_birth` may look at for each request, on average
+MAX_HOLES = 200
 
 
-def fit(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
+def fill_holes(
+    stays: Stays,
     size: Column,
-    align: Column,
-    offset: Column,
     order: Column,
-    best_fit: bool,
-) -> int:
-    """Place the requests of `order` one by one into the lowest hole, or the smallest with `best_fit`, that they fit.
+    best_fit: bool = False,
+    *,
+    kept: Column | None = None,
+    align: Column | None = None,
+) -> tuple[Column, int]:
+    """(offset, peak): the requests of `order` placed one by one into the lowest hole, or the tightest with `best_fit`.
 
-    Each goes to a multiple of its `align`, a power of two. A request is live during [start, end) and [start2, end2),
-    which is empty for most. Requests that have an offset (>= 0) already are in the way. Writes `offset` and returns the
-    peak of all. Needs no floor.
+    What has an offset (>= 0) in `kept` (n,) is in the way. Each goes to a multiple of its `align` (n,), a power of two.
     """
-    placed, by_offset = np.empty(len(start), np.int64), np.argsort(offset, kind="stable")
-    return int(_fit((start, end, start2, end2, size, align, offset), by_offset, order, placed, best_fit))
+    offset = np.full(len(size), -1, np.int64) if kept is None else kept.copy()
+    align = np.ones(len(size), np.int64) if align is None else align
+    placed, by_offset = np.empty(len(size), np.int64), np.argsort(offset, kind="stable")
+    peak = _fit((*stays[:4], size, align, offset), by_offset, order, placed, best_fit)
+    return offset, int(peak)
 
 
 @njit(nogil=True, **BORROWING)
 def _fit(requests, by_offset, order, placed, best_fit):
-    """As `fit`, with the tables that it needs given."""
+    """`fill_holes` with its tables made: writes the offsets, gives the peak."""
     start, end, start2, end2, size, align, offset = requests
     num_placed = 0
     peak = np.int64(0)
@@ -90,24 +94,6 @@ def fill(requests, order):
     nothing, placed = np.empty(0, np.int64), np.empty(count, np.int64)
     _fit((start, end, start2, end2, size, align, offset), nothing, order, placed, False)
     return offset
-
-
-def fill_holes(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
-    size: Column,
-    offset: Column,
-    order: Column,
-    best_fit: bool,
-) -> int:
-    """`fit` for requests that may lie anywhere, as when all sizes are multiples of the one alignment."""
-    return fit(start, end, start2, end2, size, np.ones(len(size), np.int64), offset, order, best_fit)
-
-
-#: holes that may be looked at for each request, on average
-MAX_HOLES = 200
 
 
 def by_birth(problem: Problem, height: int, *, high: bool = False) -> Column | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.planner.problem import load_curve
+from stalloc.planner.problem import Problem, Stays, load_curve
 
 FAR = 1 << 62
 
@@ -336,9 +336,7 @@ def _raise_run(right, left, height, lowest, run, begin, stop, level):
         _merge(right, left, height, lowest, left[run])
 
 
-def sweep(
-    start: Column, end: Column, size: Column, rank: Column, floor: Column, target: int, guided: bool
-) -> tuple[Column, int]:
+def sweep(problem: Problem, rank: Column, target: int, guided: bool) -> tuple[Column, int]:
     """Offset sweep: fill the lowest run of the skyline with the best request that fits inside it.
 
     If nothing fits, the run rises to its lower neighbour (best fit of Burke, Kendall and Whitwell, 2004; used for
@@ -347,7 +345,7 @@ def sweep(
 
     Returns (offset, peak); peak -1: given up because the target height cannot be kept.
     """
-    num_epochs = len(floor)
+    start, end, size, num_epochs = problem.start, problem.end, problem.size, len(problem.floor)
     by_start = np.argsort(start, kind="stable")
     # for the empty part to the left of an epoch: the latest end first, the starts negated, make it a tree of minima
     by_end = np.argsort(-end, kind="stable")
@@ -360,7 +358,7 @@ def sweep(
         build_requests(end[by_start], rank[by_start]),
         (by_end, place_by_end, _counts_below(end, num_epochs), build_minima(-start[by_end])),
         build_load(start, end, size, num_epochs),
-        _skyline(floor),
+        _skyline(problem.floor),
         np.empty((96, 3), np.int64),
         target,
         guided,
@@ -425,16 +423,7 @@ def _sweep(requests, starts, tree, ends, loads, runs, stack, target, guided):
     return peak
 
 
-def pack(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
-    size: Column,
-    rank: Column,
-    floor: Column,
-    target: int,
-) -> tuple[Column, int]:
+def pack(stays: Stays, size: Column, rank: Column, floor: Column, target: int) -> tuple[Column, int]:
     """Slack-guided placement at a target height: the epoch with the most unplaced bytes is served first.
 
     There, the best request whose lifespan lies between the walls (epochs with a higher floor) goes on the floor; if
@@ -442,11 +431,9 @@ def pack(
     below. Floor + unplaced bytes never exceeds the target anywhere, so a finished packing keeps it. The order follows
     the idea of tightest sections first in MiniMalloc (Moffitt, ASPLOS 2023).
 
-    A request is live during [start, end) and, if it wraps round, during [start2, end2), which is empty for most.
-
     Returns (offset, peak); peak -1: some epoch has no request that keeps the target.
     """
-    num_epochs = len(floor)
+    start, end, start2, end2, num_epochs = stays
     once = np.flatnonzero(start2 >= end2)
     twice = np.flatnonzero(start2 < end2)  # few: looked at one by one
     by_start = once[np.argsort(start[once], kind="stable")]
@@ -522,17 +509,18 @@ def _pack(requests, starts, tree, loads, floors, twice, stack, num_epochs, targe
     return peak
 
 
-def skyline(start: Column, end: Column, top: Column, floor: Column) -> Column:
-    """(T,) the highest of the floor and the tops of the requests that cover an epoch; tops ascend."""
-    num_epochs = len(floor)
+def skyline(problem: Problem, offset: Column) -> Column:
+    """(T,) the floor that the problem's requests make when they are placed, on top of its own."""
+    top, num_epochs = offset + problem.size, len(problem.floor)
+    order = np.argsort(top, kind="stable")
     cover, highest = build_floor(np.zeros(num_epochs, np.int64))
-    _raise_each(cover, highest, start, end, top)
+    _raise_each(cover, highest, problem.start[order], problem.end[order], top[order])
     level = 2
     while level < len(cover):  # what covers a node covers its children
         children = cover[level : 2 * level]
         np.maximum(children, np.repeat(cover[level // 2 : level], 2), out=children)
         level *= 2
-    return np.maximum(cover[len(cover) // 2 :][:num_epochs], floor)
+    return np.maximum(cover[len(cover) // 2 :][:num_epochs], problem.floor)
 
 
 @njit(nogil=True, **BORROWING)

@@ -22,7 +22,7 @@ from stalloc import __version__
 from stalloc.columns import Column, distinct
 from stalloc.errors import BadInputError
 from stalloc.planner.budget import Budget, Progress, check_method
-from stalloc.planner.constrained import place_constrained, stays
+from stalloc.planner.constrained import place_constrained
 from stalloc.planner.constraints import Constraints, Ranges, check_places, columns, constraints, rounded_sizes
 from stalloc.planner.cycle import cycle_bound, place_cycle
 from stalloc.planner.intervals import Layout, place_line
@@ -74,25 +74,13 @@ def plan_arrays(
         return Layout(offset, 0, 0, "nothing to place")
     if not given.plain:
         check_places(begin, stop, sizes, given, cycle)
-        layout = _constrained(begin[rows], stop[rows], rounded[rows], given.of(rows), cycle, budget)
+        layout = place_constrained(begin[rows], stop[rows], rounded[rows], given.of(rows), cycle, budget)
     elif cycle is None:
         layout = place_line(begin[rows], stop[rows], rounded[rows], budget)
     else:
         layout = place_cycle(begin[rows], stop[rows], rounded[rows], cycle, budget)
     offset[rows] = layout.offset
     return layout._replace(offset=offset)
-
-
-def _constrained(
-    start: Column, end: Column, size: Column, given: Constraints, cycle: tuple[int, int] | None, budget: Budget
-) -> Layout:
-    live = stays(start, end, cycle)
-    if cycle is None:
-        bound = int(load_curve(live.start, live.end, size, live.num_epochs).max())
-    else:
-        bound = cycle_bound(start, end, size, *cycle)
-    found = place_constrained(live, size, given, bound, budget)
-    return Layout(found.offset, found.peak_bytes, bound, found.method, found.proven_bound_bytes)
 
 
 Streams = Literal["separate", "share"]

@@ -1,12 +1,12 @@
 """What a placement problem is, and how it falls into smaller ones without losing an optimum.
 
-Contract: a packing of the parts, each at its base, is a packing of the whole, and the best packings of the parts make
-a best packing of the whole above every common target height.
+Contract: a packing of the parts, each at its base and the rows of each stack one on the other, is a packing of the
+whole, and the best packings of the parts make a best packing of the whole above every common target height.
 """
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,6 +15,26 @@ from stalloc.columns import Column, Sizes, Times
 
 if TYPE_CHECKING:
     import networkx as nx
+
+
+class Stays(NamedTuple):
+    """When n requests are live: epochs [start, end) and, in a cycle, [start2, end2) as well (0, 0 if not)."""
+
+    start: Times
+    end: Times
+    start2: Times
+    end2: Times
+    num_epochs: int
+
+    @property
+    def span(self) -> Column:
+        """(n,) epochs in which each is live."""
+        return (self.end - self.start) + (self.end2 - self.start2)
+
+    @property
+    def last_end(self) -> Column:
+        """(n,) the last epoch's end: what wraps ends there."""
+        return np.maximum(self.end, self.end2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +56,26 @@ class Problem:
         """No packing is lower: the maximum of floor and load together (0 without epochs)."""
         return int((self.floor + self.load).max(initial=0))
 
+    @property
+    def stays(self) -> Stays:
+        """When the requests are live."""
+        none = np.zeros(len(self.size), np.int64)
+        return Stays(self.start, self.end, none, none, len(self.floor))
+
     def reversed(self) -> "Problem":
         """This problem with time running backwards; every packing of it is a packing of this one."""
         num_epochs = len(self.floor)
         return Problem(num_epochs - self.end, num_epochs - self.start, self.size, self.floor[::-1].copy())
+
+    def part(self, rows: Column, floor: Column) -> "Problem":
+        """The problem of placing these rows above that floor."""
+        return Problem(self.start[rows], self.end[rows], self.size[rows], floor)
+
+
+def compressed(start: Column, end: Column, size: Column) -> Problem:
+    """The problem of these lifespans with nothing below it, its times compressed to epochs."""
+    a, b, num_epochs = epochs(start, end)
+    return Problem(a, b, size, np.zeros(num_epochs, np.int64))
 
 
 def load_curve(start: Column, end: Column, size: Column, num_epochs: int) -> Column:
