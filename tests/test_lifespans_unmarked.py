@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_up_programs import Program
 
-from stalloc.lifespans.unmarked import with_steps_marked
+from stalloc.lifespans.recurring_steps import with_steps_marked
 from stalloc.trace import Trace
 
 LAYERS = 5

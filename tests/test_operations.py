@@ -25,10 +25,8 @@ from stalloc.lifespans import (
     reorder,
     repeated_blocks,
 )
-from stalloc.lifespans.operation_dependencies import crossing_bytes
-from stalloc.lifespans.operation_modules import calls_of
-from stalloc.lifespans.operation_order import Lifespans
-from stalloc.lifespans.roles import within
+from stalloc.lifespans.operation_order import Lifespans, crossing_bytes
+from stalloc.lifespans.roles import calls_of, within
 from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import Trace, load_traces, save_traces
 from stalloc.trace.operations import ACCESS_WRITTEN, Operations, RangeKind, Role, read_operations

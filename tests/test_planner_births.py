@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stalloc.planner import plan, validate
-from stalloc.planner.best_fit_by_birth import by_birth
+from stalloc.planner.hole_filling import by_birth
 from stalloc.planner.packings import compressed
 from stalloc.planner.problem import Problem
 

@@ -5,7 +5,7 @@ import pytest
 
 from stalloc.lifespans.repeating_schedule import Schedule
 from stalloc.planner import plan_schedule, validate
-from stalloc.planner.room import leave_room
+from stalloc.planner.planning import leave_room
 
 UNIT = 100  # of the finer clock, to one of the cycle's entries
 

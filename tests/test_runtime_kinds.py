@@ -5,7 +5,7 @@ import pytest
 from programs.step_program import MIB, Program, in_rounds, planned_late
 
 from stalloc.core.constants import GRANULE
-from stalloc.lifespans.units import recurring_steps
+from stalloc.lifespans.recurring_steps import recurring_steps
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.step_places import StepPlaces
 

@@ -7,7 +7,7 @@ import pytest
 from programs.core_machine import MIB, Cycle, Machine
 
 from stalloc.core.arena_schedule import ArenaSchedule
-from stalloc.lifespans.units import StepKind
+from stalloc.lifespans.recurring_steps import StepKind
 from stalloc.planner import validate_kinds
 from stalloc.planner.kind_plans import KindPlans, plan_steps
 from stalloc.sizes import whole_pages

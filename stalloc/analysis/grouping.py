@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from stalloc.columns import Column
 from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, module_of_requests
-from stalloc.lifespans.operation_modules import path_of
+from stalloc.lifespans.roles import path_of
 from stalloc.printable import printable
 from stalloc.trace import Trace
 from stalloc.trace.operations import Operations, Role, read_operations

@@ -164,6 +164,7 @@ def _fitted(
 
 
 def _fit_of(fitting: "Fitting", best: int, program: Any, gpu: VirtualGPU, budget_bytes: int) -> "Fit":
+    from stalloc.cost.class_seconds import ERROR
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.host_rates import SOURCE
     from stalloc.fitting.fit_record import Fit

@@ -26,6 +26,9 @@ from stalloc.lifespans.operation_dependencies import random_draws
 from stalloc.trace import DeviceRecord, Trace
 from stalloc.trace.activity import Held, Link, MemoryKind, Work, activity_of
 from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, RangeKind, read_operations
+from stalloc.lifespans.operation_order import random_draws
+from stalloc.trace import Trace
+from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, read_operations
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _HALF = ("float16", "bfloat16")

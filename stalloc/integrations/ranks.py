@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
     from stalloc.planner import Plan
-    from stalloc.planner.sharing import Streams
+    from stalloc.planner.planning import Streams
 
 _COLUMNS = ("size", "stream", "start", "end", "planned")
 _PATIENCE_SECONDS = 60.0  # for a rank that said it would plan

@@ -11,6 +11,7 @@ one request, mostly one that reaches the top, to an earlier place; the temperatu
 number of moves that is less the more requests there are.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,18 +19,17 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.planner.budget import Budget
-from stalloc.planner.hole_filling import fill, fill_holes
-from stalloc.planner.orders import GUIDED, PLAIN, ranks
-from stalloc.planner.packings import Packing
+from stalloc.planner.hole_filling import HOLES_LIMIT, fill, fill_holes
+from stalloc.planner.packings import GUIDED, Packing, ranks
 from stalloc.planner.portfolio import quick
-from stalloc.planner.problem import Problem
+from stalloc.planner.problem import Problem, Stays
 
 #: pairs of requests that all decodings together, and those between two looks at the clock, may look at
 EFFORT, EFFORT_BETWEEN = 2_000_000_000, 100_000_000
 MOVES = 4_000
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.01, 0.00001
-#: decoding looks at every placed request for each one it places: beyond so many only the first order is tried
-MANY = 20_000
+#: orders to begin with, before those of the portfolio; beyond HOLES_LIMIT requests only the first of all
+PLAIN = ("Z", "A", "W")
 
 
 def anneal(problem: Problem, target: int, budget: Budget) -> Packing:
@@ -37,52 +37,34 @@ def anneal(problem: Problem, target: int, budget: Budget) -> Packing:
     first = quick(problem, target)
     if first.peak_bytes <= target or budget.over():
         return Packing(first.offset, first.peak_bytes, f"annealing, from {first.method}")
-    none, span = np.zeros(len(problem.size), np.int64), problem.end - problem.start
     # filled in the order of its offsets a packing becomes no higher
-    orders = [np.argsort(first.offset, kind="stable"), *_orders(problem, span)]
-    offset, peak = place_annealed(problem.start, problem.end, none, none, problem.size, orders, target, budget)
-    return Packing(offset, peak, "annealing")
+    by_offset = np.argsort(first.offset, kind="stable")
+    return Packing(*_place_annealed(problem.stays, problem.size, [by_offset], target, budget), "annealing")
 
 
-def anneal_cycle(
-    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, target: int, budget: Budget
-) -> tuple[Column, int, str]:
-    """(offset, peak, method) of intervals [a, b) and, for what wraps round, [a2, b2) as well."""
-    whole = Problem(a, np.maximum(b, b2), size, np.zeros(num_epochs, np.int64))
-    orders = _orders(whole, (b - a) + (b2 - a2))
-    return *place_annealed(a, b, a2, b2, size, orders, target, budget), "cycle, annealing"
+def anneal_cycle(stays: Stays, size: Column, target: int, budget: Budget) -> tuple[Column, int, str]:
+    """(offset, peak, method) of requests in a cycle."""
+    return *_place_annealed(stays, size, [], target, budget), "cycle, annealing"
 
 
-def _orders(problem: Problem, span: Column) -> list[Column]:
-    """Rows in the orders to begin with, (n,) each."""
-    return [np.argsort(ranks(problem, keys, span=span), kind="stable") for keys in (*PLAIN, *GUIDED)]
-
-
-def place_annealed(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
-    size: Column,
-    orders: list[Column],
-    target: int,
-    budget: Budget,
+def _place_annealed(
+    stays: Stays, size: Column, orders: list[Column], target: int, budget: Budget
 ) -> tuple[Column, int]:
-    """(offset, peak): the best of what the orders give, and of annealing from the best of them."""
+    """(offset, peak): the best of what all orders give, those given first, and of annealing from the best of them."""
+    whole = Problem(stays.start, stays.last_end, size, np.zeros(stays.num_epochs, np.int64))
+    orders = orders + [np.argsort(ranks(whole, keys, span=stays.span), kind="stable") for keys in (*PLAIN, *GUIDED)]
     count = len(size)
     best_offset, best_peak, best_order = np.zeros(count, np.int64), -1, orders[0]
-    for order in orders[: None if count <= MANY else 1]:
-        for best_fit in (False, True):
-            offset = np.full(count, -1, np.int64)
-            peak = fill_holes(start, end, start2, end2, size, offset, order, best_fit)
-            if best_peak < 0 or peak < best_peak:
-                best_offset, best_peak, best_order = offset, int(peak), order
-            if best_peak <= target or budget.over():
-                return best_offset, best_peak
-    for offset, peak in _annealed((start, end, start2, end2, size), best_order, best_peak, target, budget):
+    for order, best_fit in itertools.product(orders[: None if count <= HOLES_LIMIT else 1], (False, True)):
+        offset, peak = fill_holes(stays, size, order, best_fit)
+        if best_peak < 0 or peak < best_peak:
+            best_offset, best_peak, best_order = offset, peak, order
+        if best_peak <= target or budget.over():
+            return best_offset, best_peak
+    for offset, peak in _annealed((*stays[:4], size), best_order, best_peak, target, budget):
         if peak < best_peak:
             best_offset, best_peak = offset, peak
-            budget.tell(count, peak, target, "annealing")
+            budget.tell(count, best_peak, target, "annealing")
         if best_peak <= target or budget.over():
             break
     return best_offset, best_peak

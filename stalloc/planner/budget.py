@@ -9,6 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from stalloc.errors import BadInputError
+
+#: the ways of planning that can be asked for by name: five, single orders, and the groups of groups.py
+METHODS = (
+    *("auto", "greedy", "search", "colouring", "annealing"),
+    *("size", "area", "lifetime", "birth", "death", "homophase", "homosize"),
+)
+
+
+def check_method(method: str) -> None:
+    """Raise BadInputError if there is no such method."""
+    if method not in METHODS:
+        raise BadInputError(f"method is {method!r}: give one of {', '.join(METHODS)}.")
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -28,7 +42,7 @@ class Budget:
     stop: threading.Event = field(default_factory=threading.Event)  #: set it to end the search
     progress: Callable[[Progress], None] | None = None
     seed: int = 0
-    method: str = "auto"  #: one of methods.METHODS
+    method: str = "auto"  #: one of METHODS
     aim_bytes: int = 0  #: a peak of at most this will do
     graph: bool = False  #: there is time to begin with the lifespan graph (networkx) where the quickest tries fail
     num_restarts: int = 60  #: orders with noise that are tried at most, where something is fixed or forbidden

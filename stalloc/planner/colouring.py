@@ -10,7 +10,7 @@ problem is NP-hard, and the order decides. Here:
 - The graph (lifespans/graph.py) has groups for vertices: the HomoPhase groups of STAlloc (EuroSys 2026, section 5), of
   requests that are born in one phase and die in one, as they are and divided by size. So few vertices are coloured by
   networkx in an instant, the groups that meet most others, or are live with most bytes, first.
-- Requests are fused to rows and blocks (fused_rows) as far as that takes half of what the load leaves, or nothing.
+- Requests are fused to rows and blocks (groups) as far as that takes half of what the load leaves, or nothing.
 - A block takes the lowest colour of its members. Those of the lowest colours are placed first wherever there is a
   choice, by the two sweeps that all orders go through (packings).
 - Where that misses the target, groups whose members end above it move forward in the order, and all is placed again:
@@ -25,12 +25,10 @@ import numpy as np
 
 from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
-from stalloc.planner.fused_rows import Fused, in_blocks, in_rows, single
-from stalloc.planner.groups import phase_edges
-from stalloc.planner.packings import Packing, Ranked, Tries, Try, effort_of, packed, swept
-from stalloc.planner.placement import sweep
+from stalloc.planner.groups import Fused, in_blocks, in_rows, phase_edges, phases_of, single
+from stalloc.planner.packings import Packing, Ranked, Tries, rank_of
+from stalloc.planner.placement import FAR
 from stalloc.planner.problem import Problem
-from stalloc.planner.trees import FAR
 
 #: vertices of a graph: the edges are at most half of its square
 MAX_GROUPS = 512
@@ -56,6 +54,15 @@ class _Start(NamedTuple):
     group: Column  #: (m,) of each block
     turn: Column  #: (g,) of each group, lower ones first
     method: str
+
+    def ranked(self, backwards: bool) -> Ranked:
+        """The blocks by the turns of their groups."""
+        blocks = self.fused.problem.reversed() if backwards else self.fused.problem
+        return Ranked(blocks, _ranks(blocks, self.turn[self.group]), f"{self.method}{' backwards' * backwards}")
+
+    def members(self, blocks: Packing, method: str) -> Packing:
+        """The packing of the requests for that of the blocks."""
+        return Packing(self.fused.offsets(blocks.offset), blocks.peak_bytes, method)
 
 
 def coloured(problem: Problem, target: int, budget: Budget, share: float = 1.0) -> Packing:
@@ -84,7 +91,7 @@ def tries(problem: Problem, target: int) -> Tries:
 
 def by_colour(problem: Problem) -> list[tuple[str, Callable[[Problem], Column]]]:
     """Orders by name: each gives (n,) ranks of the requests in one direction of time, those of one colour by end."""
-    edges = phase_edges(problem.start, problem.end, problem.size)
+    edges = phase_edges(problem)
     return [
         (f"coloured {name}", lambda turned, turn=colour[group]: _ranks(turned, turn))  # type: ignore[misc]
         for group, colour, name in _colourings(problem, edges)
@@ -93,7 +100,7 @@ def by_colour(problem: Problem) -> list[tuple[str, Callable[[Problem], Column]]]
 
 def _starts(problem: Problem, target: int, num_colourings: int | None = None) -> Iterator[_Start]:
     """The blocks of each way to fuse, in the order of all or the first colourings; the fewest blocks first."""
-    edges = phase_edges(problem.start, problem.end, problem.size)
+    edges = phase_edges(problem)
     colourings = list(itertools.islice(_colourings(problem, edges), num_colourings))
     load = problem.floor + problem.load
     half = load + (target - load) // 2
@@ -112,10 +119,10 @@ def _colourings(problem: Problem, edges: Column) -> Iterator[_Colouring]:
     """The groups by phases, coloured by how many others they meet; those by size as well, by that and by their area."""
     import networkx as nx  # takes long, and a plan is mostly found without
 
-    from stalloc.lifespans.graph import few_keys, group_graph
+    from stalloc.lifespans.classes import few_keys, group_graph
 
     start, end, size = problem.start, problem.end, problem.size
-    born, dies = np.searchsorted(edges, start, side="right"), np.searchsorted(edges, end, side="left")
+    born, dies = phases_of(problem, edges)
     none = np.zeros(len(size), np.int64)
     for sizes, strategies in ((none, ("degree", "area")), (size, ("area", "degree"))):
         graph = group_graph(start, end, size, few_keys(born, dies, sizes, none, MAX_GROUPS))
@@ -133,11 +140,11 @@ def _colourings(problem: Problem, edges: Column) -> Iterator[_Colouring]:
 
 def _placed(starts: Iterable[_Start], target: int) -> Tries:
     """Each start in both directions of time, to the target or not at all."""
-    for start in starts:
-        for backwards in (False, True):
-            ranked = _ranked(start, backwards)
-            yield _members(start, packed(ranked, target))
-            yield _members(start, swept(ranked, target))
+    for start, backwards in itertools.product(starts, (False, True)):
+        blocks = start.ranked(backwards)
+        for tried in (blocks.packed, blocks.swept):
+            packing, cost = tried(target)
+            yield (None if packing is None else start.members(packing, packing.method)), cost
 
 
 def _repaired(starts: list[_Start], target: int) -> Iterator[tuple[Packing, int]]:
@@ -145,43 +152,15 @@ def _repaired(starts: list[_Start], target: int) -> Iterator[tuple[Packing, int]
     turns = [start.turn.astype(np.float64) for start in starts]
     for round_ in itertools.count():
         for number, start in enumerate(starts):
-            blocks = _ranked(start._replace(turn=turns[number]), round_ % 2 == 1)
-            offset, peak = sweep(
-                blocks.problem.start,
-                blocks.problem.end,
-                blocks.problem.size,
-                blocks.rank,
-                blocks.problem.floor,
-                FAR // 2,
-                True,
-            )
-            packing = Packing(offset, int(peak), f"{blocks.method}, repaired")
-            high = distinct(start.group[offset + start.fused.problem.size > target])
+            blocks = start._replace(turn=turns[number]).ranked(round_ % 2 == 1)
+            packing, cost = blocks.swept(FAR // 2)
+            assert packing is not None
+            high = distinct(start.group[packing.offset + start.fused.problem.size > target])
             turns[number][high] -= max(1.0, FORWARD * len(start.turn))
-            turns[number] = np.argsort(np.argsort(turns[number], kind="stable"), kind="stable").astype(np.float64)
-            made, cost = _members(start, (packing, effort_of(offset)))
-            assert made is not None
-            yield made, cost
-
-
-def _ranked(start: _Start, backwards: bool) -> Ranked:
-    """The blocks by the turns of their groups."""
-    blocks = start.fused.problem.reversed() if backwards else start.fused.problem
-    rank = _ranks(blocks, start.turn[start.group])
-    return Ranked(blocks, rank, f"{start.method}{' backwards' if backwards else ''}")
+            turns[number] = rank_of(np.argsort(turns[number], kind="stable")).astype(np.float64)
+            yield start.members(packing, f"{blocks.method}, repaired"), cost
 
 
 def _ranks(problem: Problem, turn: Column) -> Column:
     """(n,) ranks by turn, among equals what ends last, then what lives longest."""
-    order = np.lexsort((problem.start - problem.end, -problem.end, turn))
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return rank
-
-
-def _members(start: _Start, tried: Try) -> Try:
-    """The packing of the requests for that of the blocks."""
-    packing, cost = tried
-    if packing is None:
-        return None, cost
-    return Packing(start.fused.offsets(packing.offset), packing.peak_bytes, packing.method), cost
+    return rank_of(np.lexsort((problem.start - problem.end, -problem.end, turn)))

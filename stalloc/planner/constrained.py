@@ -4,7 +4,7 @@ Contract: a packing that keeps every constraint, the maximum load as its lower b
 constraints waste for certain. Correct for any input that `check_places` admits; less thorough than plain placement.
 """
 
-from typing import NamedTuple
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,35 +12,19 @@ from numpy.typing import NDArray
 from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
 from stalloc.planner.constraints import Constraints
-from stalloc.planner.hole_filling import fit
-from stalloc.planner.portfolio import HOLES_LIMIT, solve
-from stalloc.planner.problem import Problem, epochs, load_curve
-from stalloc.planner.two_layers import skyline
+from stalloc.planner.cycle import cycle_bound
+from stalloc.planner.hole_filling import HOLES_LIMIT, fill_holes
+from stalloc.planner.intervals import Layout
+from stalloc.planner.packings import Packing
+from stalloc.planner.placement import skyline
+from stalloc.planner.portfolio import solve
+from stalloc.planner.problem import Problem, Stays, compressed, epochs, load_curve
 from stalloc.trace.record import MAX_BYTES
 
 #: pairs of requests that restarts may compare
 PAIRS = 40_000_000
 #: epochs whose waste is looked at, and how many requests, in so many of them, at a time
 EPOCHS_LOOKED_AT, CELLS = 64, 1 << 20
-
-
-class Stays(NamedTuple):
-    """When n requests are live: epochs [start, end) and, in a cycle, [start2, end2) as well (0, 0 if not)."""
-
-    start: Column
-    end: Column
-    start2: Column
-    end2: Column
-    num_epochs: int
-
-
-class Constrained(NamedTuple):
-    """Offsets with what they come to."""
-
-    offset: Column  #: (n,) bytes
-    peak_bytes: int
-    proven_bound_bytes: int
-    method: str
 
 
 def stays(start: Column, end: Column, cycle: tuple[int, int] | None) -> Stays:
@@ -62,69 +46,71 @@ def stays(start: Column, end: Column, cycle: tuple[int, int] | None) -> Stays:
     return Stays(a[: len(start)], b[: len(start)], start2, end2, num_epochs)
 
 
-def place_constrained(live: Stays, size: Column, given: Constraints, bound: int, budget: Budget) -> Constrained:
-    """Place n requests; sizes are multiples of the granule. `bound` is the maximum load.
+def place_constrained(
+    start: Column, end: Column, size: Column, given: Constraints, cycle: tuple[int, int] | None, budget: Budget
+) -> Layout:
+    """Place n requests; sizes are multiples of the granule.
 
     What the constraints waste is looked for only if the first packing is above the bound, and above what is aimed at.
     """
+    live = stays(start, end, cycle)
+    bound = compressed(start, end, size).bound if cycle is None else cycle_bound(start, end, size, *cycle)
     proven, enough = bound, max(bound, budget.aim_bytes)
     count, blocked = len(size), _blocked(given)
     # a forbidden range is a request that lives for ever
-    whole = [
+    a, b, a2, b2 = (
         np.concatenate([column, np.full(len(blocked), value)])
         for column, value in zip(live[:4], (0, live.num_epochs, 0, 0), strict=True)
-    ]
+    )
+    whole = Stays(a, b, a2, b2, live.num_epochs)
     sizes = np.concatenate([size, blocked[:, 1] - blocked[:, 0]])
     align = np.concatenate([given.alignment, np.full(len(blocked), given.granule)])
-    taken = np.concatenate([given.fixed, blocked[:, 0]])
     free = np.flatnonzero(given.fixed < 0)
     fixed_top = int((given.fixed + size)[given.fixed >= 0].max(initial=0))
-    span = (live.end - live.start) + (live.end2 - live.start2)
 
-    def fitted(order: Column, best_fit: bool, kept: Column = taken) -> tuple[int, Column]:
-        offset = kept.copy()
-        a, b, a2, b2 = whole
-        fit(a, b, a2, b2, sizes, align, offset, order, best_fit)
-        return int((offset + sizes)[:count].max(initial=0)), offset[:count]
+    def fitted(key: Column, method: str, best_fit: bool = False, kept: Column = given.fixed) -> Packing:
+        """What is free in `kept` (n,) filled in, that with the largest key first."""
+        rows = np.flatnonzero(kept < 0)
+        order = rows[np.argsort(-key[rows], kind="stable")]
+        offset, _ = fill_holes(whole, sizes, order, best_fit, kept=np.concatenate([kept, blocked[:, 0]]), align=align)
+        return Packing(offset[:count], int((offset + sizes)[:count].max(initial=0)), method)
 
-    best: tuple[int, Column] | None = None
-    method = ""
+    best: Packing | None = None
     if not live.end2.any():
-        offset, method = _above(live, size, given, blocked, enough, budget)
-        best = int((offset + size).max(initial=0)), offset
-        if best[0] > max(enough, fixed_top):
+        best = _above(live, size, given, blocked, enough, budget)
+        if best.peak_bytes > max(enough, fixed_top):
             proven = max(bound, _wasted(live, size, given))
             enough = max(enough, proven)
-        high = free[(offset + size)[free] > enough]
+        high = free[(best.offset + size)[free] > enough]
         if len(high) * count <= PAIRS and len(high):
-            kept = np.concatenate([offset, blocked[:, 0]])
+            kept = best.offset.copy()
             kept[high] = -1
-            repaired = fitted(high[np.argsort(-size[high], kind="stable")], False, kept)
-            if repaired[0] < best[0]:
-                best, method = repaired, f"{method}, repaired"
+            best = _lower(best, fitted(size, f"{best.method}, repaired", kept=kept))
+    span = live.span
     keys = {
         "size": size,
         "alignment, then size": given.alignment.astype(np.float64) * 2.0**62 + size,
         "area": size * span.astype(np.float64),
         "lifetime": span,
     }
-    for name, key in keys.items():
-        for best_fit in (False, True):
-            if best is not None and (best[0] <= max(enough, fixed_top) or count > HOLES_LIMIT or budget.over()):
-                break
-            found = fitted(free[np.argsort(-key[free], kind="stable")], best_fit)
-            if best is None or found[0] < best[0]:
-                best, method = found, f"{'best' if best_fit else 'first'} fit by {name} around what is fixed"
+    for (name, key), best_fit in itertools.product(keys.items(), (False, True)):
+        if best is not None and (best.peak_bytes <= max(enough, fixed_top) or count > HOLES_LIMIT or budget.over()):
+            break
+        found = fitted(key, f"{'best' if best_fit else 'first'} fit by {name} around what is fixed", best_fit)
+        best = _lower(best, found)
     assert best is not None
     rng = np.random.default_rng(0)
     for _ in range(min(budget.num_restarts, PAIRS // max(count, 1) ** 2)):
-        if best[0] <= max(enough, fixed_top) or budget.over():
+        if best.peak_bytes <= max(enough, fixed_top) or budget.over():
             break
-        noise = np.exp(rng.uniform(-0.5, 0.5, len(free)))
-        found = fitted(free[np.argsort(-(size[free] * np.sqrt(span[free]) * noise), kind="stable")], False)
-        if found[0] < best[0]:
-            best, method = found, "first fit with noise around what is fixed"
-    return Constrained(best[1], best[0], max(proven, fixed_top), method)
+        noisy = size * np.sqrt(span)
+        noisy[free] *= np.exp(rng.uniform(-0.5, 0.5, len(free)))
+        best = _lower(best, fitted(noisy, "first fit with noise around what is fixed"))
+    return Layout(best.offset, best.peak_bytes, bound, best.method, max(proven, fixed_top))
+
+
+def _lower(best: Packing | None, found: Packing) -> Packing:
+    return found if best is None or found.peak_bytes < best.peak_bytes else best
 
 
 def _blocked(given: Constraints) -> Column:
@@ -135,34 +121,28 @@ def _blocked(given: Constraints) -> Column:
     return blocked
 
 
-def _above(
-    live: Stays, size: Column, given: Constraints, blocked: Column, bound: int, budget: Budget
-) -> tuple[Column, str]:
-    """(offset, method) with everything free above what is fixed or forbidden at that time, on the largest alignment.
+def _above(live: Stays, size: Column, given: Constraints, blocked: Column, bound: int, budget: Budget) -> Packing:
+    """Everything free above what is fixed or forbidden at that time, on the largest alignment.
 
     Forbidden ranges above the first packing's height stay out of the way; else they are part of the floor.
     """
     free, fixed = np.flatnonzero(given.fixed < 0), np.flatnonzero(given.fixed >= 0)
     offset = np.maximum(given.fixed, 0)
     if len(free) == 0:
-        return offset, "all fixed"
+        return Packing(offset, int((offset + size).max(initial=0)), "all fixed")
     grain = int(given.alignment[free].max())
-    rounded = (size[free] + (grain - 1)) & -grain
-    top = given.fixed[fixed] + size[fixed]
-    order = np.argsort(top, kind="stable")
-    zero = np.zeros(live.num_epochs, np.int64)
-    below = skyline(live.start[fixed][order], live.end[fixed][order], top[order], zero)
+    whole = Problem(live.start, live.end, size, np.zeros(live.num_epochs, np.int64))
+    below = skyline(whole.part(fixed, whole.floor), given.fixed[fixed])
     lows, highs = blocked[:, 0], blocked[:, 1]
-    packing = None
     for used in range(len(blocked) + 1):  # as few of the ranges below as will do
         floor = np.maximum(below, highs[used - 1] if used else 0)
         floor = (floor + (grain - 1)) & -grain
+        rounded = (size[free] + (grain - 1)) & -grain
         packing = solve(Problem(live.start[free], live.end[free], rounded, floor), bound, budget, 0.25)
         if used == len(blocked) or packing.peak_bytes <= lows[used]:
             break
-    assert packing is not None
     offset[free] = packing.offset
-    return offset, packing.method
+    return Packing(offset, int((offset + size).max(initial=0)), packing.method)
 
 
 def _wasted(live: Stays, size: Column, given: Constraints) -> int:

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.planner.overlaps import walk
-from stalloc.planner.verdict import Uses
+from stalloc.planner.validator import Uses, walk
+from stalloc.sizes import aligned
 from stalloc.trace.record import MAX_BYTES
 
 Ranges = Iterable[tuple[int, int]]
@@ -155,3 +155,66 @@ def _check_each(rows: Column, size: Column, given: Constraints) -> None:
     raise BadInputError(
         f"{name} is fixed at [{begin}, {end}), of which [{low[used]}, {high[used]}) is forbidden: lift one of them."
     )
+
+
+def columns(start: ArrayLike, end: ArrayLike, size: ArrayLike) -> tuple[Column, Column, Column]:
+    """Three int64 columns of one length. Raises BadInputError if they are not."""
+    made = _column("start", start), _column("end", end), _column("size", size)
+    if len({len(column) for column in made}) > 1:
+        raise BadInputError(
+            f"start, end and size have {len(made[0])}, {len(made[1])} and {len(made[2])} rows: give as many of each."
+        )
+    return made
+
+
+def _column(name: str, values: ArrayLike) -> Column:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise BadInputError(
+            f"{name} is a {array.ndim}-dimensional array of {array.dtype}: give one whole number a request."
+        )
+    if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
+        raise BadInputError(f"{name} of row {int(array.argmax())} is {int(array.max())}: it has to be below 2**63.")
+    return array.astype(np.int64)
+
+
+def rounded_sizes(
+    start: Column, end: Column, size: Column, given: Constraints, cycle: tuple[int, int] | None
+) -> Column:
+    """The sizes rounded up to the smallest alignment, or the sentence about the first row that is wrong."""
+    granule = given.granule
+    for wrong, sentence in (
+        (size < 0, "has a negative size"),
+        (end < start, "ends before it starts"),
+        (size > MAX_BYTES - given.alignment, "is larger than 2**61 bytes with its alignment"),
+    ):
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise BadInputError(f"row {row} ([{start[row]}, {end[row]}), {size[row]} bytes) {sentence}: correct it.")
+    rounded = aligned(size, granule)
+    most = np.maximum(rounded, (size + (given.alignment - 1)) & -given.alignment)
+    total = np.cumsum(most.astype(np.float64))
+    if len(total) and total[-1] >= MAX_BYTES:
+        row = int((total >= MAX_BYTES).argmax())
+        raise BadInputError(f"the sizes up to row {row} add up to more than 2**61 bytes: plan fewer requests at once.")
+    if cycle is not None:
+        _check_cycle(start, end, *cycle)
+    return rounded
+
+
+def _check_cycle(start: Column, end: Column, cycle_start: int, cycle_end: int) -> None:
+    period = cycle_end - cycle_start
+    if period <= 0:
+        raise BadInputError(f"the cycle [{cycle_start}, {cycle_end}) is empty: it has to last for at least one event.")
+    once = start < cycle_start
+    for wrong, sentence in (
+        (start >= cycle_end, f"starts after the cycle's end at {cycle_end}"),
+        (~once & (end - start > period), f"lives longer than the period of {period}"),
+        (
+            once & (end > cycle_end) & (end != cycle_end + period),
+            "starts before the cycle and ends after its first iteration",
+        ),
+    ):
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise BadInputError(f"row {row} ([{start[row]}, {end[row]})) {sentence}: correct it or move the cycle.")

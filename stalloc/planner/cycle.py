@@ -4,22 +4,25 @@ Contract: no two requests share a byte in the prologue, in the first iteration o
 those that wrap round from the iteration before are live as well. The bound is the maximum load over all of these.
 """
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner.budget import Budget
-from stalloc.planner.hole_filling import fill_holes
+from stalloc.planner.hole_filling import HOLES_LIMIT, fill_holes
 from stalloc.planner.intervals import Layout, place_line, told
-from stalloc.planner.orders import GUIDED, ranks
-from stalloc.planner.packings import Packing
+from stalloc.planner.packings import GUIDED, Packing, ranks
 from stalloc.planner.placement import pack
-from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, solve
-from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
+from stalloc.planner.portfolio import EFFORT, FRACTIONS, solve
+from stalloc.planner.problem import Problem, Stays, epochs, load_curve, split_at_cuts
 
 #: its name, and the ranks that it gives in one direction of time
 Order = tuple[str, Callable[[Problem], Column]]
+#: shares of the bound up to which a request that wraps is kept in place all round instead of being stacked
+KEPT_SHARES = (0.0, 0.001, 0.02, 1.0)
 
 
 def place_cycle(start: Column, end: Column, size: Column, cycle: tuple[int, int], budget: Budget) -> Layout:
@@ -50,21 +53,20 @@ def place_cycle(start: Column, end: Column, size: Column, cycle: tuple[int, int]
     last[whole], first2[whole], last2[whole] = cycle_end, 0, 0
 
     rows = np.flatnonzero(leads)
-    wrapping = last2[rows] > 0
-    both = rows[wrapping]
+    wrapping = np.flatnonzero(last2[rows] > 0)
     offset = np.zeros(len(size), np.int64)
-    if len(both) == 0:
+    if len(wrapping) == 0:
         layout = place_line(first[rows], last[rows], size[rows], budget)
         offset[rows], peak, method = layout.offset, layout.peak_bytes, layout.method
     else:
+        both = rows[wrapping]
         a, b, num_epochs = epochs(
             np.concatenate([first[rows], first2[both]]), np.concatenate([last[rows], last2[both]])
         )
         a2, b2 = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         a2[wrapping], b2[wrapping] = a[len(rows) :], b[len(rows) :]
-        offset[rows], peak, method = _above_wrapping(
-            a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound, budget
-        )
+        live = Stays(a[: len(rows)], b[: len(rows)], a2, b2, num_epochs)
+        offset[rows], peak, method = _above_wrapping(live, size[rows], bound, budget)
     offset[leader] = offset[follower]
     return Layout(offset, peak, bound, method)
 
@@ -106,141 +108,116 @@ def cycle_bound(start: Column, end: Column, size: Column, cycle_start: int, cycl
     return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max(initial=0))
 
 
-#: shares of the bound up to which a request that wraps is kept in place all round instead of being stacked
-KEPT_SHARES = (0.0, 0.001, 0.02, 1.0)
-
-
-def _above_wrapping(
-    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, bound: int, budget: Budget
-) -> tuple[Column, int, str]:
-    """(offset, peak, method) of intervals [a, b) and, for what wraps, [a2, b2) as well.
+def _above_wrapping(live: Stays, size: Column, bound: int, budget: Budget) -> tuple[Column, int, str]:
+    """(offset, peak, method) of requests of which some wrap round.
 
     First all together at the bound; failing that, what wraps is stacked at the bottom, the shortest absence lowest, and
     the rest is placed above it or in its holes; last, all together at targets between the bound and the best so far.
     """
-    wraps = b2 > 0
     # what wraps without a partner is counted in the first iteration too: the target may have to be above the bound
-    load = load_curve(a, b, size, num_epochs) + load_curve(a2, b2, size, num_epochs)
-    bound = max(bound, int(load.max()))
+    load = load_curve(live.start, live.end, size, live.num_epochs)
+    bound = max(bound, int((load + load_curve(live.start2, live.end2, size, live.num_epochs)).max()))
     if budget.method == "annealing":
         from stalloc.planner.annealing import anneal_cycle
 
-        return anneal_cycle(a, b, a2, b2, size, num_epochs, bound, budget)
-    orders = _orders(a, b, a2, b2, size, num_epochs, budget)
-    whole = _whole(a, b, a2, b2, size, num_epochs, bound, orders, 1.0)
+        return anneal_cycle(live, size, bound, budget)
+    whole = _whole(live, size, bound, _orders(live, size, budget), 1.0)
     if whole is not None:
         return whole
+    found = _stacks_and_rests(live, size, bound, budget)
+    if min(peak for _, peak, _ in found) > bound and len(size) <= HOLES_LIMIT:
+        for name, key in (("size", size), ("area", size * live.span.astype(np.float64)), ("lifetime", live.span)):
+            order = np.argsort(-key, kind="stable")
+            found.append((*fill_holes(live, size, order), f"cycle first fit by {name}"))
+    best = min(found, key=lambda entry: entry[1])
+    if best[1] > bound:
+        noisy = _orders(live, size, budget, 0.1)
+        for fraction in FRACTIONS[1:]:
+            aim = bound + int((best[1] - bound) * fraction)
+            whole = _whole(live, size, aim, noisy, 1 / len(FRACTIONS))
+            if whole is not None and whole[1] < best[1]:
+                return whole
+    return best
+
+
+def _stacks_and_rests(live: Stays, size: Column, bound: int, budget: Budget) -> list[tuple[Column, int, str]]:
+    """(offset, peak, method) with more and more of what wraps kept in place all round; ends at the bound."""
+    (a, b, a2, b2, num_epochs), wraps = live, live.end2 > 0
     tried: set[bytes] = set()
-    found: list[tuple[int, Column, str]] = []
+    found: list[tuple[Column, int, str]] = []
     for share in KEPT_SHARES:
         kept = wraps & (size <= share * bound)
         lasts = np.where(kept, num_epochs, b)
         lasting = np.flatnonzero((lasts == num_epochs) & (kept | ~wraps))
         lasting = lasting[np.lexsort((-size[lasting], a[lasting]))]  # by birth: then no hole lies below them
         wrapping = np.flatnonzero(wraps & ~kept)
-        by_absence = wrapping[np.lexsort((-size[wrapping], (a2 - b)[wrapping]))]
-        stack = np.concatenate([lasting, by_absence])
+        stack = np.concatenate([lasting, wrapping[np.lexsort((-size[wrapping], (a2 - b)[wrapping]))]])
         if stack.tobytes() in tried:
             continue
         tried.add(stack.tobytes())
-        offset, floor = _stacked(stack, a, lasts, a2, b2, size, num_epochs)
+        floor, offset = np.zeros(num_epochs, np.int64), np.zeros(len(size), np.int64)
+        for row in stack.tolist():  # each on the highest one below it
+            one, two = floor[a[row] : lasts[row]], floor[a2[row] : b2[row]]
+            offset[row] = max(one.max(), two.max(initial=0))
+            one[:] = two[:] = offset[row] + size[row]
         rest = np.setdiff1d(np.arange(len(size)), stack)
-        method = _place_rest(rest, a, b, size, offset, floor, bound, budget)
-        found.append((int((offset + size).max()), offset, f"cycle stacked, {method}"))
-        if found[-1][0] <= bound:
+        method = f"cycle stacked, {_place_rest(rest, Problem(a, b, size, floor), offset, bound, budget)}"
+        found.append((offset, int((offset + size).max()), method))
+        if found[-1][1] <= bound:
             break
         if len(size) <= HOLES_LIMIT:
-            repaired = offset.copy()
-            high = np.flatnonzero(offset + size > bound)
-            repaired[high] = -1
-            peak = fill_holes(a, b, a2, b2, size, repaired, high[np.argsort(-size[high], kind="stable")], False)
-            found.append((int(peak), repaired, f"cycle stacked, {method}, repaired"))
-    if min(peak for peak, _, _ in found) > bound and len(size) <= HOLES_LIMIT:
-        span = (b - a) + (b2 - a2)
-        for name, key in (("size", size), ("area", size * span.astype(np.float64)), ("lifetime", span)):
-            offset = np.full(len(size), -1, np.int64)
-            peak = fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False)
-            found.append((int(peak), offset, f"cycle first fit by {name}"))
-    peak, offset, method = min(found, key=lambda entry: entry[0])
-    if peak > bound:
-        noisy = _orders(a, b, a2, b2, size, num_epochs, budget, 0.1)
-        for fraction in FRACTIONS[1:]:
-            aim = bound + int((peak - bound) * fraction)
-            whole = _whole(a, b, a2, b2, size, num_epochs, aim, noisy, 1 / len(FRACTIONS))
-            if whole is not None and whole[1] < peak:
-                return whole
-    return offset, peak, method
+            high, below = np.flatnonzero(offset + size > bound), offset.copy()
+            below[high] = -1
+            order = high[np.argsort(-size[high], kind="stable")]
+            found.append((*fill_holes(live, size, order, kept=below), f"{method}, repaired"))
+    return found
 
 
-def _orders(
-    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, budget: Budget, noise: float = 0.0
-) -> list[Order]:
+def _orders(live: Stays, size: Column, budget: Budget, noise: float = 0.0) -> list[Order]:
     """The orders in which all requests are placed together: those of the portfolio, or of the colours."""
     if budget.method == "colouring":
         from stalloc.planner.colouring import by_colour
 
-        return by_colour(Problem(a, np.maximum(b, b2), size, np.zeros(num_epochs, np.int64)))
-    span = (b - a) + (b2 - a2)
-    return [(keys, lambda problem, keys=keys: ranks(problem, keys, noise, 0, span)) for keys in GUIDED]  # type: ignore[misc]
+        return by_colour(Problem(live.start, live.last_end, size, np.zeros(live.num_epochs, np.int64)))
+    return [(keys, partial(ranks, order=keys, noise=noise, span=live.span)) for keys in GUIDED]
 
 
-def _whole(
-    a: Column,
-    b: Column,
-    a2: Column,
-    b2: Column,
-    size: Column,
-    num_epochs: int,
-    target: int,
-    orders: list[Order],
-    share: float,
-) -> tuple[Column, int, str] | None:
+def _whole(live: Stays, size: Column, target: int, orders: list[Order], share: float) -> tuple[Column, int, str] | None:
     """(offset, peak, method) of all requests placed together, those that wrap among them, or None.
 
     Tries every order in both directions of time, as far as `share` of the usual effort goes, but at least one.
     """
-    wraps = b2 > 0
+    (a, b, a2, b2, last), wraps = live, live.end2 > 0
+    back = Stays(
+        last - np.where(wraps, b2, b),
+        last - np.where(wraps, a2, a),
+        np.where(wraps, last - b, 0),
+        np.where(wraps, last - a, 0),
+        last,
+    )
     cost = len(size) * (8 + int(wraps.sum())) // 64  # each placement looks at everything that wraps
-    floor = np.zeros(num_epochs, np.int64)
-    back = num_epochs - np.where(wraps, b2, b), num_epochs - np.where(wraps, a2, a)
-    back2 = np.where(wraps, num_epochs - b, 0), np.where(wraps, num_epochs - a, 0)
-    effort = share * EFFORT
-    for order, rank_in in orders:
-        for first, last, first2, last2 in ((a, b, a2, b2), (*back, *back2)):
-            rank = rank_in(Problem(first, np.maximum(last, last2), size, floor))
-            offset, peak = pack(first, last, first2, last2, size, rank, floor, target)
-            if peak >= 0:
-                return offset, int(peak), f"cycle tightest first, {order}{' backwards' if first is back[0] else ''}"
-            effort -= cost
-            if effort <= 0:
-                return None
+    floor, effort = np.zeros(last, np.int64), share * EFFORT
+    for (order, rank_in), turned in itertools.product(orders, (live, back)):
+        rank = rank_in(Problem(turned.start, turned.last_end, size, floor))
+        offset, peak = pack(turned, size, rank, floor, target)
+        if peak >= 0:
+            return offset, int(peak), f"cycle tightest first, {order}{' backwards' * (turned is back)}"
+        effort -= cost
+        if effort <= 0:
+            return None
     return None
 
 
-def _stacked(
-    stack: Column, a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int
-) -> tuple[Column, Column]:
-    """Offsets of the rows of `stack`, each on the highest one below it, and the floor that they make."""
-    floor = np.zeros(num_epochs, np.int64)
-    offset = np.zeros(len(size), np.int64)
-    for row in stack.tolist():
-        one, two = floor[a[row] : b[row]], floor[a2[row] : b2[row]]
-        offset[row] = max(one.max(), two.max(initial=0))
-        one[:] = two[:] = offset[row] + size[row]
-    return offset, floor
-
-
-def _place_rest(
-    rest: Column, a: Column, b: Column, size: Column, offset: Column, floor: Column, bound: int, budget: Budget
-) -> str:
+def _place_rest(rest: Column, whole: Problem, offset: Column, bound: int, budget: Budget) -> str:
     """Place the rows of `rest` above the floor, one piece between cuts at a time. Writes `offset`."""
     if len(rest) == 0:
         return "stacked"
     pieces = []
-    for piece in split_at_cuts(a[rest], b[rest]):
+    for piece in split_at_cuts(whole.start[rest], whole.end[rest]):
         rows = rest[piece]
-        first, last = int(a[rows].min()), int(b[rows].max())
-        pieces.append((rows, Problem(a[rows] - first, b[rows] - first, size[rows], floor[first:last])))
+        start, end = whole.start[rows], whole.end[rows]
+        first, last = int(start.min()), int(end.max())
+        pieces.append((rows, Problem(start - first, end - first, whole.size[rows], whole.floor[first:last])))
     target, methods = bound, []
     known: dict[tuple[bytes, ...], Packing] = {}
     for rows, problem in sorted(pieces, key=lambda entry: -entry[1].bound):

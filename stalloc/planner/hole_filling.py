@@ -1,39 +1,44 @@
-"""Compiled placement one by one: each request into a hole among those that are placed, lifespans as they are.
+"""Compiled placement one by one, into holes among what is placed: lowest or tightest ones, or in order of birth.
 
-Contract: offsets of a packing without overlap, whatever the order. Needs no floor and no epochs.
+Contract: offsets of a packing without overlap, above no floor.
 """
 
 import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import BORROWING, njit
-from stalloc.planner.trees import FAR
+from stalloc.planner.placement import FAR
+from stalloc.planner.problem import Problem, Stays
+
+#: hole filling looks at every placed request for each one it places: beyond so many it takes too long
+HOLES_LIMIT = 20_000
+#: holes that `by_birth` may look at for each request, on average
+MAX_HOLES = 200
 
 
-def fit(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
+def fill_holes(
+    stays: Stays,
     size: Column,
-    align: Column,
-    offset: Column,
     order: Column,
-    best_fit: bool,
-) -> int:
-    """Place the requests of `order` one by one into the lowest hole, or the smallest with `best_fit`, that they fit.
+    best_fit: bool = False,
+    *,
+    kept: Column | None = None,
+    align: Column | None = None,
+) -> tuple[Column, int]:
+    """(offset, peak): the requests of `order` placed one by one into the lowest hole, or the tightest with `best_fit`.
 
-    Each goes to a multiple of its `align`, a power of two. A request is live during [start, end) and [start2, end2),
-    which is empty for most. Requests that have an offset (>= 0) already are in the way. Writes `offset` and returns the
-    peak of all. Needs no floor.
+    What has an offset (>= 0) in `kept` (n,) is in the way. Each goes to a multiple of its `align` (n,), a power of two.
     """
-    placed, by_offset = np.empty(len(start), np.int64), np.argsort(offset, kind="stable")
-    return int(_fit((start, end, start2, end2, size, align, offset), by_offset, order, placed, best_fit))
+    offset = np.full(len(size), -1, np.int64) if kept is None else kept.copy()
+    align = np.ones(len(size), np.int64) if align is None else align
+    placed, by_offset = np.empty(len(size), np.int64), np.argsort(offset, kind="stable")
+    peak = _fit((*stays[:4], size, align, offset), by_offset, order, placed, best_fit)
+    return offset, int(peak)
 
 
 @njit(nogil=True, **BORROWING)
 def _fit(requests, by_offset, order, placed, best_fit):
-    """As `fit`, with the tables that it needs given."""
+    """`fill_holes` with its tables made: writes the offsets, gives the peak."""
     start, end, start2, end2, size, align, offset = requests
     num_placed = 0
     peak = np.int64(0)
@@ -91,15 +96,73 @@ def fill(requests, order):
     return offset
 
 
-def fill_holes(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
-    size: Column,
-    offset: Column,
-    order: Column,
-    best_fit: bool,
-) -> int:
-    """`fit` for requests that may lie anywhere, as when all sizes are multiples of the one alignment."""
-    return fit(start, end, start2, end2, size, np.ones(len(size), np.int64), offset, order, best_fit)
+def by_birth(problem: Problem, height: int, *, high: bool = False) -> Column | None:
+    """(n,) offsets of a packing of at most `height` bytes, or None; `high`: the upper end of a hole.
+
+    Of requests born in the same epoch the largest comes first, then the one that lives longest. Needs no floor.
+    """
+    if problem.floor.any():
+        return None
+    order = np.lexsort([problem.start - problem.end, -problem.size, problem.start])
+    by_end = np.argsort(problem.end, kind="stable")
+    offset = np.empty(len(order), np.int64)
+    holes = np.empty((2, len(order) + 2), np.int64)
+    done = best_fit(problem.start, problem.end, problem.size, order, by_end, offset, holes, height, high)
+    return offset if done else None
+
+
+@njit(nogil=True, **BORROWING)
+def best_fit(start, end, size, order, by_end, offset, scratch, height, high):
+    """Whether all of `order` fit below the height; writes `offset`. Of equally tight holes the lowest is taken."""
+    count = len(order)
+    low, top = scratch[0], scratch[1]  # holes, from the bottom up
+    low[0], top[0], holes = 0, height, 1
+    looks = MAX_HOLES * count
+    num_dead = 0
+    for i in order:
+        while end[by_end[num_dead]] <= start[i]:
+            begin = offset[by_end[num_dead]]
+            stop = begin + size[by_end[num_dead]]
+            num_dead += 1
+            h, behind = 0, holes
+            while h < behind:
+                middle = (h + behind) >> 1
+                if low[middle] < begin:
+                    h = middle + 1
+                else:
+                    behind = middle
+            below = h > 0 and top[h - 1] == begin
+            above = h < holes and low[h] == stop
+            if below and above:
+                top[h - 1] = top[h]
+                holes -= 1
+                for k in range(h, holes):
+                    low[k], top[k] = low[k + 1], top[k + 1]
+            elif below:
+                top[h - 1] = stop
+            elif above:
+                low[h] = begin
+            else:
+                for k in range(holes, h, -1):
+                    low[k], top[k] = low[k - 1], top[k - 1]
+                low[h], top[h] = begin, stop
+                holes += 1
+        looks -= holes
+        chosen, least = -1, np.int64(1) << 62
+        for h in range(holes):
+            left = top[h] - low[h] - size[i]
+            if 0 <= left < least:
+                chosen, least = h, left
+        if chosen < 0 or looks < 0:
+            return False
+        if high:
+            top[chosen] -= size[i]
+            offset[i] = top[chosen]
+        else:
+            offset[i] = low[chosen]
+            low[chosen] += size[i]
+        if least == 0:
+            holes -= 1
+            for k in range(chosen, holes):
+                low[k], top[k] = low[k + 1], top[k + 1]
+    return True

@@ -4,18 +4,19 @@ Contract: a packing without overlap, and the maximum load as its bound; parts th
 """
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner.budget import Budget
-from stalloc.planner.methods import GROUPS, place_by_name
-from stalloc.planner.orders import SINGLE
-from stalloc.planner.packings import Packing, compressed
-from stalloc.planner.pieces import Piece, parts_of, pieces_of, place_stacks
+from stalloc.planner.groups import by_phase, by_size
+from stalloc.planner.hole_filling import HOLES_LIMIT, fill_holes
+from stalloc.planner.packings import SINGLE, Packing, ranks
+from stalloc.planner.placement import FAR, sweep
 from stalloc.planner.portfolio import improve, quick, solve
-from stalloc.planner.problem import Problem, epochs, load_curve
+from stalloc.planner.problem import Piece, Problem, compressed, parts_of, pieces_of, place_stacks
 
 #: parts with more requests than this are not searched exactly
 SEARCHED = 2_000
@@ -44,10 +45,10 @@ class Layout(NamedTuple):
 
 def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layout:
     """Place lifespans that are one interval each."""
-    start, end, num_epochs = epochs(start, end)
-    bound = int(load_curve(start, end, size, num_epochs).max())
-    if budget.method in (*SINGLE, *GROUPS):
-        named = place_by_name(budget.method, start, end, size)
+    whole = compressed(start, end, size)
+    start, end, bound = whole.start, whole.end, whole.bound
+    if budget.method in (*SINGLE, "homophase", "homosize"):
+        named = _place_by_name(whole, budget.method)
         return Layout(named.offset, named.peak_bytes, bound, named.method)
     offset = np.zeros(len(size), np.int64)
     hurried = len(size) >= MANY and not budget.patient
@@ -58,35 +59,39 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
         (piece, compressed(start[piece.rows], end[piece.rows], size[piece.rows]), piece.twin)
         for piece in pieces_of(parts)
     ]
-    distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
+    num_distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
     peak, methods, proven = max(bound, budget.aim_bytes), [], bound
     known: dict[int, Packing] = {}
     for part, problem, key in pieces:
         packing = known.get(key)
         if packing is None or part.base_bytes + packing.peak_bytes > peak:
-            share = len(problem.size) / distinct if hurried else 1.0
-            target = peak - part.base_bytes
-            packing, low = _searched(problem, target, budget)
-            if packing is None or packing.peak_bytes > max(target, low):
-                if budget.method == "annealing":
-                    from stalloc.planner.annealing import anneal
-
-                    tried = anneal(problem, target, budget)
-                elif budget.method == "colouring":
-                    from stalloc.planner.colouring import coloured
-
-                    tried = coloured(problem, target, budget)
-                else:
-                    tried = solve(problem, target, budget, share, enough - part.base_bytes)
-                packing = tried if packing is None or tried.peak_bytes < packing.peak_bytes else packing
+            share = len(problem.size) / num_distinct if hurried else 1.0
+            packing, low = _placed(problem, peak - part.base_bytes, budget, share, enough - part.base_bytes)
             known[key], proven = packing, max(proven, part.base_bytes + low)
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
     if budget.patient and budget.method not in ("annealing", "colouring") and peak > max(bound, budget.aim_bytes):
         _improved(pieces, known, offset, max(bound, budget.aim_bytes), methods, budget)
-    peak = int((offset + size).max())
-    return Layout(offset, peak, bound, told(methods), proven)
+    return Layout(offset, int((offset + size).max()), bound, told(methods), proven)
+
+
+def _placed(problem: Problem, target: int, budget: Budget, share: float, enough: int) -> tuple[Packing, int]:
+    """The packing of a part by the method asked for, and the bound that is proven for it."""
+    packing, low = _searched(problem, target, budget)
+    if packing is not None and packing.peak_bytes <= max(target, low):
+        return packing, low
+    if budget.method == "annealing":
+        from stalloc.planner.annealing import anneal
+
+        tried = anneal(problem, target, budget)
+    elif budget.method == "colouring":
+        from stalloc.planner.colouring import coloured
+
+        tried = coloured(problem, target, budget)
+    else:
+        tried = solve(problem, target, budget, share, enough)
+    return (tried if packing is None or tried.peak_bytes < packing.peak_bytes else packing), low
 
 
 def _searched(problem: Problem, target: int, budget: Budget) -> tuple[Packing | None, int]:
@@ -142,6 +147,23 @@ def _improved(
         for part, _, key in pieces:
             if key == highest:
                 offset[part.rows] = part.base_bytes + better.offset
+
+
+def _place_by_name(problem: Problem, method: str) -> Packing:
+    """The packing of a single order, or of the HomoPhase or HomoSize groups of the STAlloc paper."""
+    if method in SINGLE:
+        offset = _in_order(problem, SINGLE[method])
+    else:
+        offset = (by_phase if method == "homophase" else by_size)(problem, partial(_in_order, order="ZW"))
+    return Packing(offset, int((offset + problem.size).max(initial=0)), method)
+
+
+def _in_order(problem: Problem, order: str) -> Column:
+    """First fit in one order; above HOLES_LIMIT requests, an offset sweep with it as priority."""
+    rank = ranks(problem, order)
+    if len(rank) > HOLES_LIMIT:
+        return sweep(problem, rank, FAR // 2, False)[0]
+    return fill_holes(problem.stays, problem.size, np.argsort(rank, kind="stable"))[0]
 
 
 def told(methods: list[tuple[int, str]]) -> str:

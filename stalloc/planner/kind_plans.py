@@ -6,17 +6,324 @@ carries over (gradients until they are zeroed, a batch that is replaced) has pla
 (carried_over.py). The validator judges all of this by the plans' own columns (planner/kinds_check.py).
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stalloc.columns import Column, distinct
-from stalloc.lifespans.units import StepKind
-from stalloc.planner import Layout, Plan
-from stalloc.planner.carried_over import carried_over
+from stalloc.lifespans.recurring_steps import StepKind
+from stalloc.planner import Layout, Plan, plan_arrays
+from stalloc.planner.budget import Budget
 from stalloc.planner.cycle import cycle_bound
-from stalloc.planner.region_plan import RegionPlan, plan_region
-from stalloc.sizes import ALIGNMENT_BYTES, aligned
+from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, aligned
+
+
+@dataclass(frozen=True, eq=False)
+class Keeping:
+    """What one kind of step does with each place, by the buffer that it uses: (p,) columns by place."""
+
+    own: Column  #: (r,) rows of the step that are carried over and have a place, by rank
+    home: Column  #: (r,) the place of each
+    until: Column  #: position in the step before which what came from earlier steps is gone; -1: there is nothing
+    begin: Column  #: the place is needed from here to `end`, which may lie in the next iteration
+    end: Column
+
+
+@dataclass(frozen=True, eq=False)
+class CarriedOver:
+    """What all kinds of steps carry over, on one stream; see `carried_over`."""
+
+    stream: int
+    lengths: list[int]  #: of the steps
+    rows: list[Column]  #: for each kind, by rank
+    kept: Column  #: (kinds, r) position in each kind before which what is carried over to it is gone
+    rank_size: Column  #: (r,) bytes
+    has_two: NDArray[np.bool_]  #: (r,) ranks that have two places
+    switches_buffers: list[bool]  #: the kinds of steps that carry over anything of such a rank, on whichever stream
+
+    @property
+    def size(self) -> Column:
+        """(p,) bytes of each place: those of all ranks, then the second ones of those that have two."""
+        return np.concatenate([self.rank_size, self.rank_size[self.has_two]])
+
+    @property
+    def num_buffers(self) -> int:
+        """2 if any rank has two places."""
+        return 1 + int(self.has_two.any())
+
+    def places(self, buffer: int) -> Column:
+        """(r,) the place of each rank for what is carried over by a step that uses this buffer."""
+        first = np.arange(len(self.has_two))
+        if buffer == 0:
+            return first
+        return np.where(self.has_two, len(first) - 1 + np.cumsum(self.has_two), first)
+
+    def keeping(self, kind: int, buffer: int) -> Keeping:
+        """What a step of this kind does with the places."""
+        length, rows, kept = self.lengths[kind], self.rows[kind], self.kept[kind]
+        home, theirs = self.places(buffer), self.places(1 - buffer)
+        until, begin = np.full(len(self.size), -1, np.int64), np.zeros(len(self.size), np.int64)
+        until[theirs] = kept
+        end = np.maximum(until, 0)
+        ranks = np.flatnonzero(self.has_two[: len(rows)] | (rows >= kept[: len(rows)]))
+        own, home = rows[ranks], home[ranks]
+        begin[home] = own
+        end[home] += length
+        return Keeping(own, home, until, begin, end)
+
+    def needed_double_buffered(self, kind: int) -> tuple[Column, Column]:
+        """(p,) when each place is needed in a cycle of two steps of a kind that carries all such ranks over.
+
+        What is live at a time in any kind of step is so here too.
+        """
+        length, rows, two = self.lengths[kind], self.rows[kind], np.flatnonzero(self.has_two)
+        begin, end = np.zeros(len(self.size), np.int64), np.full(len(self.size), 2 * length)
+        first, second = self.places(0)[two], self.places(1)[two]
+        last = self.kept[kind][two]
+        for own, kept in zip(self.rows, self.kept, strict=True):
+            beside = np.flatnonzero(two < len(own))
+            meets = kept[two][:, None] > own[two[beside]]  # what is there yet, and what replaces any of it
+            last = np.maximum(last, np.where(meets, rows[two[beside]] + 1, 0).max(axis=1, initial=0))
+        begin[first], end[first] = rows[two], length + last
+        begin[second], end[second] = length + rows[two], 2 * length + last
+        return begin, end
+
+
+def carried_over(kinds: list[StepKind], streams: list[int], *, double_buffered: bool) -> list[CarriedOver]:
+    """What several kinds of steps carry over, on each stream; `double_buffered`: a rank may have two places."""
+    lengths = [len(kind.size) for kind in kinds]
+    found: list[CarriedOver] = []
+    for stream in streams:
+        rows = [kind.handed_on(stream) for kind in kinds]
+        size = np.zeros(max(len(own) for own in rows), np.int64)
+        for kind, own in zip(kinds, rows, strict=True):
+            size[: len(own)] = np.maximum(size[: len(own)], aligned(kind.size[own]))
+        no_second = np.zeros(len(size), bool), [False] * len(kinds)
+        found.append(CarriedOver(stream, lengths, rows, _kept(kinds, stream, len(size)), size, *no_second))
+    return _double_buffered(found) if double_buffered else found
+
+
+def _double_buffered(found: list[CarriedOver]) -> list[CarriedOver]:
+    """`found` with two places for each rank that can have them, if what is replaced is a page or more."""
+    hands = [np.arange(len(one.rank_size)) < np.array([[len(own)] for own in one.rows]) for one in found]
+    passes = [one.kept >= np.array(one.lengths)[:, None] for one in found]
+    wanted, was = [_replaces(one) for one in found], -1
+    while was != (was := sum(map(np.count_nonzero, wanted))):
+        ends = np.any([(does & rank).any(axis=1) for does, rank in zip(hands, wanted, strict=True)], axis=0)
+        # what an earlier step carried over has to be gone when such a step is over
+        may = [~whole[ends].any(axis=0) for whole in passes]
+        wanted = [rank & able for rank, able in zip(wanted, may, strict=True)]
+    if not any((one.rank_size[rank] >= PAGE_BYTES).any() for one, rank in zip(found, wanted, strict=True)):
+        return found
+    two = [able & does.any(axis=0) & ~does[~ends].any(axis=0) for able, does in zip(may, hands, strict=True)]
+    return [replace(one, has_two=rank, switches_buffers=ends.tolist()) for one, rank in zip(found, two, strict=True)]
+
+
+def _replaces(carried: CarriedOver) -> NDArray[np.bool_]:
+    """(r,) ranks that some kind of step asks for before what was carried over to it is gone."""
+    replaces = np.zeros(len(carried.rank_size), bool)
+    for own, until in zip(carried.rows, carried.kept, strict=True):
+        replaces[: len(own)] |= own < until[: len(own)]
+    return replaces
+
+
+def _kept(kinds: list[StepKind], stream: int, num_ranks: int) -> Column:
+    """(kinds, r) the position up to which a step of each kind keeps each place for what was carried over to it.
+
+    Where that was not seen, the same share of the step as in the kind in which it was longest.
+    """
+    until = np.full((len(kinds), num_ranks), -1, np.int64)
+    for row, kind in zip(until, kinds, strict=True):
+        if stream in kind.until:
+            seen = kind.until[stream][:num_ranks]
+            row[: len(seen)] = seen
+    length = np.array([[len(kind.size)] for kind in kinds])
+    share = (until / length).max(axis=0)
+    share[share < 0] = 1.0
+    return np.where(until < 0, np.ceil(share * length).astype(np.int64), until)
+
+
+_CELLS = 1 << 16  # pairs of requests and places that are compared at a time
+_LEAST = 8  # requests that two kinds have to begin with; fewer are in nobody's way
+
+
+def places_of_begin(
+    kind: StepKind, rows: Column, placed: Iterable[tuple[StepKind, Column]], kept: tuple[Column, Column, Column, Column]
+) -> Column:
+    """(m,) bytes: where the `rows` (m,) of a kind lie in the kind placed before that it has most in common with; or -1.
+
+    `placed` are kinds with the offsets of their requests, -1 without one; `kept` are start, end, size and offset of the
+    places that are kept for what is carried over to a step, whose ends may lie in the next one.
+    """
+    length, other, other_offset = 0, kind, np.zeros(0, np.int64)
+    for one, its_offset in placed:
+        common = _common(kind, one)
+        if common > length:
+            length, other, other_offset = common, one, its_offset
+    places = np.full(len(rows), -1, np.int64)
+    if length < _LEAST:
+        return places
+    begin = rows[rows < length]
+    told = (other.end[begin] > 0) & (other.end[begin] <= len(other.size))  # neither carried over nor unknown
+    places[: len(begin)] = np.where(told, other_offset[begin], -1)
+    found = np.flatnonzero(places >= 0)
+    at = rows[found]
+    spans = at, kind.end[at], aligned(kind.size[at]), places[found]
+    clashes = np.zeros(len(found), bool)
+    for row in np.flatnonzero(kind.end[at] > other.end[at]).tolist():  # those that live longer than they did there
+        beside = _overlaps(spans, *(column[row : row + 1, None] for column in spans))[0]
+        beside[row] = False
+        clashes[row] = (beside & ~clashes).any()
+    start, end, size, offset = (column[(kept[3] >= 0) & (kept[0] < kept[1]), None] for column in kept)
+    carried = np.zeros_like(start), end - len(kind.size), size, offset  # into this iteration from the one before
+    at_once = max(1, _CELLS // max(len(found), 1))
+    for columns, first in itertools.product(((start, end, size, offset), carried), range(0, len(start), at_once)):
+        clashes |= _overlaps(spans, *(column[first : first + at_once] for column in columns)).any(axis=0)
+    places[found[clashes]] = -1
+    return places
+
+
+def _common(one: StepKind, other: StepKind) -> int:
+    """How many requests two kinds of steps both begin with."""
+    most = min(len(one.size), len(other.size))
+    differ = (one.size[:most] != other.size[:most]) | (one.stream[:most] != other.stream[:most])
+    return int(differ.argmax()) if differ.any() else most
+
+
+def _overlaps(
+    spans: tuple[Column, Column, Column, Column], start: Column, end: Column, size: Column, offset: Column
+) -> NDArray[np.bool_]:
+    """(k, m) which of m requests are live at a time, and in a place, that each of (k, 1) others is."""
+    starts, ends, sizes, offsets = spans
+    together: NDArray[np.bool_] = (
+        (starts < end) & (start < ends) & (offsets < offset + size) & (offset < offsets + sizes)
+    )
+    return together
+
+
+_RESTARTS = 4  # they take longer than all the rest, while the program runs, and more hardly ever gain anything
+_LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike have one place for that
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is to be placed in a step, or two: requests, then the places that are kept for what is carried over."""
+
+    length: int  # of the cycle
+    start: Column  # (n,)
+    end: Column
+    size: Column
+    places: Column  # (p,) offsets of the last p rows, -1 where they are free to be chosen
+    enough_bytes: int  # a peak that will do where something is fixed
+
+    def placed(self, begins: Column, made: dict[bytes, Layout]) -> Layout:
+        """Where it lies with its first rows at `begins` (n - p,), -1 where that is free to be chosen."""
+        fixed = np.concatenate([begins, self.places])
+        aim = self.enough_bytes if (fixed >= 0).any() else 0
+        asked = np.concatenate([[self.length, aim], self.start, self.end, self.size, fixed]).tobytes()
+        if asked not in made:
+            made[asked] = plan_arrays(
+                self.start,
+                self.end,
+                self.size,
+                alignment=ALIGNMENT_BYTES,
+                cycle=(0, self.length),
+                fixed=fixed if (fixed >= 0).any() else None,
+                budget=Budget(aim_bytes=aim, num_restarts=_RESTARTS),
+            )
+        return made[asked]
+
+
+class RegionPlan:
+    """Where the requests of all kinds go on one stream, and the places that they keep for one another."""
+
+    def __init__(self, kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, Layout]) -> None:
+        self._kinds, self.carried, self._made = kinds, carried, made
+        buffers = range(carried.num_buffers)
+        self.offset = [[np.full(len(kind.size), -1, np.int64) for kind in kinds] for _ in buffers]
+        """For each buffer and kind (n,) bytes from where the region begins, -1: not planned there."""
+        self.place_offset = np.full(len(carried.size), -1, np.int64)  #: (p,) bytes from where the region begins
+        self.peak_bytes = self.lower_bound_bytes = 0
+        self.method = ""
+        self._least_bytes = 0  # that it would be without a place for what steps begin with alike
+        self._done: list[list[tuple[StepKind, Column]]] = [[] for _ in buffers]
+
+    def _own(self, kind: StepKind) -> Column:
+        """Rows of a kind that are planned and not carried over."""
+        return np.flatnonzero((kind.end > 0) & (kind.end <= len(kind.size)) & (kind.stream == self.carried.stream))
+
+    def place_double_buffered(self, index: int) -> None:
+        """Place the steps of both buffers of one kind, and the places, which are free to be chosen."""
+        kind, carried = self._kinds[index], self.carried
+        length, own = len(kind.size), self._own(kind)
+        begin, end = carried.needed_double_buffered(index)
+        asked = _Asked(
+            2 * length,
+            np.concatenate([own, own + length, begin]),
+            np.concatenate([kind.end[own], kind.end[own] + length, end]),
+            np.concatenate([aligned(kind.size[own])] * 2 + [carried.size]),
+            self.place_offset,
+            0,
+        )
+        layout = asked.placed(np.full(2 * len(own), -1, np.int64), self._made)
+        for buffer in range(2):
+            self._note(index, buffer, own, layout.offset[buffer * len(own) :], layout)
+        self._least_bytes = self.peak_bytes
+
+    def place(self, index: int, buffer: int) -> None:
+        """Place a step of one kind."""
+        kind, carried, keeping = self._kinds[index], self.carried, self.carried.keeping(index, buffer)
+        own, places = self._own(kind), self.place_offset
+        length, decides = len(kind.size), (places < 0).any()
+        never = decides & (keeping.end <= keeping.begin)  # other kinds need all places at a time
+        asked = _Asked(
+            length,
+            np.concatenate([own, np.where(never, length - 1, keeping.begin)]),
+            np.concatenate([kind.end[own], np.where(never, length, keeping.end)]),
+            np.concatenate([aligned(kind.size[own]), carried.size]),
+            places,
+            self.peak_bytes,
+        )
+        kept = keeping.begin, keeping.end, carried.size, places
+        alike = places_of_begin(kind, own, self._done[buffer], kept)
+        layout = asked.placed(alike, self._made)
+        least_bytes = layout.peak_bytes
+        if least_bytes > max(self._least_bytes, layout.lower_bound_bytes) and (alike >= 0).any():
+            asked = replace(asked, enough_bytes=self._least_bytes)
+            without = asked.placed(np.full(len(own), -1, np.int64), self._made)
+            least_bytes = max(self._least_bytes, without.peak_bytes)
+            layout = layout if layout.peak_bytes <= _LITTLE * least_bytes else without
+        self._least_bytes = max(self._least_bytes, least_bytes)
+        self._note(index, buffer, own, layout.offset, layout)
+
+    def _note(self, index: int, buffer: int, own: Column, offset: Column, layout: Layout) -> None:
+        """A step of a kind has been placed: its `own` requests at the first of the offsets, the places at the last."""
+        keeping, placed = self.carried.keeping(index, buffer), self.offset[buffer][index]
+        self.place_offset = layout.offset[len(layout.offset) - len(self.place_offset) :]
+        self.peak_bytes = max(self.peak_bytes, layout.peak_bytes)
+        self.lower_bound_bytes = max(self.lower_bound_bytes, layout.lower_bound_bytes)
+        self.method = self.method or layout.method
+        placed[own] = offset[: len(own)]
+        placed[keeping.own] = self.place_offset[keeping.home]
+        self._done[buffer].append((self._kinds[index], placed))
+
+
+def plan_region(kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, Layout]) -> RegionPlan:
+    """Plan what all kinds ask for on one stream, for one region."""
+    needs = [int(aligned(kind.size[(kind.end > 0) & (kind.stream == carried.stream)]).sum()) for kind in kinds]
+    order = [index for index in np.argsort(needs, kind="stable")[::-1].tolist() if needs[index] > 0]
+    region, buffers = RegionPlan(kinds, carried, made), range(carried.num_buffers)
+    later = order
+    if carried.num_buffers > 1:
+        first = max(order, key=lambda index: len(carried.rows[index]) if carried.switches_buffers[index] else -1)
+        region.place_double_buffered(first)
+        later = [index for index in order if index != first]
+    for index, buffer in itertools.product(later, buffers):
+        region.place(index, buffer)
+    return region
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

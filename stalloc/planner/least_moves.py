@@ -14,8 +14,7 @@ from numpy.typing import ArrayLike
 
 from stalloc.columns import Column, distinct
 from stalloc.errors import BadInputError
-from stalloc.planner.constraints import check_places, constraints
-from stalloc.planner.layout import columns
+from stalloc.planner.constraints import check_places, columns, constraints
 
 #: blocks up to which every choice of blocks to move is considered
 EXACT_BLOCKS = 12

@@ -4,27 +4,281 @@ Contract: every function returns offsets of a packing without overlap above the 
 Times are epochs in [0, T), T = len(floor); sizes are positive; ranks are a permutation, smaller first.
 """
 
+from typing import Any
+
 import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.planner.trees import (
-    FAR,
-    add_load,
-    best_request,
-    build_floor,
-    build_load,
-    build_minima,
-    build_requests,
-    first_at_most,
-    first_lowest,
-    highest_floor,
-    highest_load,
-    nearest_wall,
-    raise_floor,
-    remove_request,
-    set_minimum,
-)
+from stalloc.planner.problem import Problem, Stays, load_curve
+
+FAR = 1 << 62
+
+
+def leaves_for(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _tree(leaves: int, first: int, values: Column, empty: int, higher: Any) -> Column:
+    """A tree whose leaves from `first` on are the values, all others `empty`; each node is the higher of its two."""
+    tree = np.full(2 * leaves, empty, np.int64)
+    tree[leaves + first : leaves + first + len(values)] = values
+    while leaves > 1:
+        higher(tree[leaves : 2 * leaves : 2], tree[leaves + 1 : 2 * leaves : 2], out=tree[leaves >> 1 : leaves])
+        leaves >>= 1
+    return tree
+
+
+# Load: add over a range, ask for the highest epoch. `pending` holds what was added to a whole node and never moves
+# down; two spare leaves, one on each side, let the climb treat both ends alike.
+
+
+def build_load(start: Column, end: Column, size: Column, num_epochs: int) -> tuple[Column, Column]:
+    """(top, pending) of the load of the requests given."""
+    leaves = leaves_for(num_epochs + 2)
+    top = _tree(leaves, 1, load_curve(start, end, size, num_epochs), -FAR, np.maximum)
+    return top, np.zeros(2 * leaves, np.int64)
+
+
+@inner(nogil=True, **BORROWING)
+def add_load(top, pending, begin, stop, amount):
+    """Add `amount` to the load of the epochs [begin, stop)."""
+    leaves = len(top) // 2
+    left = leaves + begin
+    right = leaves + 1 + stop
+    while left ^ right ^ 1:
+        if not left & 1:
+            top[left ^ 1] += amount
+            pending[left ^ 1] += amount
+        if right & 1:
+            top[right ^ 1] += amount
+            pending[right ^ 1] += amount
+        left >>= 1
+        right >>= 1
+        top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
+        top[right] = max(top[2 * right], top[2 * right + 1]) + pending[right]
+    while left > 1:
+        left >>= 1
+        top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
+
+
+@inner(nogil=True, **BORROWING)
+def highest_load(top, pending, begin, stop):
+    """(load, epoch) of the highest epoch in [begin, stop), the first of equals."""
+    leaves = len(top) // 2
+    left = leaves + begin
+    right = leaves + 1 + stop
+    left_load, left_node = -FAR, 0
+    right_load, right_node = -FAR, 0
+    while left ^ right ^ 1:
+        if not left & 1 and top[left ^ 1] > left_load:
+            left_load, left_node = top[left ^ 1], left ^ 1
+        if right & 1 and top[right ^ 1] >= right_load:
+            right_load, right_node = top[right ^ 1], right ^ 1
+        left >>= 1
+        right >>= 1
+        if left_node:
+            left_load += pending[left]
+        if right_node:
+            right_load += pending[right]
+    load, node = left_load, left_node
+    if not left_node or right_load > left_load:
+        load, node = right_load, right_node
+    while left > 1:
+        left >>= 1
+        load += pending[left]
+    while node < leaves:
+        node *= 2
+        if top[node + 1] > top[node]:
+            node += 1
+    return load, node - leaves - 1
+
+
+# Requests, sorted by start: the best rank among those that start in a range and end in a range.
+
+
+def build_minima(values: Column) -> Column:
+    """A tree of minima over `values`."""
+    return _tree(leaves_for(len(values)), 0, values, FAR, np.minimum)
+
+
+def build_requests(end_by_start: Column, rank_by_start: Column) -> tuple[Column, Column, Column]:
+    """(first end, last end, best rank) of the requests below each node."""
+    last = _tree(leaves_for(len(end_by_start)), 0, end_by_start, -FAR, np.maximum)
+    return build_minima(end_by_start), last, build_minima(rank_by_start)
+
+
+@inner(nogil=True, **BORROWING)
+def remove_request(first_end, last_end, best_rank, position):
+    """Take the request at `position` out."""
+    node = len(first_end) // 2 + position
+    first_end[node], last_end[node], best_rank[node] = FAR, -FAR, FAR
+    while node > 1:
+        node >>= 1
+        first = min(first_end[2 * node], first_end[2 * node + 1])
+        last = max(last_end[2 * node], last_end[2 * node + 1])
+        best = min(best_rank[2 * node], best_rank[2 * node + 1])
+        if first == first_end[node] and last == last_end[node] and best == best_rank[node]:
+            break  # nor does anything change further up
+        first_end[node], last_end[node], best_rank[node] = first, last, best
+
+
+@inner(nogil=True, **BORROWING)
+def best_request(first_end, last_end, best_rank, low, high, after, until, stack):
+    """The position in [low, high) of best rank whose end is in (after, until]; -1 if there is none.
+
+    `stack` is (96, 3) of scratch space.
+    """
+    leaves = len(first_end) // 2
+    found, found_rank = -1, FAR
+    stack[0, 0], stack[0, 1], stack[0, 2] = 1, 0, leaves
+    depth = 1
+    while depth > 0:
+        depth -= 1
+        node, begin, stop = stack[depth, 0], stack[depth, 1], stack[depth, 2]
+        if stop <= low or begin >= high or best_rank[node] >= found_rank:
+            continue
+        if first_end[node] > until or last_end[node] <= after:
+            continue
+        if node >= leaves:
+            found, found_rank = node - leaves, best_rank[node]
+            continue
+        middle = (begin + stop) >> 1
+        child = 2 * node
+        if best_rank[child] <= best_rank[child + 1]:  # the better child on top of the stack: it prunes the other
+            stack[depth, 0], stack[depth, 1], stack[depth, 2] = child + 1, middle, stop
+            stack[depth + 1, 0], stack[depth + 1, 1], stack[depth + 1, 2] = child, begin, middle
+        else:
+            stack[depth, 0], stack[depth, 1], stack[depth, 2] = child, begin, middle
+            stack[depth + 1, 0], stack[depth + 1, 1], stack[depth + 1, 2] = child + 1, middle, stop
+        depth += 2
+    return found
+
+
+@inner(nogil=True, **BORROWING)
+def first_at_most(lowest, low, high, limit):
+    """The first position in [low, high) whose value is at most `limit`, in a tree of minima; -1 if there is none."""
+    leaves = len(lowest) // 2
+    if low >= high:
+        return -1
+    node = leaves + low
+    while lowest[node] > limit:  # what is below it ends; on to the right, as far up as that begins there
+        while node & 1:
+            node >>= 1
+        if node == 0:
+            return -1
+        node += 1
+    while node < leaves:
+        node *= 2
+        if lowest[node] > limit:
+            node += 1
+    return node - leaves if node - leaves < high else -1
+
+
+@inner(nogil=True, **BORROWING)
+def set_minimum(lowest, position, value):
+    """Set one value of a tree of minima."""
+    node = len(lowest) // 2 + position
+    lowest[node] = value
+    while node > 1:
+        node >>= 1
+        least = min(lowest[2 * node], lowest[2 * node + 1])
+        if least == lowest[node]:
+            break  # nor does anything change further up
+        lowest[node] = least
+
+
+@inner(nogil=True, **BORROWING)
+def first_lowest(lowest):
+    """The first position of the least value of a tree of minima."""
+    leaves = len(lowest) // 2
+    node = 1
+    while node < leaves:
+        node *= 2
+        if lowest[node] > lowest[node + 1]:
+            node += 1
+    return node - leaves
+
+
+# Floor: it only ever rises, so what covers a whole node can stay there (`cover`) and the highest wins.
+
+
+def build_floor(floor: Column) -> tuple[Column, Column]:
+    """(cover, top) of a floor given for each epoch."""
+    leaves = leaves_for(len(floor))
+    cover = np.zeros(2 * leaves, np.int64)
+    cover[leaves : leaves + len(floor)] = floor
+    return cover, _tree(leaves, 0, floor, 0, np.maximum)
+
+
+@inner(nogil=True, **BORROWING)
+def highest_floor(cover, top, begin, stop):
+    """The highest floor over the epochs [begin, stop), which are at least one."""
+    leaves = len(cover) // 2
+    left, right = leaves + begin, leaves + stop
+    first, last = left, right - 1
+    highest = np.int64(0)
+    while left < right:
+        if left & 1:
+            highest = max(highest, top[left])
+            left += 1
+        if right & 1:
+            right -= 1
+            highest = max(highest, top[right])
+        left >>= 1
+        right >>= 1
+    while first > 0:
+        highest = max(highest, cover[first], cover[last])
+        first >>= 1
+        last >>= 1
+    return highest
+
+
+@inner(nogil=True, **BORROWING)
+def raise_floor(cover, top, begin, stop, level):
+    """Raise the floor of the epochs [begin, stop) to `level`, which is above all of it."""
+    leaves = len(cover) // 2
+    left, right = leaves + begin, leaves + stop
+    first, last = left, right - 1
+    while left < right:
+        if left & 1:
+            cover[left] = level
+            top[left] = level
+            left += 1
+        if right & 1:
+            right -= 1
+            cover[right] = level
+            top[right] = level
+        left >>= 1
+        right >>= 1
+    while first > 1:
+        first >>= 1
+        last >>= 1
+        top[first] = max(top[first], level)
+        top[last] = max(top[last], level)
+
+
+@inner(nogil=True, **BORROWING)
+def nearest_wall(cover, top, epoch, level, side):
+    """The nearest epoch whose floor is above `level` on the right (side 1) or left (side 0); -1 if there is none.
+
+    The floor at `epoch` itself is at most `level`, so no node above it covers more than that.
+    """
+    leaves = len(cover) // 2
+    node = leaves + epoch
+    while node > 1:
+        if node & 1 != side and top[node ^ 1] > level:
+            node ^= 1
+            covered = False
+            while node < leaves:
+                covered = covered or cover[node] > level
+                node = 2 * node + 1 - side  # the near child
+                if not covered and top[node] <= level:
+                    node ^= 1
+            return node - leaves
+        node >>= 1
+    return -1
 
 
 def _counts_below(times: Column, num_epochs: int) -> Column:
@@ -82,9 +336,7 @@ def _raise_run(right, left, height, lowest, run, begin, stop, level):
         _merge(right, left, height, lowest, left[run])
 
 
-def sweep(
-    start: Column, end: Column, size: Column, rank: Column, floor: Column, target: int, guided: bool
-) -> tuple[Column, int]:
+def sweep(problem: Problem, rank: Column, target: int, guided: bool) -> tuple[Column, int]:
     """Offset sweep: fill the lowest run of the skyline with the best request that fits inside it.
 
     If nothing fits, the run rises to its lower neighbour (best fit of Burke, Kendall and Whitwell, 2004; used for
@@ -93,7 +345,7 @@ def sweep(
 
     Returns (offset, peak); peak -1: given up because the target height cannot be kept.
     """
-    num_epochs = len(floor)
+    start, end, size, num_epochs = problem.start, problem.end, problem.size, len(problem.floor)
     by_start = np.argsort(start, kind="stable")
     # for the empty part to the left of an epoch: the latest end first, the starts negated, make it a tree of minima
     by_end = np.argsort(-end, kind="stable")
@@ -106,7 +358,7 @@ def sweep(
         build_requests(end[by_start], rank[by_start]),
         (by_end, place_by_end, _counts_below(end, num_epochs), build_minima(-start[by_end])),
         build_load(start, end, size, num_epochs),
-        _skyline(floor),
+        _skyline(problem.floor),
         np.empty((96, 3), np.int64),
         target,
         guided,
@@ -171,16 +423,7 @@ def _sweep(requests, starts, tree, ends, loads, runs, stack, target, guided):
     return peak
 
 
-def pack(
-    start: Column,
-    end: Column,
-    start2: Column,
-    end2: Column,
-    size: Column,
-    rank: Column,
-    floor: Column,
-    target: int,
-) -> tuple[Column, int]:
+def pack(stays: Stays, size: Column, rank: Column, floor: Column, target: int) -> tuple[Column, int]:
     """Slack-guided placement at a target height: the epoch with the most unplaced bytes is served first.
 
     There, the best request whose lifespan lies between the walls (epochs with a higher floor) goes on the floor; if
@@ -188,11 +431,9 @@ def pack(
     below. Floor + unplaced bytes never exceeds the target anywhere, so a finished packing keeps it. The order follows
     the idea of tightest sections first in MiniMalloc (Moffitt, ASPLOS 2023).
 
-    A request is live during [start, end) and, if it wraps round, during [start2, end2), which is empty for most.
-
     Returns (offset, peak); peak -1: some epoch has no request that keeps the target.
     """
-    num_epochs = len(floor)
+    start, end, start2, end2, num_epochs = stays
     once = np.flatnonzero(start2 >= end2)
     twice = np.flatnonzero(start2 < end2)  # few: looked at one by one
     by_start = once[np.argsort(start[once], kind="stable")]
@@ -266,3 +507,23 @@ def _pack(requests, starts, tree, loads, floors, twice, stack, num_epochs, targe
             add_load(load, pending, start2[chosen], end2[chosen], -size[chosen])
             raise_floor(cover, top, start2[chosen], end2[chosen], new)
     return peak
+
+
+def skyline(problem: Problem, offset: Column) -> Column:
+    """(T,) the floor that the problem's requests make when they are placed, on top of its own."""
+    top, num_epochs = offset + problem.size, len(problem.floor)
+    order = np.argsort(top, kind="stable")
+    cover, highest = build_floor(np.zeros(num_epochs, np.int64))
+    _raise_each(cover, highest, problem.start[order], problem.end[order], top[order])
+    level = 2
+    while level < len(cover):  # what covers a node covers its children
+        children = cover[level : 2 * level]
+        np.maximum(children, np.repeat(cover[level // 2 : level], 2), out=children)
+        level *= 2
+    return np.maximum(cover[len(cover) // 2 :][:num_epochs], problem.floor)
+
+
+@njit(nogil=True, **BORROWING)
+def _raise_each(cover, highest, start, end, top):
+    for i in range(len(start)):
+        raise_floor(cover, highest, start[i], end[i], top[i])

@@ -8,28 +8,141 @@ will.
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from stalloc import __version__
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.errors import BadInputError
-from stalloc.planner.budget import Budget, Progress
-from stalloc.planner.constraints import Constraints, Ranges, constraints
-from stalloc.planner.cycle import cycle_bound
-from stalloc.planner.layout import columns, plan_arrays
-from stalloc.planner.methods import check_method
+from stalloc.planner.budget import Budget, Progress, check_method
+from stalloc.planner.constrained import place_constrained
+from stalloc.planner.constraints import Constraints, Ranges, check_places, columns, constraints, rounded_sizes
+from stalloc.planner.cycle import cycle_bound, place_cycle
+from stalloc.planner.intervals import Layout, place_line
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.sharing import Streams, handovers, place_streams
+from stalloc.planner.problem import epochs, load_curve
 from stalloc.sizes import aligned
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
+
+
+def plan_arrays(
+    start: ArrayLike,
+    end: ArrayLike,
+    size: ArrayLike,
+    *,
+    alignment: ArrayLike = 512,
+    cycle: tuple[int, int] | None = None,
+    fixed: Mapping[int, int] | ArrayLike | None = None,
+    forbidden: Ranges = (),
+    ids: NDArray[Any] | None = None,
+    budget: Budget | None = None,
+    ring: tuple[int, int] | None = None,
+) -> Layout:
+    """Place n requests with lifespans [start, end) (any integer clock) and sizes in bytes, each (n,).
+
+    With `cycle` = (cycle_start, cycle_end), requests that start in it are live again one period later, and again, for
+    ever; an end beyond cycle_end reaches into the next iteration, at most to start + period. Requests that start before
+    cycle_start are live once: until an end of at most cycle_end, or for ever with end = cycle_end + period.
+
+    `alignment` is one power of two for all, or (n,). `fixed` maps rows to the offsets where they are, or is (n,) with
+    -1 for those to be placed. `forbidden` are ranges [low, high) of bytes that no request may use. `ids` are (n,) names
+    for errors. Without a `budget` the usual effort is spent. `ring` is the name that
+    `cycle` had in the last release.
+
+    Raises BadInputError, naming the row, for input that is none of this.
+    """
+    if ring is not None:
+        warnings.warn("plan_arrays(ring=...) is called cycle= now.", DeprecationWarning, stacklevel=2)
+        cycle = ring
+    begin, stop, sizes = columns(start, end, size)
+    budget = budget or Budget()
+    given = constraints(len(sizes), alignment, fixed, forbidden, ids)
+    rounded = rounded_sizes(begin, stop, sizes, given, cycle)
+    offset = np.maximum(given.fixed, 0)
+    rows = np.flatnonzero((rounded > 0) & (begin < stop))
+    if len(rows) == 0:
+        return Layout(offset, 0, 0, "nothing to place")
+    if not given.plain:
+        check_places(begin, stop, sizes, given, cycle)
+        layout = place_constrained(begin[rows], stop[rows], rounded[rows], given.of(rows), cycle, budget)
+    elif cycle is None:
+        layout = place_line(begin[rows], stop[rows], rounded[rows], budget)
+    else:
+        layout = place_cycle(begin[rows], stop[rows], rounded[rows], cycle, budget)
+    offset[rows] = layout.offset
+    return layout._replace(offset=offset)
+
+
+Streams = Literal["separate", "share"]
+
+
+def place_streams(
+    schedule: "Schedule", alignment: int, streams: Streams, budget: Budget | None
+) -> tuple[Column, int, str]:
+    """(offset, peak, method): offsets of (n,) schedule entries in bytes, -1 for those that are not planned."""
+    if streams not in ("separate", "share"):
+        raise BadInputError(f"streams is {streams!r}: give 'separate' or 'share'.")
+    planned = np.flatnonzero(schedule.planned)
+    names = distinct(schedule.stream[planned]).tolist()
+    groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
+    layouts = {group: _together(schedule, group, alignment, budget) for group in groups}
+    offset = np.full(len(schedule.size), -1, np.int64)
+    region = 0
+    placed = [layouts[group] for group in sorted(layouts)]
+    for rows, layout in placed:
+        offset[rows] = region + layout.offset
+        region += layout.peak_bytes
+    return offset, region, "; ".join(layout.method for _, layout in placed) or "nothing to place"
+
+
+def _together(
+    schedule: "Schedule", group: tuple[int, ...], alignment: int, budget: Budget | None
+) -> tuple[Column, Layout]:
+    rows = np.flatnonzero(schedule.planned & np.isin(schedule.stream, group))
+    cycle = schedule.cycle_start, schedule.cycle_end
+    return rows, plan_arrays(
+        schedule.start[rows], schedule.end[rows], schedule.size[rows], alignment=alignment, cycle=cycle, budget=budget
+    )
+
+
+def handovers(schedule: "Schedule", offset: Column) -> tuple[Column, Column]:
+    """(earlier, later) schedule entries, ascending: of other streams, and the later one takes bytes of the earlier."""
+    period = schedule.cycle_end - schedule.cycle_start
+    uses = []
+    for row in np.flatnonzero((offset >= 0) & (schedule.size > 0) & (schedule.start < schedule.end)).tolist():
+        begin, low, high = int(schedule.start[row]), int(offset[row]), int(offset[row] + schedule.size[row])
+        uses.append((begin, row, low, high))
+        if row >= schedule.num_prologue:
+            uses.append((begin + period, row, low, high))
+    uses.sort()
+    edges, owners = [0], [-1]  # owners[i] used the bytes [edges[i], edges[i + 1]) last
+    pairs: set[tuple[int, int]] = set()
+    for _, row, low, high in uses:
+        for edge in (low, high):
+            at = bisect_right(edges, edge)
+            if edges[at - 1] != edge:
+                edges.insert(at, edge)
+                owners.insert(at, owners[at - 1])
+        first, last = bisect_right(edges, low) - 1, bisect_right(edges, high) - 1
+        pairs |= {
+            (owner, row)
+            for owner in owners[first:last]
+            if owner >= 0 and schedule.stream[owner] != schedule.stream[row]
+        }
+        edges[first:last], owners[first:last] = [low], [row]
+    columns = np.array(sorted(pairs), np.int64).reshape(-1, 2)
+    return columns[:, 0].copy(), columns[:, 1].copy()
+
 
 #: one request each: start, end (event indices) and size (bytes)
 Arrays = tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -237,3 +350,86 @@ def _provenance(
         "options": options,
         "stalloc": __version__,
     }
+
+
+def leave_room(plan: Plan, wider: "Schedule") -> Plan:
+    """A plan of a cycle that leaves room for what else comes in it; the plan itself if that would raise its peak.
+
+    `wider` is the plan's cycle on a finer clock, with such requests among its own: `row` is the entry of the cycle, -1
+    for these. Of them, the largest first, those are taken that fit below the cycle's own load. Streams are kept apart.
+    """
+    kept = _that_fit(wider, plan.alignment)
+    columns = ("size", "stream", "start", "end", "planned", "row")
+    taken = replace(wider, **{name: getattr(wider, name)[kept] for name in columns})
+    made = plan_schedule(taken, plan.alignment, device=plan.device)
+    own = np.flatnonzero(taken.row >= 0)
+    offset = np.full(len(plan.schedule_size), -1, np.int64)
+    offset[taken.row[own]] = made.schedule_offset[own]
+    rounded = aligned(plan.schedule_size, plan.alignment)
+    if ((offset >= 0) & (offset + rounded > plan.peak_bytes)).any() or (
+        (offset < 0) & (plan.schedule_offset >= 0)
+    ).any():
+        return plan
+    return replace(plan, offset=offset, schedule_offset=offset, method=made.method)
+
+
+def _that_fit(wider: "Schedule", alignment: int) -> Column:
+    """The rows of the cycle, and of what else comes in it those that do not raise its load, in order."""
+    size, period = aligned(wider.size, alignment), wider.cycle_end - wider.cycle_start
+    wraps = np.flatnonzero(wider.end > wider.cycle_end)
+    begin, end, num_epochs = epochs(
+        np.concatenate([wider.start, np.full(len(wraps), wider.cycle_start)]),
+        np.concatenate([np.minimum(wider.end, wider.cycle_end), wider.end[wraps] - period]),
+    )
+    row = np.concatenate([np.arange(len(size)), wraps])
+    own = np.flatnonzero((wider.row >= 0) & wider.planned)
+    counted = np.isin(row, own)
+    load = load_curve(begin[counted], end[counted], size[row[counted]], num_epochs)
+    most, kept = int(load.max(initial=0)), wider.row >= 0
+    others = np.flatnonzero(wider.row < 0)  # none of which lives on from one iteration to the next
+    for other in others[np.argsort(-size[others], kind="stable")].tolist():
+        lives = load[begin[other] : end[other]]
+        if lives.max(initial=0) + size[other] <= most:
+            lives += size[other]
+            kept[other] = True
+    return np.flatnonzero(kept)
+
+
+def plan_joint(sources: "Sequence[Trace | Schedule | Arrays]", *, alignment: int = 512) -> list[Plan]:
+    """One plan for each of `sources`: traces, schedules, or (start, end, size). All have the same `peak_bytes`.
+
+    The one that needs most is planned first; the others need not be better than that. Raises BadInputError for input
+    that cannot be planned.
+    """
+    bounds = [_bound(source, alignment) for source in sources]
+    plans: dict[int, Plan] = {}
+    peak = 0
+    for index in np.argsort([-bound for bound in bounds], kind="stable").tolist():
+        source = sources[index]
+        if isinstance(source, Trace | tuple):
+            plans[index] = plan(source, alignment=alignment, aim_bytes=peak)
+        else:
+            plans[index] = plan_schedule(source, alignment)
+        peak = max(peak, plans[index].peak_bytes)
+    proven = max((made.proven_bound_bytes for made in plans.values()), default=0)
+    return [
+        dataclasses.replace(
+            plans[index],
+            peak_bytes=peak,
+            proven_bound_bytes=proven,
+            optimal=peak == proven,
+            provenance={**plans[index].provenance, "joint": {"index": index, "plans": len(plans)}},
+        )
+        for index in range(len(plans))
+    ]
+
+
+def _bound(source: "Trace | Schedule | Arrays", alignment: int) -> int:
+    """The maximum load of one source, sizes rounded up."""
+    if not isinstance(source, Trace | tuple):
+        return schedule_bound(source, alignment)
+    given = (source.start, source.end, source.size) if isinstance(source, Trace) else source
+    start, end, size = columns(*given)
+    rows = start < end
+    a, b, num_epochs = epochs(start[rows], end[rows])
+    return int(load_curve(a, b, aligned(size[rows], alignment), num_epochs).max(initial=0))

@@ -12,19 +12,17 @@ from numpy.typing import NDArray
 from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.planner.hole_filling import fit
-from stalloc.planner.layout import columns, plan_arrays
+from stalloc.planner.constraints import columns
+from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.planning import Arrays, plan, where_live
-from stalloc.planner.problem import epochs, load_curve
+from stalloc.planner.planning import Arrays, plan, plan_arrays, where_live
+from stalloc.planner.problem import Stays, epochs, load_curve
 from stalloc.trace import Trace
 
 #: how far apart two traces may drift between requests that match, and how many in a row must match again
 DRIFT, AGAIN = 128, 6
 #: requests that may be looked at against all others: more take longer than planning anew
 MANY = 300
-#: up to so many requests are placed each by a look at what it meets, more in one go
-FEW = 64
 #: moments a request up to which the load is counted moment by moment
 SPARSE = 16
 
@@ -90,8 +88,7 @@ def _place_rest(start: Column, end: Column, size: Column, offset: Column, height
     None if that is too much, else how many rows were placed.
     """
     none = np.zeros(len(size), np.int64)
-    once = np.ones(len(size), np.int64)
-    total = 0
+    stays, total = Stays(start, end, none, none, 0), 0
     for stage in range(3):
         high = np.flatnonzero((offset + size > height) & (start < end))
         if stage and len(high) == 0:
@@ -109,10 +106,7 @@ def _place_rest(start: Column, end: Column, size: Column, offset: Column, height
         if total > MANY:
             return None
         order = rest[np.argsort(-size[rest], kind="stable")]
-        if len(rest) <= FEW:
-            place_few(start, end, size, offset, order)
-        else:
-            fit(start, end, none, none, size, once, offset, order, True)
+        offset[:], _ = fill_holes(stays, size, order, True, kept=offset)
     return total
 
 
@@ -191,30 +185,3 @@ def free_clashing(start, end, size, offset, suspects):
             if together and max(offset[i], offset[j]) < min(offset[i] + size[i], offset[j] + size[j]):
                 offset[i] = -1
                 break
-
-
-@njit(nogil=True)
-def place_few(start, end, size, offset, order):
-    """Place the requests of `order` one by one into the smallest hole that they fit, else above what they meet.
-
-    What has an offset (>= 0) already is in the way. Writes `offset`.
-    """
-    met = np.empty(len(start), np.int64)
-    for i in order:
-        count = 0
-        for j in range(len(start)):
-            if offset[j] >= 0 and size[j] > 0 and start[j] < end[i] and start[i] < end[j]:
-                place = count  # by offset: NumPy's sort would take seconds to compile
-                while place > 0 and offset[met[place - 1]] > offset[j]:
-                    met[place] = met[place - 1]
-                    place -= 1
-                met[place] = j
-                count += 1
-        lowest, chosen, smallest = np.int64(0), np.int64(-1), np.int64(1) << 62
-        for k in range(count):
-            j = met[k]
-            gap = offset[j] - lowest
-            if size[i] <= gap < smallest:
-                chosen, smallest = lowest, gap
-            lowest = max(lowest, offset[j] + size[j])
-        offset[i] = chosen if chosen >= 0 else lowest

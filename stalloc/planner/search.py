@@ -13,7 +13,7 @@ import numpy as np
 
 from stalloc.columns import Column, distinct
 from stalloc.planner import exact_search
-from stalloc.planner.board import board
+from stalloc.planner.exact_search import board
 from stalloc.planner.packings import Packing
 from stalloc.planner.problem import Problem
 

@@ -5,16 +5,152 @@ safe to follow: every entry, however short its lifespan, lies inside the arena, 
 together share a byte. It takes time in proportion to the plan, whoever wrote it.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stalloc.planner.overlaps import walk
+from stalloc.columns import Column
+from stalloc.compiled import BORROWING, njit
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.stream_check import check_handovers, check_streams
-from stalloc.planner.verdict import Uses, Verdict, uses_of_rows, uses_of_schedule
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the validator says of a plan."""
+
+    ok: bool
+    reason: str = ""  #: one of REASONS; empty if the plan is valid
+    detail: str = ""  #: one sentence with rows, bytes and events
+
+
+#: every reason a plan can be refused for
+REASONS = (
+    "trace-mismatch",  # the rows are not those of the trace
+    "bad-size",  # a size is negative or more than any address space holds
+    "bad-lifespan",  # a request ends before it starts
+    "bad-stream",  # a stream has a negative index, or one that no program reaches
+    "bad-schedule",  # the schedule is no prologue and cycle, or the rows do not follow it
+    "negative-offset",  # below the arena
+    "misaligned",  # an offset is no multiple of the alignment
+    "bad-constraint",  # a table of constraints or handovers names what is not there
+    "moved",  # a request that was placed beforehand is elsewhere
+    "forbidden",  # a request uses bytes that it must not
+    "beyond-peak",  # a request, its size rounded up, ends above the stated peak
+    "overlap",  # two requests that are live together share bytes
+    "shared-by-streams",  # requests of two streams share bytes in a plan that is to be followed
+    "bad-handover",  # a planned handover joins two schedule entries that cannot follow each other in one place
+    "bad-handed-on",  # what one kind of step leaves to the next is not where all kinds keep a place free for it
+    "wrong-lower-bound",  # the stated bound is not the maximum load
+    "wrong-proven-bound",  # what is said to be proven contradicts the plan
+)
+
+
+class Uses(NamedTuple):
+    """The stays of requests in the arena, in columns of m: bytes [low, high) during events [start, end)."""
+
+    start: Column
+    end: Column
+    low: Column
+    high: Column
+    row: Column
+
+    def lasting(self) -> "Uses":
+        """The uses that are not empty: at least one byte during at least one event."""
+        return self._of((self.low < self.high) & (self.start < self.end))
+
+    def by_start(self) -> "Uses":
+        """The uses in the order in which they begin."""
+        return self._of(np.argsort(self.start, kind="stable"))
+
+    def tuples(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """One after the other."""
+        return zip(*(column.tolist() for column in self), strict=True)
+
+    def _of(self, chosen: NDArray[Any]) -> "Uses":
+        return Uses(*(column[chosen] for column in self))
+
+
+def uses_of_rows(plan: Plan) -> Uses:
+    """Every request that has a place."""
+    rows = np.flatnonzero(plan.offset != -1)
+    low = plan.offset[rows]
+    return Uses(plan.start[rows], plan.end[rows], low, low + plan.size[rows], rows)
+
+
+def uses_of_schedule(plan: Plan) -> Uses:
+    """The schedule unrolled over prologue and two iterations."""
+    period = plan.cycle_end - plan.cycle_start
+    first = np.flatnonzero(plan.schedule_offset != -1)
+    second = first[first >= plan.num_prologue]
+    end = np.minimum(plan.schedule_end[second] + period, plan.cycle_end + period)
+    rows = np.concatenate([first, second])
+    low = plan.schedule_offset[rows]
+    return Uses(
+        np.concatenate([plan.schedule_start[first], plan.schedule_start[second] + period]),
+        np.concatenate([plan.schedule_end[first], end]),
+        low,
+        low + plan.schedule_size[rows],
+        rows,
+    )
+
+
+class Walk(NamedTuple):
+    """What was met."""
+
+    pair: tuple[int, int] | None  #: two stays, by their place in the columns, that are live together and share bytes
+    load_bytes: int  #: the most that is live at once, sizes rounded up to the alignment, until then
+
+
+def walk(uses: Uses, alignment: int) -> Walk:
+    """Begin and end each of `uses`, all of some bytes and some time: those that end at an event before its begins."""
+    if not len(uses.row):
+        return Walk(None, 0)
+    numbers = np.arange(len(uses.row))
+    changes = np.concatenate([~numbers, numbers])[np.argsort(np.concatenate([uses.end, uses.start]), kind="stable")]
+    one, two, load_bytes = _walk(changes, uses.low, uses.high, np.int64(alignment), np.empty_like(numbers))
+    return Walk((int(one), int(two)) if one >= 0 else None, int(load_bytes))
+
+
+@njit(nogil=True, **BORROWING)
+def _walk(changes, low, high, alignment, live):
+    """`walk` over changes: the number of a stay that begins, its complement where it ends.
+
+    As long as no two overlap, a newcomer can only clash with its neighbours in `live` (m,), which is sorted by address.
+    """
+    num_live = 0
+    load = highest = np.int64(0)
+    for change in changes:
+        stay = change if change >= 0 else ~change
+        at, beyond = 0, num_live  # the first that lies no lower is looked for
+        while at < beyond:
+            middle = (at + beyond) // 2
+            if low[live[middle]] < low[stay]:
+                at = middle + 1
+            else:
+                beyond = middle
+        rounded = (high[stay] - low[stay] + alignment - 1) // alignment * alignment
+        if change < 0:
+            num_live -= 1
+            for i in range(at, num_live):
+                live[i] = live[i + 1]
+            load -= rounded
+            continue
+        if at > 0 and high[live[at - 1]] > low[stay]:
+            return live[at - 1], stay, highest
+        if at < num_live and low[live[at]] < high[stay]:
+            return live[at], stay, highest
+        for i in range(num_live, at, -1):
+            live[i] = live[i - 1]
+        live[at] = stay
+        num_live += 1
+        load += rounded
+        highest = max(highest, load)
+    return np.int64(-1), np.int64(-1), highest
+
 
 _MAX_BYTES = 1 << 61  # of a request or an arena: sums of two stay below 2**62
 _MAX_STREAMS = 1 << 16
@@ -241,3 +377,116 @@ def _judge(plan: Plan, uses: Uses, what: str, *, bound: bool) -> Verdict:
             f"the plan states {plan.lower_bound_bytes}, the maximum load is {seen.load_bytes}",
         )
     return Verdict(True)
+
+
+def check_streams(*plans: Plan) -> Verdict:
+    """Whether two streams have bytes in common, at whatever time, in plans of one arena."""
+    columns = [
+        (plan.schedule_offset.tolist(), plan.schedule_size.tolist(), plan.schedule_stream.tolist()) for plan in plans
+    ]
+    if len({stream for _, _, streams in columns for stream in streams}) == 1:
+        return Verdict(True)
+    rows = [(row, *entry) for entries in columns for row, entry in enumerate(zip(*entries, strict=True))]
+    spaces = sorted((low, low + size, stream, row) for row, low, size, stream in rows if low >= 0 < size)
+    furthest, reacher, owner = 0, -1, -1  # the furthest byte so far, the entry that reaches it and its stream
+    for low, high, stream, row in spaces:
+        if furthest > low and owner != stream:
+            return Verdict(
+                False,
+                "shared-by-streams",
+                f"schedule entries {reacher} and {row} of streams {owner} and {stream} share bytes from {low}",
+            )
+        if high > furthest:
+            furthest, reacher, owner = high, row, stream
+    return Verdict(True)
+
+
+def check_handovers(plan: Plan) -> Verdict:
+    """Whether every byte that passes from one stream to another does so by a listed handover, and no other is listed.
+
+    Looks at who used each byte last, over prologue and two iterations; what follows is like the second.
+    """
+    count = len(plan.schedule_size)
+    listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
+    if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
+        return Verdict(False, "bad-handover", f"a handover names a schedule entry that is none of {count}")
+    stream = plan.schedule_stream.tolist()
+    seen: set[tuple[int, int]] = set()
+    last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last, by address
+    for _, _, low, high, user in uses_of_schedule(plan).lasting().by_start().tuples():
+        first = bisect_right(last, low, key=lambda piece: piece[1])  # the first that ends above its low
+        beyond = bisect_left(last, high, key=lambda piece: piece[0])  # the first that begins at its high or above
+        pieces = [(low, high, user)]
+        for begin, end, row in last[first:beyond]:
+            if stream[row] != stream[user]:
+                seen.add((row, user))
+            pieces += [piece for piece in ((begin, low, row), (high, end, row)) if piece[0] < piece[1]]
+        last[first:beyond] = sorted(pieces)
+    for one, two in sorted(seen ^ listed):
+        if (one, two) in seen:
+            return Verdict(
+                False,
+                "shared-by-streams",
+                f"schedule entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
+                f"without a handover",
+            )
+        return Verdict(False, "bad-handover", f"schedule entry {two} takes over no bytes of entry {one}")
+    return Verdict(True)
+
+
+_Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by rank
+
+
+def validate_kinds(
+    plans: Sequence[Plan], num_buffers: int = 1, *, judge: Callable[[Plan], Verdict] = validate
+) -> Verdict:
+    """Judge each "program" plan by itself, and all as plans of one arena whose cycles follow one another in any order.
+
+    Those of the first buffer come first, then those of the second, if there is one. The places of the prologue are
+    judged in the prologue of the plan itself, so what is placed around them in a step is safe whichever came before.
+    `judge` may stand in for `validate`, if it remembers what that said of a plan.
+    """
+    for index, plan in enumerate(plans):
+        verdict = judge(plan)
+        if not verdict.ok:
+            return replace(verdict, detail=f"kind {index}: {verdict.detail}")
+    places = _places(plans[0])
+    for index, plan in enumerate(plans):
+        if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
+            return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
+        row = _misplaced(plan, places, index * num_buffers // len(plans), num_buffers)
+        if row is not None:
+            return Verdict(
+                False, "bad-handed-on", f"kind {index}: schedule entry {row} outlives its step in no kept place"
+            )
+    return check_streams(*plans)
+
+
+def _places(plan: Plan) -> _Places:
+    found: _Places = {}
+    columns = plan.schedule_offset, plan.schedule_size, plan.schedule_stream
+    for low, size, stream in zip(*(column[: plan.num_prologue].tolist() for column in columns), strict=True):
+        found.setdefault(stream, []).append((low, low + size))
+    return found
+
+
+def _misplaced(plan: Plan, places: _Places, buffer: int, num_buffers: int) -> int | None:
+    """The schedule entry that outlives its step, but not where all kinds keep a place for it; None if there is none."""
+    ends, sizes = plan.schedule_end.tolist(), plan.schedule_size.tolist()
+    handed = [row for row in range(plan.num_prologue, len(ends)) if ends[row] >= plan.cycle_end]
+    ranks: dict[int, int] = {}
+    for row in sorted(handed, key=lambda row: -sizes[row]):
+        stream, low = int(plan.schedule_stream[row]), int(plan.schedule_offset[row])
+        rank = ranks[stream] = ranks.get(stream, -1) + 1
+        kept = places.get(stream, [])
+        num_ranks = len(kept) // num_buffers
+        if low < 0:
+            continue
+        if rank >= num_ranks:
+            return row
+        begin, end = kept[buffer * num_ranks + rank]
+        if begin == end:
+            begin, end = kept[rank]
+        if not begin <= low <= low + sizes[row] <= end:
+            return row
+    return None

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
     from stalloc.poison.poison import Watch
+    from stalloc.planner.planning import Streams
+    from stalloc.poison.poison_watch import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
 

@@ -32,7 +32,7 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
     from stalloc.planner import Plan
-    from stalloc.planner.sharing import Streams
+    from stalloc.planner.planning import Streams
 
     Planner = Callable[..., Plan]  # (schedule, streams=), as plan_schedule; called in any thread
     from stalloc.lifespans.units import StepKind
@@ -89,7 +89,7 @@ class PlanJob:
     def make(self, planner: "Planner | None") -> ArenaSchedule:
         """Make the plan, in this thread: as it is served. Raises what planning raises."""
         from stalloc.planner import plan_schedule
-        from stalloc.planner.room import leave_room
+        from stalloc.planner.planning import leave_room
 
         make = planner or plan_schedule
         plan = make(self.schedule, streams=self.streams)

@@ -245,7 +245,7 @@ class RecordedSteps:
     @property
     def make_a_cycle(self) -> bool:
         """Whether any steps of the record, in a row, are of the same kinds in the same order as those after them."""
-        from stalloc.lifespans.repetition import longest_runs
+        from stalloc.lifespans.periods import longest_runs
 
         return next(iter(longest_runs(np.array(self._order, np.int64), 2, 1)), None) is not None
 

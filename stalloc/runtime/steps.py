@@ -245,7 +245,7 @@ class Steps:
 
     def look_for_unmarked_kinds(self, trace: "Trace") -> bool:
         """Nothing marks steps, and none repeats: plan the kinds of steps that the record consists of, if it does."""
-        from stalloc.lifespans.unmarked import with_steps_marked
+        from stalloc.lifespans.recurring_steps import with_steps_marked
 
         parted = with_steps_marked(trace)
         if self.search is not None or parted is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.planner import Plan, Progress, plan, validate
-from stalloc.planner.pieces import parts_of, pieces_of
+from stalloc.planner.problem import parts_of, pieces_of
 
 from .baselines import Baseline
 from .baselines.gaps import Column

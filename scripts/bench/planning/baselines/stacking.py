@@ -7,7 +7,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.planner.trees import build_floor, highest_floor, raise_floor
+from stalloc.planner.placement import build_floor, highest_floor, raise_floor
 
 
 def ticks(start: Column, end: Column) -> tuple[Column, Column, int]:
