@@ -21,14 +21,11 @@ from stalloc.cost.queues import Queue, Schedule, Task, schedule, schedule_as_rea
 from stalloc.device.known_gpus import VirtualGPU
 from stalloc.errors import BadInputError
 from stalloc.lifespans import find_steady_step, operation_graph
-from stalloc.lifespans.named_phases import phases_of
-from stalloc.lifespans.operation_dependencies import random_draws
+from stalloc.lifespans.operation_order import random_draws
+from stalloc.lifespans.steady_step import phases_of
 from stalloc.trace import DeviceRecord, Trace
 from stalloc.trace.activity import Held, Link, MemoryKind, Work, activity_of
 from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, RangeKind, read_operations
-from stalloc.lifespans.operation_order import random_draws
-from stalloc.trace import Trace
-from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, read_operations
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _HALF = ("float16", "bfloat16")

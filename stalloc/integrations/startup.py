@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # what this file loads holds up every start of Python: each f
     from typing import Any
 
     from stalloc.device import VirtualGPU
-    from stalloc.planner.planning import Streams
-    from stalloc.runtime.runtime_settings import Arena
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _RECORDERS = (  # each with the function that begins it, of a folder

@@ -211,7 +211,7 @@ class WarmUps:
         `live` are addresses and bytes. Requests at the positions of those that outlived the capture before are
         expected to do so too, and lie as low as they can: a later, larger capture then works above them in one piece.
         """
-        from stalloc.planner.layout import plan_arrays
+        from stalloc.planner.planning import plan_arrays
 
         run, live = self._run, sorted(live)
         taken = [(address - base, address - base + size_bytes) for address, size_bytes in live]

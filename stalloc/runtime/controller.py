@@ -37,10 +37,8 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.lifespans.repeating_schedule import Schedule
     from stalloc.planner import Plan
-    from stalloc.planner.sharing import Streams
-    from stalloc.poison.poison import Watch
     from stalloc.planner.planning import Streams
-    from stalloc.poison.poison_watch import Watch
+    from stalloc.poison.poison import Watch
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stalloc.planner.planning import Streams
 
     Planner = Callable[..., Plan]  # (schedule, streams=), as plan_schedule; called in any thread
-    from stalloc.lifespans.units import StepKind
+    from stalloc.lifespans.recurring_steps import StepKind
     from stalloc.planner import Layout
     from stalloc.planner.kind_plans import KindPlans
     from stalloc.trace import Trace
@@ -287,7 +287,7 @@ class KindSearch:
 
 def _recurring(trace: "Trace", names: set[bytes]) -> "list[StepKind]":
     """The kinds of steps in a trace that recur and have these names, if anything of them is known to end."""
-    from stalloc.lifespans.units import recurring_steps
+    from stalloc.lifespans.recurring_steps import recurring_steps
 
     found = recurring_steps(trace)
     return [kind for kind in found if name_of(kind.size, kind.stream) in names and (kind.end > 0).any()]

@@ -17,7 +17,6 @@ from stalloc.runtime import decisions
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
-    from stalloc.planner.sharing import Streams
     from stalloc.planner.planning import Streams
 
 Arena = Literal["pages", "pool"]

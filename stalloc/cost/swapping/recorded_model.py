@@ -22,8 +22,7 @@ from stalloc.cost.step_seconds import operation_seconds
 from stalloc.cost.swapping.layers import LayerCost
 from stalloc.errors import BadInputError
 from stalloc.lifespans import recorded_step
-from stalloc.lifespans.operation_modules import module_of_ranges
-from stalloc.lifespans.roles import within
+from stalloc.lifespans.roles import module_of_ranges, within
 from stalloc.trace import Trace
 from stalloc.trace.operations import Operations, RangeKind, Role
 
