@@ -16,7 +16,7 @@ from stalloc.errors import SetupError
 from .block_columns import Column, check_disjoint, columns, pattern_bytes
 from .configs import Config, config_for
 from .driver_tables import Tables
-from .worklist import check_table, work_table
+from .worklist import work_table
 
 MODES = {"copy": 0, "fill": 1, "copy-fill": 2, "check": 3}
 _INTERPRETED = Config(tile_bytes=1 << 18, byte_tile=1 << 16, group_rows=16)  # few large steps: each costs Python
@@ -98,14 +98,8 @@ def batched_mismatches(
     place = _Place(tables)
     counters, base = place.upload(np.zeros(len(some), np.int64))
     shape = config or place.config
-    made = check_table(
-        base + 8 * np.arange(len(some)),
-        start,
-        count,
-        pattern_bytes(value),
-        config=shape,
-        num_programs=place.programs(shape),
-    )
+    words, programs = base + 8 * np.arange(len(some)), place.programs(shape)
+    made = work_table(words, start, count, pattern_bytes(value), config=shape, num_programs=programs, counts=True)
     place.tell(start, count, writes=False)
     place.run("check", *made, shape)
     counts[some] = place.download(counters, base)
