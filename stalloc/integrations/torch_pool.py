@@ -11,7 +11,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from stalloc.core.entry.linking import link
+from stalloc.core.entry import link
 from stalloc.errors import SetupError
 
 

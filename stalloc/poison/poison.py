@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from stalloc.core import records
+from stalloc.core import snapshot
 from stalloc.core.constants import BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.device.capture import is_captured
@@ -286,7 +286,7 @@ class Poison:
         except Exception as error:
             self.stop(f"{type(error).__name__}: {error}")
 
-    def _owner(self, address: int) -> records.Owner | None:
+    def _owner(self, address: int) -> snapshot.Owner | None:
         return owner_of(self.state.address, address)
 
 

@@ -9,9 +9,8 @@ next is taken.
 from typing import Any
 
 from stalloc.core import constants
-from stalloc.core.arena_schedule import ArenaSchedule
+from stalloc.core.arena_schedule import ArenaSchedule, on_pages
 from stalloc.core.constants import GRANULE
-from stalloc.core.regions import on_pages
 from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 

@@ -2,7 +2,7 @@
 
 Contract: such a block is handed out again only after every stream that was recorded for it has done all the work it
 had when the block was freed. The host never blocks for it, unless memory has run out. The core does it all
-(core/shared_blocks.py) but for what is here.
+(core/frees.py) but for what is here.
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stalloc.core import shared_blocks
+from stalloc.core import frees
 from stalloc.core.state import DeviceState
 from stalloc.device.capture import is_captured, relaxed_capture
 from stalloc.device.current_device import AtDevice
@@ -82,13 +82,13 @@ class Deferred:
         """
         address = self._state.address
         if self._on_end is None:
-            while (answer := shared_blocks.poll(address, num_idle)) == shared_blocks.BUSY:
+            while (answer := frees.poll(address, num_idle)) == frees.BUSY:
                 time.sleep(0)
-            return bool(answer == shared_blocks.KNOWN)
+            return bool(answer == frees.KNOWN)
         found = np.empty(self._state.record.shared.stream_uses_used, np.int64)
-        while (asked := shared_blocks.ask(address, num_idle, found))[0] == shared_blocks.BUSY:
+        while (asked := frees.ask(address, num_idle, found))[0] == frees.BUSY:
             time.sleep(0)
         if asked[0]:
             self._on_end(found[: asked[0]].tolist())
-            shared_blocks.release_those_over(address)
+            frees.release_those_over(address)
         return bool(asked[1])

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stalloc.core.arena_schedule import ArenaSchedule
-from stalloc.core.device_arena import load_for_moves
-from stalloc.core.host_memory import trim
+from stalloc.core.device_parts import load_for_moves, trim
 from stalloc.runtime import decisions
 from stalloc.runtime.cpu_budget import CpuBudget
 from stalloc.runtime.kind_names import name_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.arena_schedule import ArenaSchedule, Between
-from stalloc.core.device_arena import load_for_moves
+from stalloc.core.device_parts import load_for_moves
 from stalloc.core.state import DeviceState
 from stalloc.device.ordering import ordering
 from stalloc.runtime import decisions

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from stalloc.core.device_steps import StepAhead
+from stalloc.core.device_parts import StepAhead
 from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from stalloc.core.device_steps import StepAhead
+from stalloc.core.device_parts import StepAhead
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 
