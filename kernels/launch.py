@@ -153,11 +153,6 @@ class _Place:
             self._tables.download(address, kept)
         return kept.cpu().numpy() if self._torch is not None and self._tables is None else kept
 
-    def release_tables(self) -> None:
-        """Wait for the stream where the next launch may write over the tables of this one."""
-        if self._torch is not None and self._tables is not None:
-            self._torch.cuda.current_stream().synchronize()
-
     def tell(self, address: Column, size: Column, *, writes: bool) -> None:
         """Tell the checker of the order of work, where the virtual GPU has one, what a launch is about to access."""
         virtual: Any = sys.modules.get("stalloc.device.virtual")
@@ -168,7 +163,7 @@ class _Place:
                 checker.touch(stream.device_index, stream.cuda_stream, at, num_bytes, int(writes))
 
     def run(self, mode: str, table: np.ndarray, units: int, config: Config) -> None:
-        """Queue one launch."""
+        """Queue one launch; wait for it where the next one may write over its tables."""
         kept, address = self.upload(table)
         self._kernel[(min(units, self.programs(config)),)](
             address,
@@ -178,6 +173,8 @@ class _Place:
             GROUP_ROWS=config.group_rows,
             num_warps=config.num_warps,
         )
+        if self._torch is not None and self._tables is not None:
+            self._torch.cuda.current_stream().synchronize()
         del kept
 
 
@@ -198,4 +195,3 @@ def _launch(
         place.tell(source, size, writes=mode == "copy-fill")
     place.tell(target, size, writes=True)
     place.run(mode, *work_table(source, target, size, pattern, config=shape, num_programs=place.programs(shape)), shape)
-    place.release_tables()

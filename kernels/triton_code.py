@@ -98,13 +98,7 @@ def _group(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def batched(
-    table,
-    MODE: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    BYTE_TILE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-):
+def batched(table, MODE: tl.constexpr, TILE_BYTES: tl.constexpr, BYTE_TILE: tl.constexpr, GROUP_ROWS: tl.constexpr):
     """Do a table (see worklist.py): a persistent grid, to whose programs the units are handed out to and fro.
 
     In even rounds the first program gets the first unit, in odd ones the last does, so that with units in falling sizes

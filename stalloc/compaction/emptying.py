@@ -45,6 +45,12 @@ from stalloc.runtime import Controller, current
 from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, aligned, whole_pages
 
 _SPAN_BYTES = 256 << 20  # of a segment by pages, or one block, are emptied at once: there is to be room for a copy
+_MAX_WAVES = 10_000  # launches; beyond, host memory is faster
+_MAX_TRIES = 16  # numbers of segments that are kept
+_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
+_MAX_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
+_MAX_BOUNCE_BYTES = 32 << 20
+_ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +137,8 @@ def _spans(segment: HeapSegment) -> list[tuple[int, int, int]]:
     return [(begin, end - begin, gain) for (begin, end), gain in zip(spans, gains, strict=False)]
 
 
-_MAX_WAVES = 10_000  # launches; beyond, host memory is faster
-_MAX_TRIES = 16  # numbers of segments that are kept
-
-
 @dataclass(eq=False)
-class Segment:
+class _Segment:
     """A segment whose live blocks are storages that may move, each one block."""
 
     base: int
@@ -146,19 +148,19 @@ class Segment:
     @property
     def live_bytes(self) -> int:
         """What it takes when nothing is between its blocks."""
-        return packed([member.size_bytes for member in self.members], ALIGNMENT_BYTES)[1]
+        return packed(self.members, ALIGNMENT_BYTES)[1]
 
 
 @dataclass(frozen=True, eq=False)
-class Slide:
+class _Slide:
     """Where everything goes, and in which order."""
 
-    segments: list[Segment]  #: those that keep something first, then those that become empty
+    segments: list[_Segment]  #: those that keep something first, then those that become empty
     contents: list[list[Candidate]]  #: of each segment that keeps something, from its beginning on
     schedule: Schedule
 
 
-def whole_segments(view: HeapView, groups: Sequence[list[Candidate]], stream: int) -> list[Segment]:
+def _whole_segments(view: HeapView, groups: Sequence[list[Candidate]], stream: int) -> list[_Segment]:
     """The segments for large requests of a stream in which nothing lives but the candidates of one group."""
     memory = view.controller.memory
     if memory.poison is not None or memory.source.paged:
@@ -172,11 +174,11 @@ def whole_segments(view: HeapView, groups: Sequence[list[Candidate]], stream: in
             continue
         members = sorted(group, key=lambda member: member.address)
         if view.blocks_in(row) == [(member.address, aligned(member.size_bytes)) for member in members]:
-            found.append(Segment(int(view.segment_base[row]), int(view.segment_bytes[row]), members))
+            found.append(_Segment(int(view.segment_base[row]), int(view.segment_bytes[row]), members))
     return found
 
 
-def plan_slide(segments: Sequence[Segment], bounce_bytes: int) -> Slide | None:
+def _plan_slide(segments: Sequence[_Segment], bounce_bytes: int) -> _Slide | None:
     """How to pack what lives in some segments into as few of them as first fit finds; None if none becomes empty.
 
     What is in a segment that is kept slides to its beginning, what comes from others goes behind that.
@@ -191,7 +193,7 @@ def plan_slide(segments: Sequence[Segment], bounce_bytes: int) -> Slide | None:
         return None
     source, target, size = [], [], []
     for segment, members in zip(waiting, contents, strict=False):
-        offset, _ = packed([member.size_bytes for member in members], ALIGNMENT_BYTES)
+        offset, _ = packed(members, ALIGNMENT_BYTES)
         source += [member.address for member in members]
         size += [member.size_bytes for member in members]
         target += (segment.base + offset).tolist()
@@ -199,16 +201,16 @@ def plan_slide(segments: Sequence[Segment], bounce_bytes: int) -> Slide | None:
         schedule = order_moves(source, target, size, bounce_bytes=bounce_bytes)
     except BadInputError:  # too many copies
         return None
-    return Slide(waiting, contents, schedule) if schedule.num_waves <= _MAX_WAVES else None
+    return _Slide(waiting, contents, schedule) if schedule.num_waves <= _MAX_WAVES else None
 
 
-def _least(segments: Sequence[Segment]) -> int:
+def _least(segments: Sequence[_Segment]) -> int:
     """How many of the segments have as many bytes as live in all of them."""
     live = sum(segment.live_bytes for segment in segments)
     return int(np.searchsorted(np.cumsum([segment.size_bytes for segment in segments]), live)) + 1
 
 
-def _packed_into(kept: Sequence[Segment], emptied: Sequence[Segment]) -> list[list[Candidate]] | None:
+def _packed_into(kept: Sequence[_Segment], emptied: Sequence[_Segment]) -> list[list[Candidate]] | None:
     contents = [list(segment.members) for segment in kept]
     left = [segment.size_bytes - segment.live_bytes for segment in kept]
     moved = [member for segment in emptied for member in segment.members]
@@ -222,7 +224,7 @@ def _packed_into(kept: Sequence[Segment], emptied: Sequence[Segment]) -> list[li
     return contents
 
 
-def slide(view: HeapView, found: Slide, bounce: Any, copy: Copy | None) -> list[list[Candidate]]:
+def _slide(view: HeapView, found: _Slide, bounce: Any, copy: Copy | None) -> list[list[Candidate]]:
     """Carry it out; the contents of the segments that keep something, at their new addresses.
 
     `bounce` is a uint8 tensor with the bytes that the schedule wants. If it cannot be carried out, everything is in new
@@ -241,7 +243,7 @@ def slide(view: HeapView, found: Slide, bounce: Any, copy: Copy | None) -> list[
             free_memory(everything)
             blocks = _hold(found.segments, device)
             if blocks is None:
-                places, total = packed([member.size_bytes for member in everything], ALIGNMENT_BYTES)
+                places, total = packed(everything, ALIGNMENT_BYTES)
                 before = [borrowed_storage(member.address, member.size_bytes, device) for member in everything]
                 host = read_to_host(before, places, total)
             else:
@@ -252,12 +254,12 @@ def slide(view: HeapView, found: Slide, bounce: Any, copy: Copy | None) -> list[
             write_one_by_one(everything, host, places)
             return []
         for block, members in zip(blocks, found.contents, strict=False):
-            point_into(members, block, packed([member.size_bytes for member in members], ALIGNMENT_BYTES)[0])
+            point_into(members, block, packed(members, ALIGNMENT_BYTES)[0])
     return [[replace(member, address=member.storage.data_ptr()) for member in members] for members in found.contents]
 
 
 @contextmanager
-def _kept_reserved(view: HeapView, segments: Sequence[Segment]) -> Iterator[None]:
+def _kept_reserved(view: HeapView, segments: Sequence[_Segment]) -> Iterator[None]:
     """Keep segments reserved although nothing lives in them, and let no other thread ask the device for memory."""
     memory = view.controller.memory
     with memory.lock:
@@ -267,7 +269,7 @@ def _kept_reserved(view: HeapView, segments: Sequence[Segment]) -> Iterator[None
         kept.clear()
 
 
-def _hold(segments: Sequence[Segment], device: Any) -> list[Any] | None:
+def _hold(segments: Sequence[_Segment], device: Any) -> list[Any] | None:
     import torch
 
     wanted: dict[int, int] = {segment.base: nth for nth, segment in enumerate(segments)}
@@ -287,12 +289,6 @@ def _hold(segments: Sequence[Segment], device: Any) -> list[Any] | None:
             if len(others) > len(segments):
                 return None
     return blocks
-
-
-_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
-_MAX_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
-_MAX_BOUNCE_BYTES = 32 << 20
-_ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding
 
 
 @dataclass(kw_only=True)
@@ -342,7 +338,7 @@ def _buffer_bytes(group: list[Candidate]) -> int:
     One of a middling size would be given a segment for several such, so it is made as large as those that get their
     own.
     """
-    total = packed([member.size_bytes for member in group], ALIGNMENT_BYTES)[1]
+    total = packed(group, ALIGNMENT_BYTES)[1]
     return whole_pages(total) if total <= SMALL_LIMIT else whole_pages(max(total, _OWN_SEGMENT))
 
 
@@ -414,16 +410,16 @@ def _pack(
     import torch
 
     device = waiting[0][0].storage.device
-    segments = whole_segments(view, waiting, torch.cuda.current_stream(device).cuda_stream)
-    found, bounce = plan_slide(segments, max(0, min(room, _MAX_BOUNCE_BYTES))), None
+    segments = _whole_segments(view, waiting, torch.cuda.current_stream(device).cuda_stream)
+    found, bounce = _plan_slide(segments, max(0, min(room, _MAX_BOUNCE_BYTES))), None
     if found is not None and found.schedule.bounce_bytes:
         try:
             bounce = new_buffer(found.schedule.bounce_bytes, device, _inside(ranges))
         except torch.OutOfMemoryError:
-            found = plan_slide(segments, 0)
+            found = _plan_slide(segments, 0)
     if found is None:
         return None
-    contents = slide(view, found, bounce, copy)
+    contents = _slide(view, found, bounce, copy)
     moved = sum(_live_bytes(members) for members in found.contents)
     if contents:
         result.slid_bytes += moved

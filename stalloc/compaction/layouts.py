@@ -111,11 +111,7 @@ def _reordered(blocks: "_Blocks", needed_bytes: int) -> Layout | None:
 
     try:
         moves = plan_moving_least(
-            blocks.low,
-            blocks.size,
-            target_height=blocks.capacity,
-            needed_hole=needed_bytes,
-            alignment=blocks.alignment,
+            blocks.low, blocks.size, target_height=blocks.capacity, needed_hole=needed_bytes, alignment=blocks.alignment
         )
     except BadInputError:  # rounding to its grain left no room
         return None

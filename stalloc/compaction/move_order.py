@@ -25,10 +25,15 @@ from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.sizes import ALIGNMENT_BYTES, aligned
 
+#: copies in one schedule; more come only from large blocks that slide by a few bytes
+MAX_COPIES = 1 << 22
 #: copies of one component; blocks of many sizes that all change places can fall into very many pieces
 MAX_PIECES = 100_000
+_RECOMPUTE = 100  # blocks up to which components are found anew after one of them was broken
+_BATCH_START, _BATCH_END, _USED, _FILLED, _TAKEN = range(5)  # words of `now`: the bounce buffer's batch, the queue
 
 Ranges = list[tuple[int, int]]
+Move = tuple[int, int, int]  #: source, target, bytes
 
 
 class _Waiting:
@@ -118,11 +123,6 @@ def _free_targets(moves: list[tuple[int, int, int]]) -> Ranges:
     return free
 
 
-_RECOMPUTE = 100  # blocks up to which components are found anew after one of them was broken
-
-Move = tuple[int, int, int]  #: source, target, bytes
-
-
 class _WholeBlocks:
     """The copies of one component, in which the smallest blocks wait; where cycles share blocks, several at once."""
 
@@ -190,9 +190,6 @@ class _WholeBlocks:
         for at, i, place in self._back:
             _, target, count = self._moves[i]
             copies.add(wave + at, BOUNCE + bounce_at + place, target, count)
-
-
-_BATCH_START, _BATCH_END, _USED, _FILLED, _TAKEN = range(5)  # words of `now`: the bounce buffer's batch, the queue
 
 
 @njit(nogil=True)
@@ -292,10 +289,6 @@ def _give_waves(
         broken = _break_plain(
             low, high, behind, back_low, back_high, size, slides, missing, start, finish, queue, now, place, back, limit
         )
-
-
-#: copies in one schedule; more come only from large blocks that slide by a few bytes
-MAX_COPIES = 1 << 22
 
 
 def order_moves(

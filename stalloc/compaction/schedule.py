@@ -17,6 +17,8 @@ from stalloc.errors import BadInputError
 
 #: byte b of the bounce buffer is written as BOUNCE + b; no device has so many bytes
 BOUNCE = 1 << 62
+#: copies one wave: (k,) absolute source addresses, target addresses and bytes, in any order
+Copy = Callable[[Column, Column, Column], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +90,6 @@ def column(values: ArrayLike, name: str) -> Column:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadInputError(f"{name} has to be one column of integers.")
     return array.astype(np.int64)
-
-
-#: copies one wave: (k,) absolute source addresses, target addresses and bytes, in any order
-Copy = Callable[[Column, Column, Column], None]
 
 
 def execute(schedule: Schedule, *, copy: Copy | None = None, base: int = 0, bounce: int = 0) -> None:

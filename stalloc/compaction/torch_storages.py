@@ -215,9 +215,9 @@ def _reason(tensor: Any, storage: Any) -> str:
     return ""
 
 
-def packed(sizes: Sequence[int], alignment: int) -> tuple[Column, int]:
-    """Offsets of blocks one behind the other, (n,), and the bytes that they take."""
-    size = np.array(sizes, np.int64)
+def packed(group: Sequence[Candidate], alignment: int) -> tuple[Column, int]:
+    """Offsets of storages one behind the other, (n,), and the bytes that they take."""
+    size = np.array([member.size_bytes for member in group], np.int64)
     rounded = -(-size // alignment) * alignment
     return np.cumsum(rounded) - rounded, int(rounded.sum())
 
@@ -247,7 +247,7 @@ def move_together(
     import torch
 
     device = group[0].storage.device
-    offset, total = packed([member.size_bytes for member in group], alignment)
+    offset, total = packed(group, alignment)
     total = max(total, least_bytes)
     if through_host:  # all old memory is freed before new is asked for
         host = read_to_host([member.storage for member in group], offset, total)

@@ -50,6 +50,8 @@ from stalloc.core.segments import (
     take_off,
 )
 
+_MOST_LOOKS = 4096  # at pages, for those that lack memory: the lock is held meanwhile
+
 
 @under_lock(**BORROWING)
 def serve_arena(state, arena, arena_bytes, pages, anew):
@@ -66,12 +68,14 @@ def serve_arena(state, arena, arena_bytes, pages, anew):
     plan.arena_pages = pages
     plan.arena_mapped_bytes = arena_bytes if pages == 0 else 0
     state.hot.mode = MODE_PLANNED
-    state.iterations.iteration_start = 0
-    state.follow.bypassed = 0
-    state.iterations.bad_iterations = 0
-    state.follow.misses_over_matches = 0
+    state.iterations.iteration_start = state.iterations.bad_iterations = 0
+    state.follow.bypassed = state.follow.misses_over_matches = 0
     if anew:
-        _count_anew(state)
+        state.follow.hits = state.iterations.misses = state.iterations.conflicts = 0
+        state.dynamic.num_dynamic = state.dynamic.num_lent = state.dynamic.num_revoked = 0
+        state.iterations.iteration_count = 0
+        state.iterations.span_allocated_peak = state.iterations.span_reserved_peak = 0
+        begin_counting(state)
     if pages != 0:
         for index in range(plan.num_intervals):
             interval_at(state, index).lease = UNMAPPED
@@ -79,20 +83,6 @@ def serve_arena(state, arena, arena_bytes, pages, anew):
         count_parted(state, 2)
     elif state.hot.recording == 1:
         record(state, ACTION_SEGMENT_ALLOC, 0, arena, arena_bytes)
-
-
-@inner()
-def _count_anew(state):
-    state.follow.hits = 0
-    state.iterations.misses = 0
-    state.iterations.conflicts = 0
-    state.dynamic.num_dynamic = 0
-    state.dynamic.num_lent = 0
-    state.dynamic.num_revoked = 0
-    state.iterations.iteration_count = 0
-    state.iterations.span_allocated_peak = 0
-    state.iterations.span_reserved_peak = 0
-    begin_counting(state)
 
 
 @inner()
@@ -124,9 +114,6 @@ def forget_arena(state):
                 record(state, ACTION_SEGMENT_UNMAP, 0, arena + page * GRANULE, GRANULE)
     _clear(state)
     return arena_bytes
-
-
-_MOST_LOOKS = 4096  # at pages, for those that lack memory: the lock is held meanwhile
 
 
 @inner()

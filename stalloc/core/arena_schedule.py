@@ -12,24 +12,16 @@ from functools import cached_property
 import numpy as np
 
 from stalloc.columns import distinct
-from stalloc.core.constants import (
-    ALIGNMENT,
-    BLOCK_FREE,
-    GRANULE,
-    LIFESPAN_ROWS,
-    LITTLE,
-    MAX_REQUEST,
-    MAX_STREAMS,
-    MOST_DYNAMIC,
-    NO_STREAM,
-    STREAM_BITS,
-)
+from stalloc.core import constants
 from stalloc.core.lookup import fill_slots
 from stalloc.core.record_types import Record, Words
 from stalloc.core.records import Cycle, Gap, Interval, Key, Ratio, ScheduleEntry, Slot, Word, table
 from stalloc.core.schedule_cursor import fill_keys
 from stalloc.errors import PlanError
 from stalloc.sizes import aligned, whole_pages
+
+_FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more than 1 / 2 ** shift of the others
+_MAX_USES = 1 << 21  # of intervals by entries; beyond, nothing is kept of when intervals are needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +79,16 @@ def check(schedule: ArenaSchedule, cursor: int) -> None:
     count = len(schedule.size)
     if count == 0 or {len(schedule.stream), len(schedule.offset)} != {count}:
         raise PlanError(f"a schedule of {count} entries cannot be served.")
-    if not 0 <= schedule.arena_bytes <= MAX_REQUEST:
+    if not 0 <= schedule.arena_bytes <= constants.MAX_REQUEST:
         raise PlanError(f"an arena of {schedule.arena_bytes} bytes cannot be served.")
     size, stream, offset, arena_bytes = schedule.size, schedule.stream, schedule.offset, schedule.arena_bytes
     # each bound by itself first, so that no sum below overflows
-    wrong = (size < 0) | (size > MAX_REQUEST) | (stream < 0) | (stream >= MAX_STREAMS)
-    wrong |= (offset != -1) & ((offset < 0) | (offset > arena_bytes) | (offset % ALIGNMENT != 0))
-    last = np.where(wrong, 0, offset) + (np.where(wrong, 0, size) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    wrong = (size < 0) | (size > constants.MAX_REQUEST) | (stream < 0) | (stream >= constants.MAX_STREAMS)
+    wrong |= (offset != -1) & ((offset < 0) | (offset > arena_bytes) | (offset % constants.ALIGNMENT != 0))
+    last = (
+        np.where(wrong, 0, offset)
+        + (np.where(wrong, 0, size) + (constants.ALIGNMENT - 1)) // constants.ALIGNMENT * constants.ALIGNMENT
+    )
     wrong |= (offset != -1) & (last > arena_bytes)
     if wrong.any():
         row = int(wrong.argmax())
@@ -118,16 +113,13 @@ def _check_between(between: Between, count: int) -> None:
     num_dynamic, lasts, next_sure = between.num_dynamic, between.lasts, between.next_sure
     least, without, entries = between.least_dynamic, between.without, np.arange(count)
     lengths = {len(num_dynamic), len(least), len(next_sure), len(without)}
-    is_whole = lengths == {count} and len(lasts) <= MOST_DYNAMIC
+    is_whole = lengths == {count} and len(lasts) <= constants.MOST_DYNAMIC
     if not is_whole or (num_dynamic < 0).any() or (num_dynamic > len(lasts)).any() or num_dynamic.sum() != len(lasts):
         raise PlanError(f"{len(lasts)} dynamic requests cannot come between {count} entries of a schedule.")
     wrong_ratios = between.ratios.shape != (len(lasts), 2) or (between.ratios < 0).any()
     wrong_entries = (next_sure < entries) | (next_sure > count) | (without < entries) | (without >= count)
     if wrong_ratios or (lasts < 0).any() or wrong_entries.any():
         raise PlanError(f"what comes between {count} entries of a schedule does not fit it.")
-
-
-_FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more than 1 / 2 ** shift of the others
 
 
 def on_pages(schedule: ArenaSchedule, *, apart: bool = True) -> ArenaSchedule:
@@ -146,16 +138,16 @@ def on_pages(schedule: ArenaSchedule, *, apart: bool = True) -> ArenaSchedule:
             packed, size_bytes = _without_gaps(schedule.offset[rows], aligned(schedule.size[rows]))
             moved[rows] = packed + end
             end += size_bytes
-    return replace(schedule, offset=moved, arena_bytes=max(whole_pages(end), GRANULE))
+    return replace(schedule, offset=moved, arena_bytes=max(whole_pages(end), constants.GRANULE))
 
 
 def _apart(schedule: ArenaSchedule, rows: Words) -> tuple[Words, ...]:
     """An owner's rows, small ones for themselves where that takes few bytes more."""
-    is_small = schedule.size[rows] < LITTLE
+    is_small = schedule.size[rows] < constants.LITTLE
     small, others = rows[is_small], rows[~is_small]
     packed = [_without_gaps(schedule.offset[part], aligned(schedule.size[part])) for part in (small, others)]
     small_bytes, other_bytes = (size_bytes for _, size_bytes in packed)
-    few = small_bytes > 0 and max(small_bytes, GRANULE) <= other_bytes >> _FEW_SHIFT
+    few = small_bytes > 0 and max(small_bytes, constants.GRANULE) <= other_bytes >> _FEW_SHIFT
     return (others, small) if few else (rows,)
 
 
@@ -167,9 +159,6 @@ def _without_gaps(offset: Words, size: Words) -> tuple[Words, int]:
     packed = np.empty_like(offset)
     packed[order] = low - unused
     return packed, int((packed + size).max(initial=0))
-
-
-_MAX_USES = 1 << 21  # of intervals by entries; beyond, nothing is kept of when intervals are needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,14 +220,14 @@ def make_tables(schedule: ArenaSchedule) -> ScheduleTables:
     low, high = offset[planned], (offset + size)[planned]
     bounds = distinct(np.concatenate([[0], low, high])).astype(np.int64)
     entries = table(ScheduleEntry, len(size))
-    entries["key"] = size << STREAM_BITS | stream
+    entries["key"] = size << constants.STREAM_BITS | stream
     entries["offset"] = np.where(planned, offset, -1)
     spans = np.stack([np.searchsorted(bounds, low), np.searchsorted(bounds, high)], axis=1)
     entries["interval_low"][planned], entries["interval_high"][planned] = spans.T
     offsets = distinct(low)
     slots, rows = table(Slot, _hash_rows(len(offsets))), np.zeros(len(offsets), np.int64)
     slots["offset"] = slots["entry"] = slots["requested_bytes"] = -1
-    slots["state"] = BLOCK_FREE
+    slots["state"] = constants.BLOCK_FREE
     fill_slots(slots.ctypes.data, len(slots) - 1, offsets, rows)
     entries["slot"][planned] = rows[np.searchsorted(offsets, low)]
     intervals = table(Interval, len(bounds) + 1)
@@ -280,16 +269,16 @@ def _gaps(schedule: ArenaSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
     """The tables of lifespans, of gaps and of the ratios of dynamic requests, and the gap before each entry."""
     between, gap = schedule.between, np.zeros(len(schedule.size), np.int64)
     if between is None:
-        return table(Word, LIFESPAN_ROWS), table(Gap, 1), table(Ratio, 1), gap
+        return table(Word, constants.LIFESPAN_ROWS), table(Gap, 1), table(Ratio, 1), gap
     num_dynamic, lasts = between.num_dynamic, between.lasts
     rows = np.flatnonzero((num_dynamic > 0) | (between.next_sure != np.arange(len(num_dynamic))))
     first = np.cumsum(num_dynamic) - num_dynamic
-    lifespans, gaps = table(Word, LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
-    lifespans["value"][LIFESPAN_ROWS:] = lasts
-    gaps["first_dynamic"][1:] = LIFESPAN_ROWS + first[rows]
+    lifespans, gaps = table(Word, constants.LIFESPAN_ROWS + len(lasts)), table(Gap, 1 + len(rows))
+    lifespans["value"][constants.LIFESPAN_ROWS :] = lasts
+    gaps["first_dynamic"][1:] = constants.LIFESPAN_ROWS + first[rows]
     for number, at in enumerate(rows.tolist()):
         own = lasts[first[at] : first[at] + num_dynamic[at]]
-        gaps["longest_dynamic"][1 + number] = LIFESPAN_ROWS + first[at] + (own.argmax() if len(own) else 0)
+        gaps["longest_dynamic"][1 + number] = constants.LIFESPAN_ROWS + first[at] + (own.argmax() if len(own) else 0)
     for name in ("num_dynamic", "least_dynamic", "next_sure", "without"):
         gaps[name][1:] = getattr(between, name)[rows]
     gap[rows] = 1 + np.arange(len(rows))
@@ -310,7 +299,7 @@ def _interval_streams(spans: Words, stream: Words, bounds: Words) -> Words:
     entry, `stream` (k,) its stream, `bounds` (b,) the offsets where intervals begin.
     """
     count = len(bounds) + 1
-    owner = np.full(count, NO_STREAM, np.int64)
+    owner = np.full(count, constants.NO_STREAM, np.int64)
     users = np.zeros(count, np.int64)
     for index in distinct(stream).tolist():
         of_stream = spans[stream == index]
@@ -326,7 +315,7 @@ def _interval_streams(spans: Words, stream: Words, bounds: Words) -> Words:
         return np.zeros(count, np.int64)
     before = np.searchsorted(used, np.arange(count), side="right") - 1
     owner = owner[used[np.maximum(before, 0)]]
-    owner[shared] = NO_STREAM
+    owner[shared] = constants.NO_STREAM
     return owner
 
 

@@ -29,6 +29,12 @@ from stalloc.core.records import Event, dtype_of, event_at, iteration_at, state_
 
 _EVENT_WORDS = dtype_of(Event).itemsize // 8
 _SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
+_BAD_SHARE = 4  # an iteration is bad if more than one request in so many was not served though it has a place
+_MAX_BAD_ITERATIONS = 8  # in a row, after which the plan is given up
+_HARDLY = 4  # requests
+_OFF_PLAN = 8  # requests of an iteration that are on no schedule, or were displaced
+# requests, and 1 / 2 ** shift of an iteration, by which the program is seen to follow it again
+_BACK, _BACK_SHIFT = 16, 4
 
 
 @inner(forceinline=True)
@@ -157,14 +163,6 @@ def exceeds_peak(state, size):
     expected = state.policy.expected_peak
     peak = max(expected, state.iterations.span_allocated_peak, state.hot.iteration_allocated_peak)
     return expected > 0 and state.statistics.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)
-
-
-_BAD_SHARE = 4  # an iteration is bad if more than one request in so many was not served though it has a place
-_MAX_BAD_ITERATIONS = 8  # in a row, after which the plan is given up
-_HARDLY = 4  # requests
-_OFF_PLAN = 8  # requests of an iteration that are on no schedule, or were displaced
-# requests, and 1 / 2 ** shift of an iteration, by which the program is seen to follow it again
-_BACK, _BACK_SHIFT = 16, 4
 
 
 @inner(forceinline=True)

@@ -15,20 +15,8 @@ import numpy as np
 from numba import types
 
 from stalloc.compiled import BORROWING
-from stalloc.core import arena, counters, handovers, schedule_cursor
+from stalloc.core import arena, constants, counters, handovers, schedule_cursor
 from stalloc.core.arena_schedule import ArenaSchedule, ScheduleTables, check, make_tables
-from stalloc.core.constants import (
-    CLOCK,
-    GRANULE,
-    ITERATION_LOG_ROWS,
-    MAX_STREAMS,
-    MODE_FOLLOW,
-    MODE_HEAP,
-    MODE_PLANNED,
-    NO_PREVIOUS_USER,
-    NO_STREAM,
-    STREAM_BITS,
-)
 from stalloc.core.intrinsics import address_of, under_lock
 from stalloc.core.record_types import Words
 from stalloc.core.records import (
@@ -54,6 +42,8 @@ from stalloc.core.records import (
 
 _PAGE = mmap.PAGESIZE
 _DONT_NEED = 4  # Linux's MADV_DONTNEED: the pages read as zeros from then on
+MAX_RANGES = 4096  # of pages that lose their memory at a time
+_MOST_AHEAD = 16  # pages that get memory before they are asked for
 
 
 def forget_pages(table: np.ndarray) -> None:
@@ -69,9 +59,6 @@ def trim() -> None:
     """Hand what the C library's malloc holds without need back to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-
-
-MAX_RANGES = 4096  # of pages that lose their memory at a time
 
 
 @under_lock(**BORROWING)
@@ -94,10 +81,10 @@ class DeviceTables:
         self.bins = table(Bins, len(self.pools))
         first_live, most_live = 1 << 12, 1 << 22  # rows; each table that follows the first one has twice as many
         self.live = table(LiveBlock, 2 * most_live)  #: all tables of live blocks, one behind the other
-        self.streams = table(Word, MAX_STREAMS)
+        self.streams = table(Word, constants.MAX_STREAMS)
         self.events = table(Event, 1 << 22)
         self.stream_uses = table(StreamUse, 1 << 20)
-        self.iteration_log = table(IterationRow, ITERATION_LOG_ROWS)
+        self.iteration_log = table(IterationRow, constants.ITERATION_LOG_ROWS)
         tables = ("blocks", "segments", "pools", "graph_pools", "bins", "live", "streams", "events")
         self.write({name: getattr(self, name).ctypes.data for name in (*tables, "iteration_log", "stream_uses")})
         limited = ("blocks", "segments", "graph_pools", "events")
@@ -105,15 +92,12 @@ class DeviceTables:
         # row 0 of blocks, segments, pools of graphs and uses means none; stream 0, the default stream, has index 0
         used = ("blocks_used", "segments_used", "graph_pools_used", "stream_uses_used", "num_streams")
         masks = {"pools_mask": len(self.pools) - 1, "live_mask": first_live - 1, "max_live_mask": most_live - 1}
-        self.write(dict.fromkeys(used, 1) | masks | {"events_clock": CLOCK})
+        self.write(dict.fromkeys(used, 1) | masks | {"events_clock": constants.CLOCK})
 
     def write(self, fields: dict[str, int]) -> None:
         """Write several fields of the record at once, under the core's lock: by their names, or as `a.b`."""
         words = np.array([offset_of(State, path_of(State, name)) // 8 for name in fields], np.int64)
         _write(self.address, words, np.array(list(fields.values()), np.int64))
-
-
-_MOST_AHEAD = 16  # pages that get memory before they are asked for
 
 
 def load_for_moves() -> None:
@@ -170,7 +154,7 @@ class DeviceArena:
                 "cycle_start": int(tables.cycles["begin"][0]),
                 "cycle_end": int(tables.cycles["end"][0]),
                 "cursor": cursor,
-                "mode": MODE_FOLLOW,
+                "mode": constants.MODE_FOLLOW,
             }
         )
 
@@ -187,12 +171,12 @@ class DeviceArena:
         """
         assert self.schedule is not None
         entries = self.schedule.entries
-        shared = np.cumsum(np.append(0, self.schedule.intervals["stream"] == NO_STREAM))
+        shared = np.cumsum(np.append(0, self.schedule.intervals["stream"] == constants.NO_STREAM))
         span = shared[entries["interval_high"]] - shared[entries["interval_low"]]
         rows = np.flatnonzero((entries["offset"] >= 0) & (span > 0))
         entries["event"][rows] = events[: len(rows)]
         entries["hands_over"][handed_over] = entries["event"][handed_over] != 0
-        self._previous_users = np.full(len(self.schedule.intervals), NO_PREVIOUS_USER, np.int64)
+        self._previous_users = np.full(len(self.schedule.intervals), constants.NO_PREVIOUS_USER, np.int64)
         users = self._previous_users.ctypes.data
         self._tables.write({"has_handovers": int(len(rows) > 0), "previous_users": users})
 
@@ -202,7 +186,7 @@ class DeviceArena:
         It may be used when the device has done all that it was given before; only then let the arena be dissolved.
         """
         assert self.schedule is not None
-        streams = self.schedule.entries["key"] & (MAX_STREAMS - 1)
+        streams = self.schedule.entries["key"] & (constants.MAX_STREAMS - 1)
         handovers.end_sharing(self._tables.address, int(np.bincount(streams).argmax()))
 
     def serve(self, address: int, arena_bytes: int) -> None:
@@ -216,17 +200,17 @@ class DeviceArena:
         `anew`: it is another plan than before, of which hits are counted from here on.
         """
         assert arena_bytes >= self._needs
-        self.pages = np.zeros(arena_bytes // GRANULE // 64 + 1, np.int64)
+        self.pages = np.zeros(arena_bytes // constants.GRANULE // 64 + 1, np.int64)
         arena.serve_arena(self._tables.address, address, arena_bytes, self.pages.ctypes.data, anew)
 
     def planned_place(self, position: int) -> tuple[int, int]:
         """Where an entry of the schedule has its place: bytes [begin, end) from the arena's first; 0, 0: nowhere."""
-        schedule = self.schedule if self._tables.record.hot.mode == MODE_PLANNED else None
+        schedule = self.schedule if self._tables.record.hot.mode == constants.MODE_PLANNED else None
         if schedule is None or position >= len(schedule.entries):
             return 0, 0
         entry = schedule.entries[position]
         offset = int(entry["offset"])
-        return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
+        return (offset, offset + (int(entry["key"]) >> constants.STREAM_BITS)) if offset >= 0 else (0, 0)
 
     def lacking_ahead(self, position: int) -> list[int]:
         """Where pages without memory begin that the plan needs soon after an entry, in that order."""
@@ -247,7 +231,9 @@ class DeviceArena:
 
     def drop_schedule(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""
-        self._tables.write({"mode": MODE_HEAP, "ask_at_boundary": 0, "ask_after_iterations": 0, "ask_after_misses": 0})
+        self._tables.write(
+            {"mode": constants.MODE_HEAP, "ask_at_boundary": 0, "ask_after_iterations": 0, "ask_after_misses": 0}
+        )
 
     def count(self, arena_bytes: int) -> None:
         """Count an arena that came from the device (negative: went back)."""
@@ -263,7 +249,7 @@ class DeviceArena:
 
     def dissolve(self) -> list[int]:
         """Make ordinary segments of an arena that is no longer served; where they begin, none if it has to stay."""
-        addresses = np.zeros(MAX_STREAMS, np.int64)
+        addresses = np.zeros(constants.MAX_STREAMS, np.int64)
         return addresses[: arena.dissolve_arena(self._tables.address, addresses)].tolist()
 
 

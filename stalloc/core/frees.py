@@ -42,6 +42,9 @@ from stalloc.core.lookup import find_live, find_slot, in_arena
 from stalloc.core.records import block_at, entry_at, pool_at, slot_at, state_at, stream_at, stream_use_at
 from stalloc.core.segments import pool_of
 
+_PATIENCE = 3  # times that events could not be made
+BUSY, UNKNOWN, KNOWN = -1, 0, 1  # another thread is asking; of some uses the driver did not know; it did
+
 
 @inner(forceinline=True)
 def free(device, address):
@@ -133,18 +136,18 @@ def _release_block(state, address, block):
 @inner(forceinline=True)
 def release(state, address, slot, block):
     """Free the slot or the block that lives at an address."""
-    if slot < 0:
+    if slot >= 0:
+        planned = slot_at(state, slot)
+        entry = entry_at(state, planned.entry)
+        flip_intervals(state.plan.interval_bits, entry.interval_low, entry.interval_high)
+        planned.entry = -1
+        planned.state = BLOCK_FREE
+        state.plan.arena_live -= 1
+        count_free(state, entry.key >> STREAM_BITS, planned.requested_bytes)
+        if state.hot.recording == 1:
+            record(state, ACTION_FREE_COMPLETED, entry.key & (MAX_STREAMS - 1), address, planned.requested_bytes)
+    else:
         _release_block(state, address, block)
-        return
-    planned = slot_at(state, slot)
-    entry = entry_at(state, planned.entry)
-    flip_intervals(state.plan.interval_bits, entry.interval_low, entry.interval_high)
-    planned.entry = -1
-    planned.state = BLOCK_FREE
-    state.plan.arena_live -= 1
-    count_free(state, entry.key >> STREAM_BITS, planned.requested_bytes)
-    if state.hot.recording == 1:
-        record(state, ACTION_FREE_COMPLETED, entry.key & (MAX_STREAMS - 1), address, planned.requested_bytes)
 
 
 @inner()
@@ -329,10 +332,6 @@ def _forget_uses(state, previous, first):
         following = stream_use_at(state, first).next
         _give_back(state, first)
         first = following
-
-
-_PATIENCE = 3  # times that events could not be made
-BUSY, UNKNOWN, KNOWN = -1, 0, 1  # another thread is asking; of some uses the driver did not know; it did
 
 
 @inner()

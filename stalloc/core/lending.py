@@ -39,6 +39,12 @@ from stalloc.core.segments import (
 )
 
 NEVER = 1 << 60  # schedule time
+_STAYS = 4  # iterations: what lives for less than one is known again when a few like it have
+_MAX_LEASES = 4096
+_MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
+_DYNAMIC_LEASE = 12 << 20  # the same for dynamic requests, of which more follow: the end of each lease is lost
+_HALVINGS = 4  # of the time that a request lasts, to find intervals that are needed late if none is needed late enough
+_LOST = 16  # requests in a row that are not on the schedule, after which the program does something else
 
 
 @inner(forceinline=True)
@@ -194,9 +200,6 @@ def _free_end(state, pool, index):
     return block if block_at(state, block).state == BLOCK_FREE else 0
 
 
-_STAYS = 4  # iterations: what lives for less than one is known again when a few like it have
-
-
 @inner()
 def lifespan_row(state, size):
     """The row of a request of this size, at this place in the iteration, in the table of lifespans."""
@@ -236,13 +239,6 @@ def note_end(state, block, stays):
     if lived > 0:
         fades = known.value >> 3 if row < LIFESPAN_ROWS else 0
         known.value = max(lived, known.value - fades)
-
-
-_MAX_LEASES = 4096
-_MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
-_DYNAMIC_LEASE = 12 << 20  # the same for dynamic requests, of which more follow: the end of each lease is lost
-_HALVINGS = 4  # of the time that a request lasts, to find intervals that are needed late if none is needed late enough
-_LOST = 16  # requests in a row that are not on the schedule, after which the program does something else
 
 
 @inner()

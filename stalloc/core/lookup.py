@@ -25,6 +25,7 @@ from stalloc.core.records import (
 
 _HASH = 0x1E3779B97F4A7C15
 _LIVE_WORDS = dtype_of(LiveBlock).itemsize // 8
+_WORDS = dtype_of(Slot).itemsize // 8
 
 
 @inner(forceinline=True)
@@ -103,9 +104,6 @@ def drop_live(state, address):
 def live_is_full(state):
     """Whether the largest table of live blocks is half full: beyond that looking things up takes long."""
     return 2 * state.lookup.live_count > state.lookup.live_mask
-
-
-_WORDS = dtype_of(Slot).itemsize // 8
 
 
 @njit(**BORROWING)

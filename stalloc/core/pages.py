@@ -126,9 +126,8 @@ def remove_empty_ranges(state, addresses):
     count = 0
     for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
-        is_stitched = segment.tail != 0 or segment.head != 0  # it has memory of others
-        is_empty = segment.address != 0 and segment.is_paged == 1 and segment.mapped_bytes == 0 and not is_stitched
-        if is_empty and count < len(addresses):
+        is_empty = segment.address != 0 and segment.is_paged == 1 and segment.mapped_bytes == 0
+        if is_empty and not _is_stitched(segment) and count < len(addresses):  # a stitched one has memory of others
             addresses[count] = segment.address
             count += 1
             remove_segment(state, row)
@@ -401,7 +400,7 @@ def leave_free_pages(state, wanted, low, high, addresses, sizes):
 @inner()
 def _has_part(segment, page):
     """Whether a segment has a part of a page, and is no stitched segment, whose pages have other addresses too."""
-    if segment.address == 0 or segment.is_paged == 0 or segment.tail != 0 or segment.head != 0:
+    if segment.address == 0 or segment.is_paged == 0 or _is_stitched(segment):
         return False
     return segment.address < page + GRANULE and segment.address + segment.size_bytes > page
 

@@ -344,7 +344,7 @@ class Follow(Record, begins_line=True):
 
 
 class Triggers(Record):
-    """When the core enters Python, which alone writes this, through `device_triggers.py`; 0: never, or not for this."""
+    """When the core enters Python, which alone writes this, through `state.py`; 0: never, or not for this."""
 
     ask_at_boundary: int  # when the cycle begins again (1), or AT_ANY_REQUEST that may be planned
     ask_above: int  # before allocated_bytes become more than this

@@ -34,6 +34,7 @@ _NEAR = 2  # entries: a request this close to the expected one replaces or skips
 _MORE_DYNAMIC = 64  # requests, beyond those that steps had at a place so far, as of a few experts; more: another step
 SURE = 16  # matches in a row after which the place on the schedule is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
+_FEW_SHIFT = 5  # 1 / 2 ** shift of a step may be served elsewhere than in its place
 
 
 @njit(**BORROWING)
@@ -387,9 +388,6 @@ def follow(state, key):
         state.iterations.iteration_start += position + 1 - following
     state.follow.cursor = following
     return position, begins
-
-
-_FEW_SHIFT = 5  # 1 / 2 ** shift of a step may be served elsewhere than in its place
 
 
 @inner()

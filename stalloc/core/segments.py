@@ -35,16 +35,7 @@ from stalloc.core.constants import (
 )
 from stalloc.core.counters import count_reserved, record
 from stalloc.core.intrinsics import first_bit, last_bit, under_lock
-from stalloc.core.records import (
-    bins_at,
-    block_at,
-    filled_at,
-    left_of,
-    pool_at,
-    right_of,
-    root_at,
-    segment_at,
-)
+from stalloc.core.records import bins_at, block_at, filled_at, left_of, pool_at, right_of, root_at, segment_at
 
 _FINE = 128  # sizes in units of ALIGNMENT below this have a bin each, which is a list
 _PARTS_BITS = 6  # an octave above has 2 ** this bins

@@ -27,16 +27,7 @@ from stalloc.core.graph_loans import is_loan
 from stalloc.core.intrinsics import copy_words, under_lock
 from stalloc.core.lending import intervals_empty
 from stalloc.core.record_types import Words, structure
-from stalloc.core.records import (
-    ScheduleEntry,
-    Slot,
-    State,
-    block_at,
-    interval_at,
-    pool_at,
-    segment_at,
-    table,
-)
+from stalloc.core.records import ScheduleEntry, Slot, State, block_at, interval_at, pool_at, segment_at, table
 from stalloc.core.segments import pool_of
 from stalloc.core.state import DeviceState
 
@@ -188,7 +179,7 @@ def _filled_up(address: int, size_bytes: int, taken: list[HeapBlock]) -> list[He
 def counts(state: DeviceState) -> State:
     """The record of a device as it was at one moment."""
     memory = _copies(state, state.tables.memory)[0]
-    return structure(State).from_buffer(memory.view(np.uint8))  # type: ignore[return-value]
+    return structure(State).from_buffer(memory.view(np.uint8).data)  # type: ignore[return-value]
 
 
 @under_lock()

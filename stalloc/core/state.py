@@ -6,24 +6,18 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from stalloc.core import arena, counters, frees, heap, lookup, pages, segments
-from stalloc.core.constants import (
-    ACTION_ALLOC,
-    AT_ANY_REQUEST,
-    CLOCK,
-    COARSE_CLOCK,
-    ITERATION_LOG_ROWS,
-    MAX_STREAMS,
-    MODE_HEAP,
-    TINY,
-    USE_RECORDED,
-    USE_UNRECORDED,
-)
+from stalloc.core import arena, constants, counters, frees, heap, lookup, pages, segments
 from stalloc.core.device_parts import MAX_RANGES, DeviceArena, DeviceSteps, DeviceTables, forget_pages
 from stalloc.core.frees import share_entry
 from stalloc.core.record_types import Words
 from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.device.ordering import Ordering
+
+_MALLOC = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
+_FREE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
+_SHARE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(share_entry.address)
+_MAX_MOVED = 256  # segments that begin elsewhere when pages go
+_TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 
 class Triggers:
@@ -38,7 +32,7 @@ class Triggers:
 
     def at_any_request(self) -> None:
         """Ask at the next request that may be planned."""
-        self._record.triggers.ask_at_boundary = AT_ANY_REQUEST
+        self._record.triggers.ask_at_boundary = constants.AT_ANY_REQUEST
 
     @property
     def boundary_is_asked(self) -> bool:
@@ -182,14 +176,6 @@ class DeviceHeap:
         return int(segments.largest_free(self._tables.address))
 
 
-_MALLOC = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
-_FREE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
-_SHARE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(share_entry.address)
-
-_MAX_MOVED = 256  # segments that begin elsewhere when pages go
-_TEXT_BYTES = 4096  # room for what an out-of-memory error says
-
-
 @dataclass(frozen=True)
 class Step:
     """What one iteration over the cycle of a plan was like."""
@@ -248,8 +234,8 @@ class DeviceState:
     def awaited(self) -> tuple[list[int], list[int]]:
         """What freed blocks wait for: events, and streams whose events are not recorded; both may change meanwhile."""
         uses: np.ndarray = self.tables.stream_uses[1 : self.record.shared.stream_uses_used].copy()
-        events = uses["event"][uses["status"] == USE_RECORDED].tolist()
-        return events, np.unique(uses["stream"][uses["status"] == USE_UNRECORDED]).tolist()
+        events = uses["event"][uses["status"] == constants.USE_RECORDED].tolist()
+        return events, np.unique(uses["stream"][uses["status"] == constants.USE_UNRECORDED]).tolist()
 
     def write(self, **fields: int) -> None:
         """Write several fields of the record at once, under the core's lock."""
@@ -309,9 +295,9 @@ class DeviceState:
 
     def forget_streams(self) -> int:
         """Forget the streams that hold no memory and are on no schedule in force; how many."""
-        kept, schedule = np.zeros(MAX_STREAMS, np.int64), self.arena.schedule
-        if schedule is not None and (self.record.hot.mode != MODE_HEAP or self.record.plan.arena_bytes):
-            kept[schedule.entries["key"] & (MAX_STREAMS - 1)] = 1
+        kept, schedule = np.zeros(constants.MAX_STREAMS, np.int64), self.arena.schedule
+        if schedule is not None and (self.record.hot.mode != constants.MODE_HEAP or self.record.plan.arena_bytes):
+            kept[schedule.entries["key"] & (constants.MAX_STREAMS - 1)] = 1
         return int(lookup.forget_streams(self.address, kept))
 
     @property
@@ -350,8 +336,8 @@ class DeviceState:
         The log's first row only marks the start of the first planned step.
         """
         count, rows = self.record.iterations.iteration_count, self.tables.iteration_log.copy()
-        order = range(max(1, count - ITERATION_LOG_ROWS), count)
-        return [Step(*rows[i % ITERATION_LOG_ROWS].tolist()[:5]) for i in order]
+        order = range(max(1, count - constants.ITERATION_LOG_ROWS), count)
+        return [Step(*rows[i % constants.ITERATION_LOG_ROWS].tolist()[:5]) for i in order]
 
     def recorded(self, begin: int = 0) -> np.ndarray:
         """A copy of the recorded events from `begin` on, those that a ring still has."""
@@ -381,7 +367,9 @@ class DeviceState:
     def record_anew(self) -> None:
         """Forget what was recorded, and record from here on, as much as there is room for."""
         capacity = len(self.tables.events)
-        self.write(recording=1, num_events=0, num_sizable=0, check_at=0, events_capacity=capacity, events_clock=CLOCK)
+        self.write(
+            recording=1, num_events=0, num_sizable=0, check_at=0, events_capacity=capacity, events_clock=constants.CLOCK
+        )
 
     def forget_record(self) -> None:
         """Stop recording and give the memory of what was recorded back."""
@@ -399,7 +387,7 @@ class DeviceState:
             moved = np.empty(capacity, events.dtype)
             counters.narrow(self.address, capacity, moved.ctypes.data)
             forget_pages(events[capacity:])
-        self.write(events_clock=CLOCK if exact_times else COARSE_CLOCK)
+        self.write(events_clock=constants.CLOCK if exact_times else constants.COARSE_CLOCK)
 
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
         """Of the requests above TINY among events [begin, end): sizes in bytes, streams, and whether they are noise."""
@@ -415,5 +403,7 @@ class DeviceState:
         """
         table: np.ndarray = self.tables.events.view(np.ndarray)
         rows = np.arange(begin, end) % int(self.record.log.events_capacity)
-        is_request = ((table["action"][rows] & 0xFF) == ACTION_ALLOC) & (table["requested_bytes"][rows] > TINY)
+        is_request = ((table["action"][rows] & 0xFF) == constants.ACTION_ALLOC) & (
+            table["requested_bytes"][rows] > constants.TINY
+        )
         table["is_noise"][rows[is_request][chosen]] = 1

@@ -33,10 +33,7 @@ _ERROR = (
     "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE",
     "_ZN3c105ErrorC2ENS_14SourceLocationESs",
 )
-_STRING = (
-    "_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcmRKS3_",
-    "_ZNSsC1EPKcmRKSaIcE",
-)
+_STRING = ("_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcmRKS3_", "_ZNSsC1EPKcmRKSaIcE")
 
 _kept: list[object] = []  # what compiled code calls lives as long as the process
 _compiled: dict[tuple[str, str], bytes] = {}  # object code of files: all links of one differ in addresses only
