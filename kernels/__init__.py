@@ -3,31 +3,19 @@
 Contract: importing this package imports neither Triton nor torch; each name loads what it needs when used.
 """
 
-import importlib
-from typing import Any
+from stalloc.lazy import loaded_on_use
 
-_LAZY: dict[str, str] = {
-    "batched_copy": "stalloc.kernels.launch",
-    "batched_fill": "stalloc.kernels.launch",
-    "batched_copy_fill": "stalloc.kernels.launch",
-    "batched_mismatches": "stalloc.kernels.launch",
-    "Config": "stalloc.kernels.configs",
-    "Tables": "stalloc.kernels.driver_tables",
-    "config_for": "stalloc.kernels.configs",
-    "host_copy": "stalloc.kernels.reference",
-    "host_fill": "stalloc.kernels.reference",
-    "host_copy_fill": "stalloc.kernels.reference",
-    "host_mismatches": "stalloc.kernels.reference",
-    "torch_copy": "stalloc.kernels.reference",
-    "torch_fill": "stalloc.kernels.reference",
-    "torch_copy_fill": "stalloc.kernels.reference",
-    "torch_mismatches": "stalloc.kernels.reference",
+_NAMES = {
+    ".launch": ("batched_copy", "batched_fill", "batched_copy_fill", "batched_mismatches"),
+    ".configs": ("Config", "config_for"),
+    ".driver_tables": ("Tables",),
+    ".reference": (
+        *("host_copy", "host_fill", "host_copy_fill", "host_mismatches"),
+        *("torch_copy", "torch_fill", "torch_copy_fill", "torch_mismatches"),
+    ),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = list(_LAZY)
+__all__ = list(_MODULES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'stalloc.kernels' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)

@@ -16,7 +16,7 @@ from stalloc.errors import SetupError
 from .block_columns import Column, check_disjoint, columns, pattern_bytes
 from .configs import Config, config_for
 from .driver_tables import Tables
-from .worklist import check_table, work_table
+from .worklist import work_table
 
 MODES = {"copy": 0, "fill": 1, "copy-fill": 2, "check": 3}
 _INTERPRETED = Config(tile_bytes=1 << 18, byte_tile=1 << 16, group_rows=16)  # few large steps: each costs Python
@@ -98,14 +98,8 @@ def batched_mismatches(
     place = _Place(tables)
     counters, base = place.upload(np.zeros(len(some), np.int64))
     shape = config or place.config
-    made = check_table(
-        base + 8 * np.arange(len(some)),
-        start,
-        count,
-        pattern_bytes(value),
-        config=shape,
-        num_programs=place.programs(shape),
-    )
+    words, programs = base + 8 * np.arange(len(some)), place.programs(shape)
+    made = work_table(words, start, count, pattern_bytes(value), config=shape, num_programs=programs, counts=True)
     place.tell(start, count, writes=False)
     place.run("check", *made, shape)
     counts[some] = place.download(counters, base)
@@ -159,11 +153,6 @@ class _Place:
             self._tables.download(address, kept)
         return kept.cpu().numpy() if self._torch is not None and self._tables is None else kept
 
-    def release_tables(self) -> None:
-        """Wait for the stream where the next launch may write over the tables of this one."""
-        if self._torch is not None and self._tables is not None:
-            self._torch.cuda.current_stream().synchronize()
-
     def tell(self, address: Column, size: Column, *, writes: bool) -> None:
         """Tell the checker of the order of work, where the virtual GPU has one, what a launch is about to access."""
         virtual: Any = sys.modules.get("stalloc.device.virtual")
@@ -174,7 +163,7 @@ class _Place:
                 checker.touch(stream.device_index, stream.cuda_stream, at, num_bytes, int(writes))
 
     def run(self, mode: str, table: np.ndarray, units: int, config: Config) -> None:
-        """Queue one launch."""
+        """Queue one launch; wait for it where the next one may write over its tables."""
         kept, address = self.upload(table)
         self._kernel[(min(units, self.programs(config)),)](
             address,
@@ -184,6 +173,8 @@ class _Place:
             GROUP_ROWS=config.group_rows,
             num_warps=config.num_warps,
         )
+        if self._torch is not None and self._tables is not None:
+            self._torch.cuda.current_stream().synchronize()
         del kept
 
 
@@ -204,4 +195,3 @@ def _launch(
         place.tell(source, size, writes=mode == "copy-fill")
     place.tell(target, size, writes=True)
     place.run(mode, *work_table(source, target, size, pattern, config=shape, num_programs=place.programs(shape)), shape)
-    place.release_tables()

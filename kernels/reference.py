@@ -73,7 +73,6 @@ def torch_mismatches(address: ArrayLike, size: ArrayLike, value: int | bytes = 0
 
 
 def _host(address: int, count: int) -> np.ndarray:
-    """`count` bytes of host memory as an array."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
 
 

@@ -34,7 +34,6 @@ def _lanes(source, target, count, pattern, lane, MODE: tl.constexpr):
 
 @triton.jit
 def _different_bytes(value, pattern, inside):
-    """How many bytes of each element differ from the pattern."""
     difference = value ^ pattern
     if value.dtype.primitive_bitwidth == 8:
         count = (difference != 0).to(tl.int32)
@@ -47,79 +46,45 @@ def _different_bytes(value, pattern, inside):
 
 
 @triton.jit
-def _add_count(counter, different):
-    tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), tl.sum(different.to(tl.int64), 0))
-
-
-@triton.jit
-def _long16(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr):
-    """A long row on the 16-byte grid, four 32-bit elements to a word."""
+def _long(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr, GRID: tl.constexpr):
+    """A long row: on the 16-byte grid, four 32-bit elements to a word, on the 4-byte grid, or single bytes."""
     lane = tl.arange(0, LANES)
-    pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + turn * 4 + (lane & 3))
-    p = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
-    q = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
-    different = _lanes(p, q, (count >> 4) * 4, pattern, lane, MODE)
-    if MODE == 3:
-        _add_count(source, different)
-
-
-@triton.jit
-def _long4(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr):
-    """A long row whose source and target lie on the 4-byte grid."""
-    lane = tl.arange(0, LANES)
-    pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + turn * 4 + (lane & 3))
-    p, q = source.to(tl.pointer_type(tl.int32)), target.to(tl.pointer_type(tl.int32))
-    different = _lanes(p, q, count >> 2, pattern, lane, MODE)
-    if MODE == 3:
-        _add_count(source, different)
-
-
-@triton.jit
-def _long1(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr):
-    """A long row of single bytes."""
-    lane = tl.arange(0, LANES)
-    pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + turn * 16 + (lane & 15))
-    p, q = source.to(tl.pointer_type(tl.uint8)), target.to(tl.pointer_type(tl.uint8))
+    if GRID == 1:
+        pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + turn * 16 + (lane & 15))
+        p, q = source.to(tl.pointer_type(tl.uint8)), target.to(tl.pointer_type(tl.uint8))
+    else:
+        pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + turn * 4 + (lane & 3))
+        p, q = source.to(tl.pointer_type(tl.int32)), target.to(tl.pointer_type(tl.int32))
+    if GRID == 16:
+        p, q, count = tl.multiple_of(p, 16), tl.multiple_of(q, 16), (count >> 4) * 4
+    if GRID == 4:
+        count = count >> 2
     different = _lanes(p, q, count, pattern, lane, MODE)
     if MODE == 3:
-        _add_count(source, different)
+        tl.atomic_add(source.to(tl.pointer_type(tl.int64)), tl.sum(different.to(tl.int64), 0))
 
 
 @triton.jit
-def _group16(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS small rows at once on the 16-byte grid, 512 bytes each at most."""
+def _group(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.constexpr, GRID: tl.constexpr):
+    """ROWS small rows at once: on the 16-byte grid, 512 bytes each at most, or anywhere, 64 bytes each at most."""
     row = first + tl.arange(0, ROWS)
     there = row < num_rows
-    lane = tl.arange(0, 128)[None, :]
     source = tl.load(rows + row * 4, mask=there, other=0)
     target = tl.load(rows + row * 4 + 1, mask=there, other=0)
-    inside = lane < ((tl.load(rows + row * 4 + 2, mask=there, other=0) >> 4) * 4)[:, None]
+    count = tl.load(rows + row * 4 + 2, mask=there, other=0)
     turn = tl.load(rows + row * 4 + 3, mask=there, other=0)
-    p = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None] + lane
-    q = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)[:, None] + lane
-    pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + (turn * 4)[:, None] + (lane & 3))
-    _small(p, q, source, inside, there, pattern, MODE)
-
-
-@triton.jit
-def _group1(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS small rows at once anywhere, 64 bytes each at most."""
-    row = first + tl.arange(0, ROWS)
-    there = row < num_rows
-    lane = tl.arange(0, 64)[None, :]
-    source = tl.load(rows + row * 4, mask=there, other=0)
-    target = tl.load(rows + row * 4 + 1, mask=there, other=0)
-    inside = lane < tl.load(rows + row * 4 + 2, mask=there, other=0)[:, None]
-    turn = tl.load(rows + row * 4 + 3, mask=there, other=0)
-    p = source.to(tl.pointer_type(tl.uint8))[:, None] + lane
-    q = target.to(tl.pointer_type(tl.uint8))[:, None] + lane
-    pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + (turn * 16)[:, None] + (lane & 15))
-    _small(p, q, source, inside, there, pattern, MODE)
-
-
-@triton.jit
-def _small(p, q, counter, inside, there, pattern, MODE: tl.constexpr):
-    """What the rows of a group have in common."""
+    if GRID == 16:
+        lane = tl.arange(0, 128)[None, :]
+        inside = lane < ((count >> 4) * 4)[:, None]
+        p = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None] + lane
+        q = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)[:, None] + lane
+        pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + (turn * 4)[:, None] + (lane & 3))
+    else:
+        lane = tl.arange(0, 64)[None, :]
+        inside = lane < count[:, None]
+        p = source.to(tl.pointer_type(tl.uint8))[:, None] + lane
+        q = target.to(tl.pointer_type(tl.uint8))[:, None] + lane
+        pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + (turn * 16)[:, None] + (lane & 15))
     if MODE == 0 or MODE == 2:
         tl.store(q, tl.load(p, mask=inside), mask=inside)
     if MODE == 1:
@@ -129,17 +94,11 @@ def _small(p, q, counter, inside, there, pattern, MODE: tl.constexpr):
     if MODE == 3:
         different = _different_bytes(tl.load(q, mask=inside, other=0), pattern, inside)
         total = tl.sum(different.to(tl.int64), 1)
-        tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), total, mask=there & (total != 0))
+        tl.atomic_add(source.to(tl.pointer_type(tl.int64)), total, mask=there & (total != 0))
 
 
 @triton.jit
-def batched(
-    table,
-    MODE: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    BYTE_TILE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-):
+def batched(table, MODE: tl.constexpr, TILE_BYTES: tl.constexpr, BYTE_TILE: tl.constexpr, GROUP_ROWS: tl.constexpr):
     """Do a table (see worklist.py): a persistent grid, to whose programs the units are handed out to and fro.
 
     In even rounds the first program gets the first unit, in odd ones the last does, so that with units in falling sizes
@@ -161,15 +120,15 @@ def batched(
             source, target = tl.load(rows + unit * 4), tl.load(rows + unit * 4 + 1)
             count, turn = tl.load(rows + unit * 4 + 2), tl.load(rows + unit * 4 + 3)
             if unit < long16:
-                _long16(source, target, count, patterns, turn, MODE, TILE_BYTES // 4)
+                _long(source, target, count, patterns, turn, MODE, TILE_BYTES // 4, 16)
             elif unit < ends4:
-                _long4(source, target, count, patterns, turn, MODE, BYTE_TILE)
+                _long(source, target, count, patterns, turn, MODE, BYTE_TILE, 4)
             else:
-                _long1(source, target, count, patterns, turn, MODE, BYTE_TILE)
+                _long(source, target, count, patterns, turn, MODE, BYTE_TILE, 1)
         elif unit < groups16:
-            _group16(rows + ends1 * 4, patterns, (unit - ends1) * GROUP_ROWS, small16, MODE, GROUP_ROWS)
+            _group(rows + ends1 * 4, patterns, (unit - ends1) * GROUP_ROWS, small16, MODE, GROUP_ROWS, 16)
         else:
             last = rows + (ends1 + small16) * 4
-            _group1(last, patterns, (unit - groups16) * GROUP_ROWS, small1, MODE, GROUP_ROWS)
+            _group(last, patterns, (unit - groups16) * GROUP_ROWS, small1, MODE, GROUP_ROWS, 1)
         unit += step
         step = 2 * tl.num_programs(0) - step

@@ -6,15 +6,14 @@ import numba
 import numpy as np
 import pytest
 
-from stalloc.core import device_record, records
-from stalloc.core.device_record import Part, State, Total
+from stalloc.core import records
 from stalloc.core.record_types import Record, shares_word, structure
-from stalloc.core.records import Block, dtype_of, offset_of, state_at, table, view_at
+from stalloc.core.records import Block, Part, State, Total, dtype_of, offset_of, state_at, table, view_at
 
 LINE = 64  # bytes of a line of the cache
 RECORDS = [
     kind
-    for kind in {**vars(device_record), **vars(records)}.values()
+    for kind in vars(records).values()
     if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
 ]
 

@@ -11,8 +11,8 @@ from typing import Annotated
 import numpy as np
 import pytest
 
-from stalloc.core.device_record import State, Total
 from stalloc.core.record_types import LineStart, Record, Words, offset_of, table, view_at
+from stalloc.core.records import State, Total
 from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate
 from stalloc.fitting.observation import BlockSeen, CallSeen, OperationSeen, ProgramSeen

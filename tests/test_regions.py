@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from stalloc.core.arena_schedule import ArenaSchedule
+from stalloc.core.arena_schedule import ArenaSchedule, on_pages
 from stalloc.core.constants import GRANULE
-from stalloc.core.regions import on_pages
 
 KIB = 1024
 

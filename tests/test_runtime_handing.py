@@ -8,7 +8,7 @@ from programs.core_machine import Cycle
 from programs.cycle_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 from programs.ordered_machine import Checked
 
-from stalloc.core import shared_blocks
+from stalloc.core import frees
 from stalloc.lifespans.repeating_schedule import Schedule
 from stalloc.planner import Plan, plan_schedule, validate
 
@@ -107,7 +107,7 @@ def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait
     program.one_pass()
     assert machine.state.record.hot.num_deferred == len(live)
     machine.driver.synchronize()
-    assert shared_blocks.poll(machine.state.address, 0) == shared_blocks.KNOWN
+    assert frees.poll(machine.state.address, 0) == frees.KNOWN
     assert machine.state.record.hot.num_deferred == 0
     for _ in range(3):
         program.one_pass()

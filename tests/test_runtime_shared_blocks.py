@@ -6,13 +6,13 @@ from programs.core_machine import MIB, Cycle
 from programs.cycle_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 from programs.ordered_machine import Checked
 
-from stalloc.core import shared_blocks
+from stalloc.core import frees
 from stalloc.core.constants import POLL
 
 
 def poll(machine: Checked) -> int:
     """Free what the driver says is over; what the poll says of it."""
-    return int(shared_blocks.poll(machine.state.address, 0))
+    return int(frees.poll(machine.state.address, 0))
 
 
 def freed_block(machine: Checked, *streams: int) -> int:
@@ -37,7 +37,7 @@ def test_a_block_waits_for_every_stream_that_used_it() -> None:
     address = freed_block(machine, 1, 2, 3)
     assert sorted(stream for what, stream, _ in machine.driver.calls if what == "record") == [1, 2, 3], "once for each"
     for stream in (2, 1, 3):
-        assert poll(machine) == shared_blocks.KNOWN
+        assert poll(machine) == frees.KNOWN
         assert machine.state.record.hot.num_deferred == 1
         assert not is_free(machine, address)
         machine.driver.finish(stream)
@@ -95,7 +95,7 @@ def test_what_the_driver_refuses_is_tried_again(failing: str) -> None:
     machine.driver.fails.add(failing)
     address = freed_block(machine, 1)
     machine.driver.finish(1)
-    assert poll(machine) == shared_blocks.UNKNOWN
+    assert poll(machine) == frees.UNKNOWN
     assert not is_free(machine, address)
     machine.driver.fails.clear()
     poll(machine)
@@ -113,7 +113,7 @@ def test_a_stream_for_which_no_event_can_be_recorded_is_known_to_be_done_when_it
     machine.driver.finish(1)
     after = freed_block(machine, 1)
     assert machine.state.awaited()[1] == [16]
-    assert shared_blocks.poll(machine.state.address, num_idle) == shared_blocks.UNKNOWN
+    assert frees.poll(machine.state.address, num_idle) == frees.UNKNOWN
     assert machine.state.record.hot.num_deferred == 2, "of the other streams' work nothing is known"
     assert is_free(machine, before)
     assert len({recorded, before, after}) == 3
@@ -135,7 +135,7 @@ def test_a_stream_that_was_not_known_to_be_needed_is_not_taken_for_idle(failing:
     [(num_idle, streams)] = seen
     assert streams == []
     for before in (0, num_idle):
-        assert shared_blocks.poll(machine.state.address, before) == shared_blocks.UNKNOWN
+        assert frees.poll(machine.state.address, before) == frees.UNKNOWN
     assert machine.state.record.hot.num_deferred == 1
     assert not is_free(machine, address)
 
@@ -149,7 +149,7 @@ def test_events_are_neither_recorded_nor_asked_while_a_graph_is_captured() -> No
     inside = [machine.allocate(MIB) for _ in range(40)]
     assert machine.driver.calls == []
     machine.state.record.hot.private_kind = 0
-    assert poll(machine) == shared_blocks.KNOWN
+    assert poll(machine) == frees.KNOWN
     assert machine.state.record.hot.num_deferred == 1
     machine.driver.finish(1)
     poll(machine)

@@ -100,33 +100,30 @@ def _compile_core() -> None:
 
     from stalloc.core import (
         arena,
-        capture_plan,
+        counters,
+        frees,
         graph_loans,
         handovers,
-        iteration_log,
-        known_steps,
+        heap,
+        lookup,
         pages,
-        pools,
         requests,  # noqa: F401  (it compiles its own)
+        schedule_cursor,
         segments,
-        shared_blocks,
-        stitching,
-        stream_table,
-        stream_uses,
     )
 
     of_numbers = (
         *(arena.arena_is_idle, arena.forget_arena),
-        *(capture_plan.find_place, capture_plan.find_range, capture_plan.is_idle),
+        *(heap.find_place, heap.find_range, heap.is_idle),
         *(graph_loans.begin_borrowing, graph_loans.begin_launch, graph_loans.end_borrowing, graph_loans.end_launch),
         *(graph_loans.forget_lent, graph_loans.hold, graph_loans.lend_no_more, graph_loans.let_lend),
-        *(handovers.end_sharing, iteration_log.take_peak, pages.keep_ranges, segments.give_segment),
-        *(known_steps.end_known_step, known_steps.end_known_steps, known_steps.expect_steps),
-        *(pools.unpin_pools, pools.wake_pools, shared_blocks.poll, stitching.begin_stitch),
+        *(handovers.end_sharing, counters.take_peak, pages.keep_ranges, segments.give_segment),
+        *(schedule_cursor.end_known_step, schedule_cursor.end_known_steps, schedule_cursor.expect_steps),
+        *(segments.unpin_pools, segments.wake_pools, frees.poll, pages.begin_stitch),
     )
     for function in of_numbers:
         function.compile((types.int64,) * function.py_func.__code__.co_argcount)
-    for function in (stream_table.forget_streams, stream_uses.give_events):
+    for function in (lookup.forget_streams, frees.give_events):
         function.compile((types.int64, types.int64[::1]))
     with _small_program() as (folder, snapshot):
         irregular = folder / "irregular.csv"

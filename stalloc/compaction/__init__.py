@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 from stalloc.lazy import loaded_on_use
 
 if TYPE_CHECKING:
-    from stalloc.compaction.adopting import adopt, compact, compact_when_full, contiguous_buffers
-    from stalloc.compaction.automatic import Allowance, allow_compaction
-    from stalloc.compaction.capped_arena import ArenaRun, run_in_arena
+    from stalloc.compaction.adopting import (
+        Allowance,
+        adopt,
+        allow_compaction,
+        compact,
+        compact_when_full,
+        contiguous_buffers,
+    )
     from stalloc.compaction.emptying import Relocation
-    from stalloc.compaction.execution import execute
-    from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
+    from stalloc.compaction.layouts import ArenaRun, Layout, largest_hole, run_in_arena, slide, to_plan
     from stalloc.compaction.move_order import order_moves
-    from stalloc.compaction.schedule import BOUNCE, Schedule
+    from stalloc.compaction.schedule import BOUNCE, Schedule, execute
 
 __all__ = [
     "BOUNCE",
@@ -39,23 +43,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Allowance": ".automatic",
-    "ArenaRun": ".capped_arena",
-    "BOUNCE": ".schedule",
-    "Layout": ".layouts",
-    "Relocation": ".emptying",
-    "Schedule": ".schedule",
-    "allow_compaction": ".automatic",
-    "adopt": ".adopting",
-    "compact": ".adopting",
-    "compact_when_full": ".adopting",
-    "contiguous_buffers": ".adopting",
-    "execute": ".execution",
-    "largest_hole": ".layouts",
-    "order_moves": ".move_order",
-    "run_in_arena": ".capped_arena",
-    "slide": ".layouts",
-    "to_plan": ".layouts",
+    ".adopting": ("Allowance", "adopt", "allow_compaction", "compact", "compact_when_full", "contiguous_buffers"),
+    ".emptying": ("Relocation",),
+    ".layouts": ("ArenaRun", "Layout", "largest_hole", "run_in_arena", "slide", "to_plan"),
+    ".move_order": ("order_moves",),
+    ".schedule": ("BOUNCE", "Schedule", "execute"),
 }
 
-__getattr__ = loaded_on_use(__name__, _MODULES)
+__getattr__ = loaded_on_use(__name__, {name: module for module, names in _MODULES.items() for name in names})

@@ -3,18 +3,30 @@
 Contract: values never change, only addresses; every tensor on a moved storage follows. What may not move is left alone
 and listed with its reason. To be called between steps: a pointer that somebody took from `data_ptr()` and keeps (NCCL's
 registered buffers, CUDA graphs outside torch, a kernel of the user's) has to be named in `exclude`.
+
+Where `allow_compaction` is called, it happens by itself: stalloc notes what it lacked (room for a plan's arena, a
+request that was refused, or for which all that was unused had to be given back) and makes room for it at the next mark
+of a step. A request that was refused stays refused. Nothing here keeps a module, an optimizer or a tensor alive.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from stalloc.compaction.emptying import Relocation, by_segment, move, move_in_rounds, segments_to_empty
-from stalloc.compaction.execution import Copy
-from stalloc.compaction.heap_view import HeapView, heap_view
-from stalloc.compaction.relocation import move_together, release
-from stalloc.compaction.torch_storages import Candidate, candidates, tensors_of
-from stalloc.errors import BadInputError
+from stalloc.compaction.emptying import (
+    HeapView,
+    Relocation,
+    by_segment,
+    heap_view,
+    move,
+    move_in_rounds,
+    segments_to_empty,
+)
+from stalloc.compaction.schedule import Copy
+from stalloc.compaction.torch_storages import Candidate, candidates, move_together, release, tensors_of
+from stalloc.errors import BadInputError, SetupError, StallocError
 
 
 def adopt(
@@ -35,8 +47,8 @@ def adopt(
     result = Relocation()
     for device, group in _by_device(objects, exclude, gradients, result).items():
         view = heap_view(device)
-        _count_reserved(view, result, before=True)
-        held_bytes = view.controller.state.record.statistics.reserved_bytes if view is not None else 0
+        held_bytes = _reserved_bytes(view)
+        result.reserved_before_bytes += held_bytes
         if cap_bytes is not None and held_bytes > cap_bytes:
             raise BadInputError(
                 f"device {device.index} holds {held_bytes} bytes already, above the cap of {cap_bytes}: ask for "
@@ -45,8 +57,10 @@ def adopt(
         if view is None:
             move(group, result, copy)
         else:
-            _adopt_by_segment(view, group, cap_bytes, result, copy)
-        _count_reserved(view, result, before=False)
+            contents = by_segment(view, sorted(group, key=lambda member: member.address)).values()
+            with view.controller.full_device.moving():
+                move_in_rounds(view, list(contents), cap_bytes, result, copy, slides=False)
+        result.reserved_after_bytes += _reserved_bytes(view)
     return result
 
 
@@ -75,38 +89,18 @@ def compact(
     return result
 
 
-def compact_device(
-    device: Any,
-    objects: Sequence[Any],
-    exclude: Iterable[Any],
-    gradients: bool,
-    needed_bytes: int | None,
-    result: Relocation,
-    copy: Copy | None,
-) -> None:
-    """`compact` on one device only, while other threads may allocate there; adds to `result`."""
-    group = _by_device(objects, exclude, gradients, result).get(device, [])
-    _compact(device, group, needed_bytes, result, copy, slides=False)
-
-
 def _compact(
-    device: Any,
-    group: list[Candidate],
-    needed_bytes: int | None,
-    result: Relocation,
-    copy: Copy | None,
-    *,
-    slides: bool,
+    device: Any, group: list[Candidate], needed: int | None, result: Relocation, copy: Copy | None, *, slides: bool
 ) -> None:
     release(device)
     view = heap_view(device)
     if view is None:
         return
-    _count_reserved(view, result, before=True)
-    chosen = segments_to_empty(view, group, needed_bytes, result)
+    result.reserved_before_bytes += _reserved_bytes(view)
+    chosen = segments_to_empty(view, group, needed, result)
     with view.controller.full_device.moving():
         move_in_rounds(view, chosen, None, result, copy, slides=slides)
-    _count_reserved(view, result, before=False)
+    result.reserved_after_bytes += _reserved_bytes(view)
 
 
 def compact_when_full(function: Callable[..., Any], *objects: Any, **options: Any) -> Callable[..., Any]:
@@ -173,20 +167,79 @@ def _by_device(
     return on_gpu or groups
 
 
-def _count_reserved(view: HeapView | None, result: Relocation, *, before: bool) -> None:
-    if view is None:
-        return
-    reserved = view.controller.state.record.statistics.reserved_bytes
-    if before:
-        result.reserved_before_bytes += reserved
-    else:
-        result.reserved_after_bytes += reserved
+def _reserved_bytes(view: HeapView | None) -> int:
+    return view.controller.state.record.statistics.reserved_bytes if view is not None else 0
 
 
-def _adopt_by_segment(
-    view: HeapView, group: list[Candidate], cap_bytes: int | None, result: Relocation, copy: Copy | None
-) -> None:
-    """Everything of a device, segment by segment."""
-    segments = by_segment(view, sorted(group, key=lambda member: member.address))
-    with view.controller.full_device.moving():
-        move_in_rounds(view, list(segments.values()), cap_bytes, result, copy, slides=False)
+@dataclass(eq=False)
+class Allowance:
+    """What may be moved, and what was."""
+
+    relocations: list[Relocation] = field(default_factory=list)  #: one for each time that something moved
+    refusals: list[str] = field(default_factory=list)  #: why room could not be made, the last ones
+
+    def stop(self) -> None:
+        """Stop making room by moving memory."""
+        from stalloc.runtime import current
+
+        runtime = current()
+        if runtime is not None and runtime.room_maker == self._make_room:
+            runtime.allow_moving(None)
+
+    def _begin(
+        self, objects: tuple[Any, ...], exclude: Iterable[Any], gradients: bool, copy: Copy | None, runtime: Any
+    ) -> None:
+        self._objects = [_weak(thing) for thing in objects]
+        self._exclude = [_weak(thing) for thing in exclude]
+        self._gradients, self._copy = gradients, copy
+        runtime.allow_moving(self._make_room)
+
+    def _make_room(self, index: int, needed_bytes: int, as_far_as_it_goes: bool) -> None:
+        import torch
+
+        objects = [thing for thing in (kept() for kept in self._objects) if thing is not None]
+        exclude = [thing for thing in (kept() for kept in self._exclude) if thing is not None]
+        device, result = torch.device("cuda", index), Relocation()
+        for needed in (needed_bytes, None) if as_far_as_it_goes else (needed_bytes,):
+            try:
+                groups = _by_device(objects, exclude, self._gradients, result)
+                _compact(device, groups.get(device, []), needed, result, self._copy, slides=False)
+                break
+            except (StallocError, RuntimeError) as error:  # the program only marked a step
+                self.refusals[:] = [*self.refusals[-9:], str(error)]
+        if result.num_moved:
+            self.relocations.append(result)
+
+
+def allow_compaction(
+    *objects: Any, exclude: Iterable[Any] = (), gradients: bool = True, copy: Copy | None = None
+) -> Allowance:
+    """Let stalloc compact by itself, at marks of steps, what lives in modules, optimizers and tensors.
+
+    A function among `objects` is called each time, for what it returns (a list of tensors that changes, say). A later
+    call takes the place of an earlier one. `exclude`, `gradients`, `copy`: as in `compact`.
+
+    Raises SetupError before stalloc is installed, BadInputError for a container.
+    """
+    from stalloc.runtime import needed
+
+    runtime = needed()
+    if runtime is None:
+        raise SetupError("stalloc is not installed in this process: call stalloc.install() first.")
+    allowed = Allowance()
+    allowed._begin(objects, exclude, gradients, copy, runtime)
+    return allowed
+
+
+def _weak(thing: Any) -> Callable[[], Any]:
+    """A function that returns a thing as long as others keep it, then None."""
+    import torch
+
+    if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return weakref.ref(thing)
+    if callable(thing):
+        return thing
+    raise BadInputError(
+        f"a {type(thing).__name__} cannot be watched: give modules, optimizers and tensors one by one, or a function "
+        "that returns it."
+    )

@@ -9,12 +9,15 @@ between the hole's nearest neighbours that stay has to move, and the cheapest su
 may all move, layouts in any order compete (stalloc.planner.plan_moving_least), which are proven up to 12 blocks.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from stalloc.columns import Column
+from stalloc.compaction.move_order import order_moves
 from stalloc.compaction.schedule import column
 from stalloc.errors import BadInputError
 
@@ -108,11 +111,7 @@ def _reordered(blocks: "_Blocks", needed_bytes: int) -> Layout | None:
 
     try:
         moves = plan_moving_least(
-            blocks.low,
-            blocks.size,
-            target_height=blocks.capacity,
-            needed_hole=needed_bytes,
-            alignment=blocks.alignment,
+            blocks.low, blocks.size, target_height=blocks.capacity, needed_hole=needed_bytes, alignment=blocks.alignment
         )
     except BadInputError:  # rounding to its grain left no room
         return None
@@ -211,3 +210,92 @@ class _Blocks:
         fixed = np.flatnonzero(np.append(~self.movable[self.order], True))
         starts = np.append(0, fixed[:-1] + 1)
         return int((before[fixed] - after[starts]).max())
+
+
+if TYPE_CHECKING:
+    from stalloc.trace import Trace
+
+
+@dataclass(frozen=True)
+class ArenaRun:
+    """How a program fared."""
+
+    failed_event: int  #: event index of the first request that found no place; -1: all did
+    num_compactions: int
+    moved_bytes: int
+    num_waves: int
+    bounce_bytes: int  #: the largest bounce buffer that any of the moves wanted
+
+
+def run_in_arena(
+    trace: "Trace", capacity_bytes: int, *, compact: bool, bounce_bytes: int = 1 << 20, alignment: int = 512
+) -> ArenaRun:
+    """Serve a trace's requests from one arena of `capacity_bytes`; stops at the first that finds no place."""
+    size = trace.aligned_size(alignment)
+    rows = np.arange(len(size))
+    time = np.concatenate([trace.end, trace.start])
+    begins = np.repeat([0, 1], len(size))
+    order = np.lexsort((begins, time))
+    arena = Arena(capacity_bytes)
+    compactions = moved = waves = bounce = 0
+    for at in order.tolist():
+        row = int(rows[at % len(size)])
+        if not begins[at]:
+            arena.free(row)
+            continue
+        need = int(size[row])
+        if need and not arena.place(row, need):
+            if not compact or arena.free_bytes < need:
+                return ArenaRun(int(trace.start[row]), compactions, moved, waves, bounce)
+            live = list(arena.offset)
+            offsets, sizes = [arena.offset[i] for i in live], [arena.size[i] for i in live]
+            layout = largest_hole(offsets, sizes, capacity_bytes=capacity_bytes, needed_bytes=need, alignment=alignment)
+            schedule = order_moves(offsets, layout.target, sizes, bounce_bytes=bounce_bytes)
+            arena.move(dict(zip(live, layout.target.tolist(), strict=True)))
+            placed = arena.place(row, need)
+            assert placed, "the layout has freed a range of this size"
+            compactions, moved = compactions + 1, moved + schedule.moved_bytes
+            waves, bounce = waves + schedule.num_waves, max(bounce, schedule.bounce_bytes)
+    return ArenaRun(-1, compactions, moved, waves, bounce)
+
+
+class Arena:
+    """Live blocks by request, and the free ranges between them, ascending."""
+
+    def __init__(self, capacity: int) -> None:
+        self.offset: dict[int, int] = {}
+        self.size: dict[int, int] = {}
+        self.free_bytes = self._capacity = capacity
+        self._free = [(0, capacity)]
+
+    def place(self, row: int, need: int) -> bool:
+        """The lowest free range that is large enough; False if there is none."""
+        for i, (low, high) in enumerate(self._free):
+            if high - low >= need:
+                self.offset[row], self.size[row] = low, need
+                self.free_bytes -= need
+                self._free[i : i + 1] = [(low + need, high)] if high - low > need else []
+                return True
+        return False
+
+    def free(self, row: int) -> None:
+        """Free a request's block; one that never had any is left alone."""
+        if row not in self.offset:
+            return
+        low, size = self.offset.pop(row), self.size.pop(row)
+        self.free_bytes += size
+        i = j = bisect_left(self._free, (low, low))
+        high = low + size
+        if j < len(self._free) and self._free[j][0] == high:
+            high, j = self._free[j][1], j + 1
+        if i > 0 and self._free[i - 1][1] == low:
+            low, i = self._free[i - 1][0], i - 1
+        self._free[i:j] = [(low, high)]
+
+    def move(self, target: dict[int, int]) -> None:
+        """Put live blocks where they are to be."""
+        self.offset = target
+        blocks = sorted((low, low + self.size[row]) for row, low in target.items())
+        lows = [0, *(high for _, high in blocks)]
+        highs = [*(low for low, _ in blocks), self._capacity]
+        self._free = [(low, high) for low, high in zip(lows, highs, strict=True) if low < high]

@@ -1,12 +1,13 @@
-"""The record of a move plan: waves of copies, each wave safe to execute in any order, one wave after the other.
+"""A move plan: waves of copies, each wave safe to execute in any order, one wave after the other.
 
 Contract: within a wave no target shares a byte with another target or with a source of that wave; executed in order,
 the waves leave every block's bytes at its target. Addresses from `BOUNCE` on (see `resolve`) stand for the bounce
-buffer, which is chosen only when the plan is executed.
+buffer, which is chosen only when the plan is executed: one launch a wave, on one stream, and nothing is copied before
+the whole plan is known to be complete.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +17,8 @@ from stalloc.errors import BadInputError
 
 #: byte b of the bounce buffer is written as BOUNCE + b; no device has so many bytes
 BOUNCE = 1 << 62
+#: copies one wave: (k,) absolute source addresses, target addresses and bytes, in any order
+Copy = Callable[[Column, Column, Column], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +50,8 @@ class Schedule:
         """
         if self.bounce_bytes and not bounce:
             raise BadInputError(f"this move plan needs a bounce buffer of {self.bounce_bytes} bytes: give its address.")
-        places = [np.where(x >= BOUNCE, x - BOUNCE + bounce, x + base) for x in (self.source, self.target)]
-        return Schedule(
-            places[0], places[1], self.size, self.first, self.moved_bytes, self.copied_bytes, self.bounce_bytes
-        )
+        source, target = (np.where(x >= BOUNCE, x - BOUNCE + bounce, x + base) for x in (self.source, self.target))
+        return replace(self, source=source, target=target)
 
 
 class Copies:
@@ -89,3 +90,24 @@ def column(values: ArrayLike, name: str) -> Column:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadInputError(f"{name} has to be one column of integers.")
     return array.astype(np.int64)
+
+
+def execute(schedule: Schedule, *, copy: Copy | None = None, base: int = 0, bounce: int = 0) -> None:
+    """Copy the waves of a plan, its offsets counted from `base`, its bounce buffer (if it needs one) at `bounce`.
+
+    Without `copy` the batched kernel does it on torch's current device and stream, or on host memory in Triton's
+    interpreter; `stalloc.kernels.host_copy` is the reference for host memory.
+
+    Raises BadInputError, before anything is copied, if a bounce buffer is needed and not given; SetupError without
+    Triton.
+    """
+    copy = copy or batched
+    for source, target, size in schedule.resolve(base=base, bounce=bounce).waves():
+        copy(source, target, size)
+
+
+def batched(source: Column, target: Column, size: Column) -> None:
+    """The kernel, on torch's current device and stream, for waves, whose copies are disjoint."""
+    from stalloc.kernels import batched_copy
+
+    batched_copy(source, target, size, check=False)

@@ -1,7 +1,10 @@
-"""torch's storages: which may move, and pointing one at other memory so that every view and alias follows.
+"""torch's storages: which may move, and moving them together, so that every view and alias follows.
 
 Contract: a storage that moved holds the same bytes at another address, owns its new memory and no longer its old one;
 every tensor on it, whoever holds it, reads the new place, since torch computes addresses from the storage each time.
+The device is idle when bytes move: all streams are waited for before and after, so no kernel reads a block that is
+going away, and none reads the new one too early. Where there is no room for the new place beside the old one, the bytes
+wait in host memory meanwhile.
 
 torch has no function for this. A storage keeps its memory in three words, the address, the deleter and what the
 deleter is given; exchanging them between two storages of one device and size exchanges their memory, ownership
@@ -10,11 +13,15 @@ nothing is ever moved.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.compaction.schedule import Copy, batched
 from stalloc.errors import BadInputError, SetupError
 
 _WORDS = 8  # of a storage that are looked at
@@ -83,11 +90,6 @@ def exchange(a: Any, b: Any) -> None:
     _exchange(a, b, _place())
 
 
-def empty_storage(size_bytes: int, device: Any) -> Any:
-    """A storage of some size on a device that has no memory yet; no tensor may be read until it has."""
-    return borrowed_storage(0, size_bytes, device)
-
-
 def borrowed_storage(address: int, size_bytes: int, device: Any) -> Any:
     """A storage on memory that it does not own, and that has to stay as long as it is read."""
     import torch
@@ -133,18 +135,16 @@ def _num_references(alive: Any) -> int:
     return int(torch._C._storage_Use_Count(alive.cdata))
 
 
+def _arena_at(address: int, device: Any) -> _Arena | None:
+    """The buffer moved into that is alive and holds an address."""
+    inside = (one for one in _arenas if one.device == device and one.low <= address < one.high)
+    return next((one for one in inside if not one.alive.expired()), None)
+
+
 def num_slices(address: int, device: Any) -> int | None:
     """How many storages keep the buffer alive that begins at an address; None if none of those moved into does."""
-    for arena in _arenas:
-        if arena.device == device and arena.low == address and not arena.alive.expired():
-            return _num_references(arena.alive) - arena.others
-    return None
-
-
-def _in_arena(address: int, device: Any) -> bool:
-    return any(
-        arena.device == device and arena.low <= address < arena.high and not arena.alive.expired() for arena in _arenas
-    )
+    arena = _arena_at(address, device)
+    return _num_references(arena.alive) - arena.others if arena is not None and arena.low == address else None
 
 
 def tensors_of(*objects: Any, gradients: bool = True) -> Iterator[Any]:
@@ -210,6 +210,138 @@ def _reason(tensor: Any, storage: Any) -> str:
         return "its memory is pinned"
     if tensor.device.type == "cpu" and storage.is_shared():
         return "its memory is shared with other processes"
-    if _read(storage, _place() + 1) != _own_deleter(tensor.device) and not _in_arena(address, tensor.device):
+    if _read(storage, _place() + 1) != _own_deleter(tensor.device) and _arena_at(address, tensor.device) is None:
         return "its memory belongs to another library"
     return ""
+
+
+def packed(group: Sequence[Candidate], alignment: int) -> tuple[Column, int]:
+    """Offsets of storages one behind the other, (n,), and the bytes that they take."""
+    size = np.array([member.size_bytes for member in group], np.int64)
+    rounded = -(-size // alignment) * alignment
+    return np.cumsum(rounded) - rounded, int(rounded.sum())
+
+
+def wait_for(device: Any) -> None:
+    """Wait until a device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def move_together(
+    group: Sequence[Candidate],
+    *,
+    alignment: int,
+    copy: Copy | None,
+    through_host: bool = False,
+    least_bytes: int = 0,
+    unwanted: Callable[[int], bool] = lambda address: False,
+) -> Any:
+    """Move storages of one device into one new buffer, a uint8 tensor, which is returned; each keeps it alive.
+
+    The buffer has `least_bytes` at least and does not begin at an `unwanted` address. `through_host`: let go of the old
+    memory first. Raises torch's out-of-memory error if there is no room, in which case nothing moved.
+    """
+    import torch
+
+    device = group[0].storage.device
+    offset, total = packed(group, alignment)
+    total = max(total, least_bytes)
+    if through_host:  # all old memory is freed before new is asked for
+        host = read_to_host([member.storage for member in group], offset, total)
+        free_memory(group)
+        release(device)
+        return write_from_host(group, host, offset, unwanted)
+    arena = new_buffer(total, device, unwanted)
+    wait_for(device)
+    source = np.array([member.address for member in group], np.int64)
+    size = np.array([member.size_bytes for member in group], np.int64)
+    target = arena.data_ptr() + offset
+    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        (copy or copy_for(device))(source, target, size)
+    wait_for(device)
+    point_into(group, arena, offset)
+    return arena
+
+
+def new_buffer(total: int, device: Any, unwanted: Callable[[int], bool]) -> Any:
+    """A new uint8 tensor, not in a place that is to be emptied: those that are offered are held until one is not."""
+    import torch
+
+    held = []
+    while True:
+        buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        if not unwanted(buffer.data_ptr()):
+            return buffer
+        held.append(buffer)
+
+
+def point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
+    """Give each storage its part of a buffer; their old memory goes with the storages that had the parts."""
+    for member, at in zip(group, offset.tolist(), strict=True):
+        exchange(member.storage, slice_storage(arena, at, member.size_bytes))
+    remember_arena(arena, len(group))
+
+
+def read_to_host(storages: Sequence[Any], offset: Column, total: int) -> Any:
+    """The bytes of storages of one device in host memory, at these offsets of a uint8 tensor."""
+    import torch
+
+    device, host = storages[0].device, torch.empty(total, dtype=torch.uint8)
+    wait_for(device)
+    for storage, at in zip(storages, offset.tolist(), strict=True):
+        host[at : at + storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+    wait_for(device)
+    return host
+
+
+def free_memory(group: Sequence[Candidate]) -> None:
+    """Let go of the memory of storages; nothing may read them until they have other memory."""
+    for member in group:
+        exchange(member.storage, borrowed_storage(0, member.size_bytes, member.storage.device))
+
+
+def write_from_host(group: Sequence[Candidate], host: Any, offset: Column, unwanted: Callable[[int], bool]) -> Any:
+    """Give storages without memory a new buffer with bytes that wait in host memory; where there is none, one each.
+
+    That buffer is returned, or the last.
+    """
+    import torch
+
+    device = group[0].storage.device
+    try:
+        arena = new_buffer(len(host), device, unwanted)
+    except torch.OutOfMemoryError:
+        if len(group) > 1:  # somebody else was quicker, but each of the places that became free is large enough for one
+            return write_one_by_one(group, host, offset)
+        arena = torch.empty(len(host), dtype=torch.uint8, device=device)  # anywhere is better than nowhere
+    arena.copy_(host)
+    wait_for(device)
+    point_into(group, arena, offset)
+    return arena
+
+
+def write_one_by_one(group: Sequence[Candidate], host: Any, offset: Column) -> Any:
+    """As `write_from_host`, with a buffer for each storage, the largest first; the last one is returned."""
+    made, start = None, np.zeros(1, np.int64)
+    for member, low in sorted(zip(group, offset.tolist(), strict=True), key=lambda pair: -pair[0].size_bytes):
+        made = write_from_host([member], host[low : low + member.size_bytes], start, lambda address: False)
+    return made
+
+
+def release(device: Any) -> None:
+    """Give free segments back to the device, where stalloc serves it."""
+    from stalloc.runtime import current
+
+    runtime = current()
+    if runtime is not None and device.type == "cuda":
+        runtime.controllers[device.index].memory.release_unused()
+
+
+def copy_for(device: Any) -> Copy:
+    """The kernel on a GPU, the reference in host memory."""
+    from stalloc import kernels
+
+    return kernels.host_copy if device.type == "cpu" else batched

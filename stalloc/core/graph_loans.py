@@ -7,14 +7,14 @@ replay does come in this order. Python begins no replay of a pool while a loan o
 stream, as whatever may reuse the memory otherwise, wait for the device.
 """
 
-from stalloc.compiled import BORROWING, inner, njit
+from stalloc.compiled import BORROWING, inner
 from stalloc.core.constants import LASTING_BIT, LENT_BY_GRAPHS, POOL_PINNED, UNORDERED
-from stalloc.core.free_lists import best_fit, is_before, pool_of
-from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import begin_life
-from stalloc.core.intrinsics import locked, this_thread, unlock
+from stalloc.core.intrinsics import this_thread, under_lock
+from stalloc.core.lookup import live_is_full
 from stalloc.core.pages import cut_out, has_rows
 from stalloc.core.records import block_at, graph_pool_at, pool_at, segment_at
+from stalloc.core.segments import best_fit, is_before, pool_of
 
 # a quarter of the free block that it is cut from: with a half or an eighth one of six servers is lent less
 # (scripts/bench/graphs --lend, 35 and 51 sizes)
@@ -28,12 +28,8 @@ def borrow(state, size, requested):
     The best fit of all pools that may lend to the stream; what is little there lies at its end, so that a tensor which
     lives on among larger ones parts no room that the largest need.
     """
-    if (
-        this_thread() != state.loans.borrower
-        or state.hot.private_kind != 0
-        or state.loans.num_launching != 0
-        or live_is_full(state)
-    ):
+    lends = state.hot.private_kind == 0 and state.loans.num_launching == 0 and not live_is_full(state)
+    if not lends or this_thread() != state.loans.borrower:
         return 0
     best = 0
     for row in range(1, state.loans.graph_pools_used):
@@ -76,13 +72,9 @@ def end_loan(state, block):
     graph_pool_at(state, pool_at(state, pool_of(state, block)).graphs).num_loans -= 1
 
 
-@njit()
-def let_lend(device, kind):
-    """Let a private kind of pool lend, all its pools of now; the row of its GraphPool, 0: the table is full.
-
-    For Python.
-    """
-    state = locked(device)
+@under_lock()
+def let_lend(state, kind):
+    """Let a private kind of pool lend, all its pools of now; the row of its GraphPool, 0: the table is full."""
     row = 1
     while row < state.loans.graph_pools_used and graph_pool_at(state, row).kind != kind:
         row += 1
@@ -99,36 +91,30 @@ def let_lend(device, kind):
             pool.graphs = row
             pool.next_of_graphs = graph_pool_at(state, row).first_pool
             graph_pool_at(state, row).first_pool = number + 1
-    unlock(state)
     return row
 
 
-@njit()
-def begin_borrowing(device, thread):
-    """Let a thread borrow, if no other one does; who did before (0: nobody). For Python."""
-    state = locked(device)
+@under_lock()
+def begin_borrowing(state, thread):
+    """Let a thread borrow, if no other one does; who did before (0: nobody)."""
     before = state.loans.borrower
     if before == 0:
         state.loans.borrower = thread
-    unlock(state)
     return before
 
 
-@njit()
-def end_borrowing(device):
-    """Nobody borrows any more. For Python."""
-    state = locked(device)
+@under_lock()
+def end_borrowing(state):
+    """Nobody borrows any more."""
     state.loans.borrower = 0
-    unlock(state)
 
 
-@njit()
-def begin_launch(device, row, stream):
-    """Lend nothing from here on, since a replay of a pool is to be launched on a stream (handle). For Python.
+@under_lock()
+def begin_launch(state, row, stream):
+    """Lend nothing from here on, since a replay of a pool is to be launched on a stream (handle).
 
     How many loans of it live, in which case nothing has begun; and whether the stream has to wait for the device.
     """
-    state = locked(device)
     graphs = graph_pool_at(state, row)
     num_loans, waits = graphs.num_loans, graphs.has_lent == 1 and graphs.stream != stream
     if num_loans == 0:
@@ -138,84 +124,67 @@ def begin_launch(device, row, stream):
             graphs.stream = UNORDERED
         if not waits:
             graphs.has_lent = 0
-    unlock(state)
     return num_loans, waits
 
 
-@njit()
-def hold(device):
-    """Lend nothing until `end_launch`; how many loans live, and whether some were given back. For Python."""
-    state = locked(device)
+@under_lock()
+def hold(state):
+    """Lend nothing until `end_launch`; how many loans live, and whether some were given back."""
     state.loans.num_launching += 1
     num_loans, has_lent = 0, False
     for row in range(1, state.loans.graph_pools_used):
         num_loans += graph_pool_at(state, row).num_loans
         has_lent = has_lent or graph_pool_at(state, row).has_lent == 1
-    unlock(state)
     return num_loans, has_lent
 
 
-@njit()
-def forget_lent(device, chosen):
-    """The device has done all that it was given since no loan lived in a pool, or in any (row 0). For Python."""
-    state = locked(device)
+@under_lock()
+def forget_lent(state, chosen):
+    """The device has done all that it was given since no loan lived in a pool, or in any (row 0)."""
     for row in range(1, state.loans.graph_pools_used):
         if chosen in (0, row):
             graph_pool_at(state, row).has_lent = 0
-    unlock(state)
 
 
-@njit()
-def end_launch(device):
-    """Lend again, if nothing else is being launched. For Python."""
-    state = locked(device)
+@under_lock()
+def end_launch(state):
+    """Lend again, if nothing else is being launched."""
     state.loans.num_launching -= 1
-    unlock(state)
 
 
-@njit(**BORROWING)
-def find_unordered(device, stream, uses):
-    """Whether some pool that may lend does not lend to a stream (handle), as a replay was on another. For Python.
+@under_lock(**BORROWING)
+def find_unordered(state, stream, uses):
+    """Whether some pool that may lend does not lend to a stream (handle), as a replay was on another.
 
     Writes what `order` has to be told, a word for each row of the table.
     """
-    state = locked(device)
     found = False
     for row in range(1, state.loans.graph_pools_used):
         graphs = graph_pool_at(state, row)
         uses[row] = graphs.num_uses if state.loans.num_launching == 0 else -1
         found = found or (graphs.stream != stream and graphs.is_unseen == 0)
-    unlock(state)
     return found
 
 
-@njit(**BORROWING)
-def order(device, stream, uses):
-    """The device has done all that it was given since `find_unordered`: lend what was not used since to a stream.
-
-    For Python.
-    """
-    state = locked(device)
+@under_lock(**BORROWING)
+def order(state, stream, uses):
+    """The device has done all that it was given since `find_unordered`: lend what was not used since to a stream."""
     for row in range(1, state.loans.graph_pools_used if state.loans.num_launching == 0 else 0):
         graphs = graph_pool_at(state, row)
         if graphs.num_uses == uses[row] and graphs.num_loans == 0 and graphs.stream != stream:
             graphs.stream = stream
             graphs.has_lent = 0
-    unlock(state)
 
 
-@njit()
-def lend_no_more(device, row):
-    """Never lend from a pool again: its graphs may be launched without a word to stalloc. For Python."""
-    state = locked(device)
+@under_lock()
+def lend_no_more(state, row):
+    """Never lend from a pool again: its graphs may be launched without a word to stalloc."""
     graph_pool_at(state, row).is_unseen = 1
-    unlock(state)
 
 
-@njit(**BORROWING)
-def find_loans(device, addresses, sizes):
-    """Write where loans are that live, and the bytes asked for, as many as there is room for; how many. For Python."""
-    state = locked(device)
+@under_lock(**BORROWING)
+def find_loans(state, addresses, sizes):
+    """Write where loans are that live, and the bytes asked for, as many as there is room for; how many."""
     count = 0
     for number in range(1, state.heap.segments_used):
         segment = segment_at(state, number)
@@ -227,5 +196,4 @@ def find_loans(device, addresses, sizes):
                 sizes[count] = block.requested_bytes
                 count += 1
             row = block.next
-    unlock(state)
     return count

@@ -7,12 +7,12 @@ so this holds too when the program deviates from it. The plan only says where an
 free, so that the wait covers no kernel that came later. Elsewhere it is recorded when the intervals are taken.
 
 The driver is never called with the lock held. The thread that takes intervals has them to itself while it looks at
-their previous users, and its block keeps the arena and its tables in place.
+their previous users, and its block keeps the arena and its tables in place. No event is recorded on a stream that is
+captured, since one of a capture can never be asked, and who waits for it is captured too. Events are asked for with
+this thread's mode relaxed: then no capture minds.
 """
 
-from stalloc.compiled import inner, njit
-from stalloc.core.arena_intervals import intervals_empty
-from stalloc.core.captured import is_captured
+from stalloc.compiled import inner
 from stalloc.core.constants import (
     DRIVER_STATUS,
     MAX_STREAMS,
@@ -22,15 +22,35 @@ from stalloc.core.constants import (
     UNMAPPED,
     UNRECORDED_USER,
 )
-from stalloc.core.intrinsics import call3, locked, unlock
-from stalloc.core.records import entry_at, interval_at, previous_user_at, segment_at, slot_at, stream_at
-from stalloc.core.slots import find_slot
+from stalloc.core.intrinsics import address_of, answer_of, call3, under_lock
+from stalloc.core.lending import intervals_empty
+from stalloc.core.lookup import find_slot
+from stalloc.core.records import entry_at, interval_at, mode_of_asker, previous_user_at, segment_at, slot_at, stream_at
+from stalloc.device.capture import HANDLE_BITS, PER_THREAD
+
+_RELAXED = 2
 
 
 @inner()
-def _is_handle(stream):
-    """Whether the driver knows the stream by this; a thread's own default stream goes by another name here."""
-    return stream & 7 != 2
+def is_captured(state, handle):
+    """Whether a stream is being captured, or (the default one) may not be asked since another one is."""
+    if state.driver.is_capturing == 0:
+        return False
+    return answer_of(state.driver.is_capturing, PER_THREAD if handle & HANDLE_BITS == PER_THREAD else handle) != 0
+
+
+@inner()
+def relax(state):
+    """Let no capture mind what this thread asks, until `restore`; one thread at a time."""
+    state.driver.mode_of_asker = _RELAXED
+    restore(state)
+
+
+@inner()
+def restore(state):
+    """Have this thread heed captures as it did."""
+    if state.driver.exchange_mode != 0:
+        call3(state.driver.exchange_mode, address_of(mode_of_asker(state)), 0, 0)
 
 
 @inner(forceinline=True)
@@ -42,10 +62,15 @@ def _stream_of(entry):
 def record_free(state, position):
     """Record an entry's event on its stream, without the lock: True if it holds what the stream was given so far."""
     entry = entry_at(state, position)
-    stream = _stream_of(entry)
+    return _record_on(state, entry.event, _stream_of(entry))
+
+
+@inner()
+def _record_on(state, event, stream):
+    handle = stream_at(state, stream).value
     if not _may_be_ordered(state, stream):
         return False
-    return call3(state.driver.record_event, entry.event, stream_at(state, stream).value, 0) & DRIVER_STATUS == 0
+    return call3(state.driver.record_event, event, handle, 0) & DRIVER_STATUS == 0
 
 
 @inner()
@@ -57,13 +82,6 @@ def note_user(state, position, recorded):
     user = position if recorded else UNRECORDED_USER - _stream_of(entry)
     for i in range(entry.interval_low, entry.interval_high):
         previous_user_at(state, i).value = user
-
-
-@inner()
-def _using_stream(state, user):
-    if user < NO_PREVIOUS_USER:
-        return UNRECORDED_USER - user
-    return _stream_of(entry_at(state, user))
 
 
 @inner()
@@ -80,7 +98,9 @@ def wait_for_users(state, position):
     waits = 0
     for i in range(entry.interval_low, high):
         user = previous_user_at(state, i).value
-        if user == NO_PREVIOUS_USER or _using_stream(state, user) == stream:
+        if user == NO_PREVIOUS_USER:
+            continue
+        if stream == (UNRECORDED_USER - user if user < NO_PREVIOUS_USER else _stream_of(entry_at(state, user))):
             continue
         if waits == 0 and not _may_be_ordered(state, stream):
             return -1
@@ -97,7 +117,8 @@ def wait_for_users(state, position):
 def _may_be_ordered(state, stream):
     """Whether a stream (index) is not being captured into a graph: what is outside of that may not depend on it."""
     handle = stream_at(state, stream).value
-    return _is_handle(handle) and not is_captured(state, handle)
+    # a thread's own default stream, by which the driver does not know it here, goes by another name
+    return handle & 7 != 2 and not is_captured(state, handle)
 
 
 @inner()
@@ -105,31 +126,16 @@ def _wait_for(state, entry, user, stream):
     event = entry.event  # nobody waits for the entry's own one while it lives
     if user > NO_PREVIOUS_USER:
         event = entry_at(state, user).event
-    else:
-        used_on = UNRECORDED_USER - user
-        if not _may_be_ordered(state, used_on):
-            return False
-        if call3(state.driver.record_event, event, stream_at(state, used_on).value, 0) & DRIVER_STATUS != 0:
-            return False
+    elif not _record_on(state, event, UNRECORDED_USER - user):
+        return False
     return call3(state.driver.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
 
 
-@njit()
-def end_sharing(device, stream):
-    """Part the intervals that streams share, once no schedule is served; `stream` (index) gets empty ones. For Python.
-
-    What is empty may be used when all streams have done what they were given before; `dissolve_arena` then finds
-    regions.
-    """
-    state = locked(device)
-    if state.hot.mode != MODE_PLANNED and state.hot.has_handovers == 1:
-        _part_streams(state, stream)
-    unlock(state)
-
-
-@inner()
-def _part_streams(state, stream):
+@under_lock()
+def end_sharing(state, stream):
     """Give every interval that streams share to the stream of what lives there, or to `stream` if it is empty."""
+    if state.hot.mode == MODE_PLANNED or state.hot.has_handovers == 0:
+        return
     i = 0
     while i < state.plan.num_intervals:
         high, owner = i + 1, stream

@@ -1,18 +1,18 @@
 """The heap, for what no plan serves: best fit, blocks that are split and coalesced inside segments.
 
-Contract: the lock is held; no two live blocks overlap; a block that is freed is coalesced with its free neighbours at
-once. A request takes the end of a free block that only memory from below can make larger, so that what is left over is
-not shut in.
+Contract: the lock is held, except where Python calls; no two live blocks overlap; a block that is freed is coalesced
+with its free neighbours at once. A request of a capture gets the place of the same request of its warm-up (the k-th of
+a size that of the k-th) only if all of it is free, so a capture that differs costs memory, never correctness.
 """
 
 from typing import NamedTuple
 
 from stalloc.compiled import inner
-from stalloc.core.capture_plan import planned_place
 from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
     BLOCK_LIVE,
+    BLOCK_UNMAPPED,
     FULL_LIVE,
     FULL_POOLS,
     GENERAL_KIND,
@@ -29,11 +29,11 @@ from stalloc.core.constants import (
     SMALL_LIMIT,
     WASTE_SHIFT,
 )
-from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, remove_free
-from stalloc.core.hash_table import add_live, drop_live, live_is_full
-from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, graph_pool_at, persistent_size_at, pool_at, segment_at
-from stalloc.core.segments import absorb, allocate_block_row
+from stalloc.core.intrinsics import under_lock
+from stalloc.core.lookup import add_live, drop_live, live_is_full
+from stalloc.core.pages import cut_out, has_rows
+from stalloc.core.records import block_at, capture_entry_at, graph_pool_at, persistent_size_at, pool_at, segment_at
+from stalloc.core.segments import best_fit, cut, find_pool, insert_free, is_before, join, pool_of, remove_free
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
 _SPLIT_LIMIT = 1 << 20
@@ -62,7 +62,10 @@ def _choose(state, stream, size, stage):
     """
     private = state.hot.private_kind
     if private != 0:
-        pool = find_pool(state, stream, private | LASTING_BIT if _outlives_capture(state, size) else private, True)
+        for i in range(state.capture.num_persistent_sizes):
+            if persistent_size_at(state, i).value == size:  # a wrong guess costs memory, nothing else
+                private |= LASTING_BIT
+        pool = find_pool(state, stream, private, True)
         if pool >= 0:  # the kind may have served graphs before that are gone
             pool_at(state, pool).status = POOL_PINNED
         return pool, best_fit(state, pool, size) if pool >= 0 else 0
@@ -70,7 +73,9 @@ def _choose(state, stream, size, stage):
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         fit = best_fit(state, pool, size) if pool >= 0 else 0
-        if fit == 0 and pool >= 0 and (is_short or _fills_pages(state)):
+        # where steps are marked, unless the plan is bypassed, what lives on would keep pages from the plan
+        fills_pages = state.policy.expects_marks == 0 or state.follow.bypassed != 0
+        if fit == 0 and pool >= 0 and (is_short or fills_pages):
             return _remnant(state, stream, pool, size, is_short)
         return pool, fit
     lasts = state.policy.allocating_persistent == 1
@@ -85,24 +90,6 @@ def _choose(state, stream, size, stage):
     if hole != 0 and (fit == 0 or is_before(state, hole, fit)):
         return persistent, hole
     return persistent if lasts and fit == 0 else pool, fit
-
-
-@inner()
-def _outlives_capture(state, size):
-    """Whether a request of a capture is expected to live on after it; a wrong guess costs memory, nothing else."""
-    lasts = False
-    for i in range(state.capture.num_persistent_sizes):
-        lasts = lasts or persistent_size_at(state, i).value == size
-    return lasts
-
-
-@inner()
-def _fills_pages(state):
-    """Whether small requests use what large ones leave over of their pages before more are mapped.
-
-    Where steps are marked they do not, unless the plan is bypassed: what lives on would keep pages from the plan.
-    """
-    return state.policy.expects_marks == 0 or state.follow.bypassed != 0
 
 
 @inner()
@@ -135,34 +122,15 @@ def _is_much_too_large(state, row, size):
 
 
 @inner()
-def _split(state, row, size):
-    """Split a block that is in no free list after `size` bytes; what is left becomes free, if a row is left for it."""
-    other = allocate_block_row(state)
-    if other == 0:
-        return
-    block, rest = block_at(state, row), block_at(state, other)
-    rest.address = block.address + size
-    rest.size_bytes = block.size_bytes - size
-    rest.previous = row
-    rest.next = block.next
-    rest.segment = block.segment
-    rest.state = BLOCK_FREE
-    if block.next != 0:
-        block_at(state, block.next).previous = other
-    block.next = other
-    block.size_bytes = size
-    insert_free(state, other)
-
-
-@inner()
 def take_block(state, row, size, requested):
     """Make a free block live, and split it if it is larger than needed; its address."""
     remove_free(state, row)
     block = block_at(state, row)
     kind = pool_at(state, pool_of(state, row)).kind
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
-    if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
-        _split(state, row, size)
+    rest = cut(state, row, size) if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0) else 0
+    if rest != 0:
+        insert_free(state, rest)
     return begin_life(state, row, requested)
 
 
@@ -188,18 +156,12 @@ def heap_allocate(state, stream, size, requested, stage):
         return Outcome(0, REFUSED, FULL_POOLS)
     if live_is_full(state):
         return Outcome(0, REFUSED, FULL_LIVE)
-    if (
-        state.hot.private_kind != 0
-        and pool_at(state, pool).kind == state.hot.private_kind
-        and state.capture.capture_plan_length != 0
-    ):
-        if state.capture.capture_plan_base == 0:
-            return Outcome(0, NEED_SEGMENT, pool)
-        planned = planned_place(state, pool, size)
-        if planned < 0:
-            return Outcome(0, NEED_SEGMENT, pool)
-        if planned != 0:
+    private = state.hot.private_kind
+    if private != 0 and state.capture.capture_plan_length != 0 and pool_at(state, pool).kind == private:
+        planned = _planned_place(state, pool, size) if state.capture.capture_plan_base != 0 else -1
+        if planned > 0:
             return Outcome(begin_life(state, planned, requested), 0, 0)
+        row = row if planned == 0 else 0
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
     return Outcome(take_block(state, row, size, requested), 0, 0)
@@ -234,16 +196,74 @@ def any_pool_fit(state, stream, size, requested):
 @inner()
 def heap_free(state, row):
     """Free a live block and coalesce it with its free neighbours."""
+    drop_live(state, block_at(state, row).address)
+    segment_at(state, block_at(state, row).segment).num_live -= 1
+    join(state, row, BLOCK_FREE)
+
+
+@inner()
+def _planned_place(state, pool, size):
+    """A block of `size` bytes at the place of a request, taken off its list; 0: none is free, -1: it lacks memory."""
+    capture = state.capture
+    first, length = capture.capture_plan_first, capture.capture_plan_length
+    while first < length and capture_entry_at(state, first).size_bytes == 0:
+        first += 1
+    capture.capture_plan_first = first
+    for i in range(first, length):
+        entry = capture_entry_at(state, i)
+        if entry.size_bytes == size:
+            address = capture.capture_plan_base + entry.offset
+            row = _unused_block(state, pool, address, size)
+            if row < 0:
+                capture.capture_plan_lacks = address
+                return -1
+            entry.size_bytes = 0
+            return cut_out(state, row, address, size) if row != 0 and has_rows(state, 2) else 0
+    return 0
+
+
+@inner()
+def _unused_block(state, pool, address, size):
+    """The free block of a pool that has all of [address, address + size); 0: something lives there, -1: some lacks."""
+    row = 0
+    for number in range(1, state.heap.segments_used):
+        segment = segment_at(state, number)
+        inside = segment.address <= address < segment.address + segment.size_bytes
+        if inside and segment.address != 0 and segment.pool == pool:
+            row = segment.first
+            break
+    while row != 0 and block_at(state, row).address + block_at(state, row).size_bytes <= address:
+        row = block_at(state, row).next
     block = block_at(state, row)
-    drop_live(state, block.address)
-    segment_at(state, block.segment).num_live -= 1
-    block.state = BLOCK_FREE
-    following, previous = block.next, block.previous
-    if following != 0 and block_at(state, following).state == BLOCK_FREE:
-        remove_free(state, following)
-        absorb(state, row, following)
-    if previous != 0 and block_at(state, previous).state == BLOCK_FREE:
-        remove_free(state, previous)
-        absorb(state, previous, row)
-        row = previous
-    insert_free(state, row)
+    if row == 0 or (block.state == BLOCK_FREE and address + size <= block.address + block.size_bytes):
+        return row
+    while row != 0 and block_at(state, row).address < address + size:
+        if block_at(state, row).state not in (BLOCK_FREE, BLOCK_UNMAPPED):
+            return 0
+        row = block_at(state, row).next
+    return -1
+
+
+@under_lock()
+def find_range(state, pool, size):
+    address = 0
+    for number in range(1, state.heap.segments_used):
+        segment = segment_at(state, number)
+        if segment.address != 0 and segment.pool == pool and segment.is_paged == 1 and segment.size_bytes >= size:
+            address = segment.address
+    return address
+
+
+@under_lock()
+def find_place(state, pool, size):
+    row = best_fit(state, pool, size)
+    return block_at(state, row).address if row != 0 else 0
+
+
+@under_lock()
+def is_idle(state, pool):
+    for number in range(1, state.heap.segments_used):
+        segment = segment_at(state, number)
+        if segment.address != 0 and segment.pool == pool and segment.num_live != 0:
+            return False
+    return True

@@ -5,182 +5,123 @@ threads that Python never made. Everything here compiles to one or two instructi
 numba's code generator aborts on it; LLVM's own intrinsics do the same work.
 """
 
+import inspect
 import platform
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from stalloc.compiled import inner, njit
+from stalloc.core.record_types import WORD, instruction
 from stalloc.core.records import state_at, word_at
 
-_WORD = ir.IntType(64)
-_FOUR = ir.VectorType(_WORD, 4)
+_FOUR = ir.VectorType(WORD, 4)
+_BIT, _INT32 = ir.IntType(1), ir.IntType(32)
 
 
 def _word_pointer(builder, pointer):
-    return builder.bitcast(pointer, _WORD.as_pointer())
+    return builder.bitcast(pointer, WORD.as_pointer())
 
 
 def _four(builder, record, first):
     """The address of four words of a record of words, from the word `first` on, as one."""
-    return builder.bitcast(builder.gep(_word_pointer(builder, record), [_WORD(first)]), _FOUR.as_pointer())
+    return builder.bitcast(builder.gep(_word_pointer(builder, record), [WORD(first)]), _FOUR.as_pointer())
 
 
 def _add_four(builder, record, first, amounts):
     pointer, both = _four(builder, record, first), ir.Constant(_FOUR, ir.Undefined)
     for i, amount in enumerate(amounts):
-        both = builder.insert_element(both, amount, ir.IntType(32)(i))
+        both = builder.insert_element(both, amount, _INT32(i))
     builder.store(builder.add(builder.load(pointer, align=32), both), pointer, align=32)
 
 
-@intrinsic
-def add_now(typingctx, counts, allocated, requested, live, allocs):
+def _call(builder, name, result, *arguments):
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+@instruction(types.void)
+def add_now(builder, kinds, counts, allocated, requested, live, allocs):
     """Add to the counts of now of a Total or a Part, which begins at a multiple of 32."""
-
-    def codegen(context, builder, signature, args):
-        _add_four(builder, args[0], 0, args[1:])
-        return context.get_dummy_value()
-
-    return types.void(counts, *[types.int64] * 4), codegen
+    _add_four(builder, counts, 0, (allocated, requested, live, allocs))
 
 
-@intrinsic
-def raise_peaks(typingctx, counts):
+@instruction(types.void)
+def raise_peaks(builder, kinds, counts):
     """Let each peak of a Total or a Part be at least what is counted now."""
-
-    def codegen(context, builder, signature, args):
-        now, peaks = _four(builder, args[0], 0), _four(builder, args[0], 4)
-        old, new = builder.load(peaks, align=32), builder.load(now, align=32)
-        builder.store(builder.select(builder.icmp_signed(">", new, old), new, old), peaks, align=32)
-        return context.get_dummy_value()
-
-    return types.void(counts), codegen
+    now, peaks = _four(builder, counts, 0), _four(builder, counts, 4)
+    old, new = builder.load(peaks, align=32), builder.load(now, align=32)
+    builder.store(builder.select(builder.icmp_signed(">", new, old), new, old), peaks, align=32)
 
 
-@intrinsic
-def add_ever(typingctx, part, allocated, requested):
+@instruction(types.void)
+def add_ever(builder, kinds, part, allocated, requested):
     """Add to what a Part counts for ever."""
-
-    def codegen(context, builder, signature, args):
-        _add_four(builder, args[0], 8, [*args[1:], _WORD(0), _WORD(0)])
-        return context.get_dummy_value()
-
-    return types.void(part, types.int64, types.int64), codegen
+    _add_four(builder, part, 8, (allocated, requested, WORD(0), WORD(0)))
 
 
-def _count_zeros(builder, word, end):
-    """LLVM's count of the zeros below the lowest (`cttz`) or above the highest (`ctlz`) bit of a word that is not 0."""
-    kind = ir.FunctionType(_WORD, [_WORD, ir.IntType(1)])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{end}.i64")
-    return builder.call(function, [word, ir.IntType(1)(1)])
-
-
-@intrinsic
-def first_bit(typingctx, word):
+@instruction(types.int64)
+def first_bit(builder, kinds, word):
     """The index of the lowest bit that is set; some bit has to be."""
-
-    def codegen(context, builder, signature, args):
-        return _count_zeros(builder, args[0], "cttz")
-
-    return types.int64(types.int64), codegen
+    return _call(builder, "llvm.cttz.i64", WORD, word, _BIT(1))
 
 
-@intrinsic
-def last_bit(typingctx, word):
+@instruction(types.int64)
+def last_bit(builder, kinds, word):
     """The index of the highest bit that is set; some bit has to be."""
-
-    def codegen(context, builder, signature, args):
-        return builder.sub(_WORD(63), _count_zeros(builder, args[0], "ctlz"))
-
-    return types.int64(types.int64), codegen
+    return builder.sub(WORD(63), _call(builder, "llvm.ctlz.i64", WORD, word, _BIT(1)))
 
 
-@intrinsic
-def _exchange(typingctx, state, value):
+@instruction(types.int64)
+def _exchange(builder, kinds, state, value):
     """Write the first word of a state, its lock; what it was before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("xchg", _word_pointer(builder, args[0]), args[1], "acquire")
-
-    return types.int64(state, types.int64), codegen
+    return builder.atomic_rmw("xchg", _word_pointer(builder, state), value, "acquire")
 
 
-@intrinsic
-def _load_relaxed(typingctx, state):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_word_pointer(builder, args[0]), "monotonic", 8)
-
-    return types.int64(state), codegen
+@instruction(types.int64)
+def _load_relaxed(builder, kinds, state):
+    return builder.load_atomic(_word_pointer(builder, state), "monotonic", 8)
 
 
-@intrinsic
-def _store_release(typingctx, state, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(state, types.int64), codegen
+@instruction(types.void)
+def _store_release(builder, kinds, state, value):
+    builder.store_atomic(value, _word_pointer(builder, state), "release", 8)
 
 
-@intrinsic
-def _spin_hint(typingctx):
-    arm = platform.machine() == "aarch64"
-
-    def codegen(context, builder, signature, args):
-        if arm:
-            hint = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.aarch64.hint"), [ir.IntType(32)(1)])
-        else:
-            pause = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+@instruction(types.void)
+def _spin_hint(builder, kinds):
+    if platform.machine() == "aarch64":
+        _call(builder, "llvm.aarch64.hint", ir.VoidType(), _INT32(1))
+    else:
+        _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
 
 
-@intrinsic
-def call3(typingctx, function, a, b, c):
+@instruction(types.int64)
+def call3(builder, kinds, function, a, b, c):
     """Call the C function `int64 f(int64, int64, int64)` at an address."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_WORD, [_WORD, _WORD, _WORD])
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
-
-    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+    kind = ir.FunctionType(WORD, [WORD, WORD, WORD])
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b, c])
 
 
-@intrinsic
-def answer_of(typingctx, function, argument):
+@instruction(types.int64)
+def answer_of(builder, kinds, function, argument):
     """What a function of the driver `CUresult f(argument, int *answer)` answers, or its status where that is not 0."""
-
-    def codegen(context, builder, signature, args):
-        int32 = ir.IntType(32)
-        kind = ir.FunctionType(int32, [_WORD, int32.as_pointer()])
-        answer = cgutils.alloca_once_value(builder, int32(0))
-        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1], answer])
-        return builder.zext(builder.or_(status, builder.load(answer)), _WORD)
-
-    return types.int64(types.int64, types.int64), codegen
+    kind = ir.FunctionType(_INT32, [WORD, _INT32.as_pointer()])
+    answer = cgutils.alloca_once_value(builder, _INT32(0))
+    status = builder.call(builder.inttoptr(function, kind.as_pointer()), [argument, answer])
+    return builder.zext(builder.or_(status, builder.load(answer)), WORD)
 
 
-@intrinsic
-def address_of(typingctx, record):
+@instruction(types.int64)
+def address_of(builder, kinds, record):
     """The address of a record."""
-
-    def codegen(context, builder, signature, args):
-        return builder.ptrtoint(args[0], _WORD)
-
-    return types.int64(record), codegen
+    return builder.ptrtoint(record, WORD)
 
 
-@intrinsic
-def _c_pointer(typingctx, record):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(record), codegen
+@instruction(types.voidptr)
+def _c_pointer(builder, kinds, record):
+    return builder.bitcast(record, cgutils.voidptr_t)
 
 
 # Symbols of the C library are looked up when the code is linked, so that compiled code can be cached on disk.
@@ -200,6 +141,13 @@ def first_at_least(table, low, high, value):
         else:
             high = middle
     return low
+
+
+@inner()
+def copy_words(source, target, count):
+    """Copy words from one address to another."""
+    for i in range(count):
+        word_at(target, i).value = word_at(source, i).value
 
 
 @inner(forceinline=True)
@@ -228,6 +176,21 @@ def locked(address):
 def unlock(state):
     """Give the spin lock of a state back."""
     _store_release(state, 0)
+
+
+def under_lock(**options):
+    """As `stalloc.compiled.njit`, for what Python calls with the address of a state: the function gets it locked."""
+
+    def compile_later(function):
+        given = ", ".join(list(inspect.signature(function).parameters)[1:])
+        steps = f"state = locked(device); answer = body(state, {given}); unlock(state); return answer"
+        source = f"def {function.__name__}(device, {given}): {steps}"
+        names = {"__name__": function.__module__, "locked": locked, "unlock": unlock}
+        names["body"] = inner(**options)(function)
+        exec(compile(source, function.__code__.co_filename, "exec"), names)  # since numba names arguments
+        return njit(**options)(names[function.__name__])
+
+    return compile_later
 
 
 @inner(forceinline=True)

@@ -10,8 +10,9 @@ not inlined: numba copies what it returns.
 """
 
 import ctypes
+import inspect
+from collections.abc import Callable
 from functools import cache
-from inspect import get_annotations
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import numba
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.int64]
 
-_WORD = ir.IntType(64)
+WORD = ir.IntType(64)
 _LINE_BYTES = 64  # of the cache
 
 
@@ -40,6 +41,9 @@ class Record:
     """Named words; a subclass declares them."""
 
     begins_line = False  #: whether it begins a line of the cache wherever it is, and has whole ones
+
+    def __init_subclass__(cls, *, begins_line: bool = False) -> None:
+        cls.begins_line = begins_line
 
 
 _structures: dict[type[Record], type[ctypes.Structure]] = {}  # made once each: numba and ctypes compare types
@@ -77,12 +81,12 @@ def structure(record: type[Record]) -> type[ctypes.Structure]:
     fields: list[tuple[str, Any]] = []
     end, dtype = 0, dtype_of(record)
     assert dtype.fields is not None
-    places = {name: dtype.fields[name][1] for name in get_annotations(record) if not hasattr(record, name)}
+    places = {name: dtype.fields[name][1] for name in inspect.get_annotations(record) if not hasattr(record, name)}
     for name, offset in [*places.items(), ("", dtype.itemsize)]:
         if offset > end:
             fields.append((f"_{end}", ctypes.c_uint8 * (offset - end)))
         if name:  # ctypes knows no second name for a word
-            kind = get_annotations(record)[name]
+            kind = inspect.get_annotations(record)[name]
             words = _num_words(kind)
             of_field = ctypes.c_int64 * words if words else ctypes.c_int64 if _is_word(kind) else structure(kind)
             fields.append((name, of_field))
@@ -99,7 +103,7 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
     formats: list[Any] = []
     offsets: list[int] = []
     end = 0
-    for name, kind in get_annotations(record).items():
+    for name, kind in inspect.get_annotations(record).items():
         words = _num_words(kind)
         form: Any = (np.int64, words) if words else np.int64 if _is_word(kind) else dtype_of(kind)
         names.append(name)
@@ -133,9 +137,9 @@ def path_of(record: type[Record], name: str) -> str:
     """
     if "." in name:
         return name
-    found = [] if name not in get_annotations(record) else [name]
-    for field, kind in get_annotations(record).items():
-        if isinstance(kind, type) and issubclass(kind, Record) and name in get_annotations(kind):
+    found = [] if name not in inspect.get_annotations(record) else [name]
+    for field, kind in inspect.get_annotations(record).items():
+        if isinstance(kind, type) and issubclass(kind, Record) and name in inspect.get_annotations(kind):
             found.append(f"{field}.{name}")
     if len(found) != 1:
         raise AttributeError(f"{record.__name__} has {len(found)} fields {name}, not one")
@@ -155,97 +159,95 @@ def table(record: type[Record], rows: int) -> np.ndarray:
     return data[first : first + rows * dtype.itemsize].view(dtype)
 
 
+def instruction(result: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compiled: a function of records and 64-bit numbers, by what emits its LLVM: `emit(builder, kinds, *values)`.
+
+    `kinds` are numba's types of the values. Where the result is a record it emits the address, a pointer or a number.
+    """
+
+    def of(emit: Callable[..., Any]) -> Any:
+        def typed(typingctx, *given):
+            kinds = [kind if isinstance(kind, types.Record) else types.int64 for kind in given]
+
+            def codegen(context, builder, signature, values):
+                emitted = emit(builder, kinds, *values)
+                if result == types.void:
+                    return context.get_dummy_value()
+                if isinstance(result, types.Record):
+                    cast = builder.bitcast if isinstance(emitted.type, ir.PointerType) else builder.inttoptr
+                    return cast(emitted, context.get_value_type(result))
+                return emitted
+
+            return result(*kinds), codegen
+
+        typed.__name__ = emit.__name__
+        shape = inspect.signature(emit)
+        typed.__signature__ = shape.replace(parameters=list(shape.parameters.values())[1:])  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return of
+
+
+def _kind(record: type[Record]) -> Any:
+    return numba.from_dtype(dtype_of(record))
+
+
 def _field(builder: Any, owner: Any, pointer: Any, path: str) -> Any:
     offset = 0
     for name in path.split("."):
         offset, owner = offset + owner.offset(name), owner.typeof(name)
-    return cgutils.get_record_member(builder, pointer, offset, _WORD)
+    return cgutils.get_record_member(builder, pointer, offset, WORD)
+
+
+def _row(builder: Any, begin: Any, row: Any, record: type[Record]) -> Any:
+    return builder.add(begin, builder.mul(row, WORD(dtype_of(record).itemsize)))
 
 
 def record_at(record: type[Record]) -> Any:
     """Compiled: the record at an address."""
-    kind = numba.from_dtype(dtype_of(record))
 
-    @intrinsic
-    def at(typingctx, address):
-        def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(kind))
-
-        return kind(types.int64), codegen
+    @instruction(_kind(record))
+    def at(builder, kinds, address):
+        return address
 
     return at
 
 
 def row_at(record: type[Record]) -> Any:
     """Compiled: a row of the table at an address."""
-    kind, size = numba.from_dtype(dtype_of(record)), dtype_of(record).itemsize
 
-    @intrinsic
-    def at(typingctx, address, row):
-        def codegen(context, builder, signature, args):
-            begin = builder.add(args[0], builder.mul(args[1], _WORD(size)))
-            return builder.inttoptr(begin, context.get_value_type(kind))
-
-        return kind(types.int64, types.int64), codegen
+    @instruction(_kind(record))
+    def at(builder, kinds, address, row):
+        return _row(builder, address, row, record)
 
     return at
 
 
 def row_of(table_name: str, record: type[Record]) -> Any:
     """Compiled: a row of the table whose address is in a field of an owner."""
-    kind, size = numba.from_dtype(dtype_of(record)), dtype_of(record).itemsize
 
-    @intrinsic
-    def at(typingctx, owner, row):
-        def codegen(context, builder, signature, args):
-            begin = builder.load(_field(builder, owner, args[0], table_name), align=8)
-            begin = builder.add(begin, builder.mul(args[1], _WORD(size)))
-            return builder.inttoptr(begin, context.get_value_type(kind))
-
-        return kind(owner, types.int64), codegen
-
-    return at
-
-
-def row_address(table_name: str, record: type[Record]) -> Any:
-    """Compiled: the address of a row of the table whose address is in a field of an owner."""
-    size = dtype_of(record).itemsize
-
-    @intrinsic
-    def at(typingctx, owner, row):
-        def codegen(context, builder, signature, args):
-            begin = builder.load(_field(builder, owner, args[0], table_name), align=8)
-            return builder.add(begin, builder.mul(args[1], _WORD(size)))
-
-        return types.int64(owner, types.int64), codegen
+    @instruction(_kind(record))
+    def at(builder, kinds, owner, row):
+        return _row(builder, builder.load(_field(builder, kinds[0], owner, table_name), align=8), row, record)
 
     return at
 
 
 def word_of(name: str, record: type[Record]) -> Any:
     """Compiled: one of the words in a row that a field of an owner is, as a record of one word."""
-    kind = numba.from_dtype(dtype_of(record))
 
-    @intrinsic
-    def at(typingctx, owner, index):
-        def codegen(context, builder, signature, args):
-            first = _field(builder, owner, args[0], name)
-            return builder.bitcast(builder.gep(first, [args[1]]), context.get_value_type(kind))
-
-        return kind(owner, types.int64), codegen
+    @instruction(_kind(record))
+    def at(builder, kinds, owner, index):
+        return builder.gep(_field(builder, kinds[0], owner, name), [index])
 
     return at
 
 
 def field_of(name: str, record: type[Record]) -> Any:
     """Compiled: a field of an owner, as a record of one word that can be kept and written later."""
-    kind = numba.from_dtype(dtype_of(record))
 
-    @intrinsic
-    def at(typingctx, owner):
-        def codegen(context, builder, signature, args):
-            return builder.bitcast(_field(builder, owner, args[0], name), context.get_value_type(kind))
-
-        return kind(owner), codegen
+    @instruction(_kind(record))
+    def at(builder, kinds, owner):
+        return _field(builder, kinds[0], owner, name)
 
     return at

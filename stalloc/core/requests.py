@@ -16,13 +16,14 @@ intervals.
 """
 
 from stalloc.compiled import cfunc, inner
-from stalloc.core.captured import is_captured
+from stalloc.core.arena import lacks_only_pages
 from stalloc.core.constants import (
     ACTION_ALLOC,
     ACTION_OOM,
     ALIGNMENT,
     ASKED,
     AT_BOUNDARY,
+    BLOCK_LIVE,
     CHECK,
     FIRST_TRY,
     FULL_STREAMS,
@@ -47,22 +48,32 @@ from stalloc.core.constants import (
     STREAM_BITS,
     TINY,
 )
-from stalloc.core.counters import count_alloc, exceeds_peak
-from stalloc.core.event_log import record
-from stalloc.core.frees import find_block, free, release
+from stalloc.core.counters import bypassed, count_alloc, end_iteration, exceeds_peak, is_off_plan, record
+from stalloc.core.frees import find_block, free, free_those_over, release
 from stalloc.core.graph_loans import borrow
-from stalloc.core.handovers import wait_for_users
-from stalloc.core.hash_table import find_live
+from stalloc.core.handovers import is_captured, wait_for_users
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
-from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_iteration
-from stalloc.core.lending import lend
-from stalloc.core.planned_requests import serve_planned, take_place
-from stalloc.core.records import slot_at, state_at
-from stalloc.core.schedule_cursor import is_asked_for
-from stalloc.core.shared_blocks import free_those_over
-from stalloc.core.slots import find_slot, in_arena
-from stalloc.core.stream_table import stream_index
+from stalloc.core.lending import (
+    flip_intervals,
+    intervals_empty,
+    lend,
+    lifespan_row,
+    note_birth,
+    outlives_iteration,
+    revoke,
+)
+from stalloc.core.lookup import find_live, find_slot, in_arena, stream_index
+from stalloc.core.records import entry_at, slot_at, state_at
+from stalloc.core.schedule_cursor import dynamic_row, follow, is_asked_for
+
+
+@inner(forceinline=True)
+def _count(state, stream, address, size, requested, records):
+    count_alloc(state, size, requested)
+    if records and state.hot.recording == 1:
+        record(state, ACTION_ALLOC, stream, address, requested)
+        state.log.num_sizable += size > TINY
 
 
 @inner(forceinline=True)
@@ -80,9 +91,7 @@ def malloc(device, requested, handle):
         stream = stream_index(state, handle)
         outcome = _try(state, stream, size, requested, stage, position)
         if outcome.address != 0:
-            count_alloc(state, size, requested)
-            if state.hot.recording == 1 and outcome.reason != IS_LOAN:
-                _record(state, stream, outcome.address, size, requested)
+            _count(state, stream, outcome.address, size, requested, outcome.reason != IS_LOAN)
             unlock(state)
             # nobody can capture the legacy default stream, 0; a plan's address too is the graph's for good
             if handle != 0 and stage == FIRST_TRY and state.hot.private_kind == 0 and is_captured(state, handle):
@@ -122,9 +131,9 @@ def _try(state, stream, size, requested, stage, position):
                 state.triggers.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)
             if stage in (GOT_PAGES, POLLED):
-                outcome = take_place(state, position, key, requested, stage)
+                outcome = _take_place(state, position, key, requested, stage)
             else:
-                outcome = serve_planned(state, key, requested, waiting)
+                outcome = _serve_planned(state, key, requested, waiting)
             if outcome.address != 0 or outcome.reason != 0:
                 return outcome
             if state.follow.misses_over_matches >= state.triggers.ask_after_misses > 0:
@@ -143,38 +152,30 @@ def _try(state, stream, size, requested, stage, position):
     return heap_allocate(state, stream, size, requested, stage)
 
 
-@inner(forceinline=True)
-def _record(state, stream, address, size, requested):
-    record(state, ACTION_ALLOC, stream, address, requested)
-    if size > TINY:
-        state.log.num_sizable += 1
-
-
 @inner()
 def _serve_unplanned(state, stream, size, requested, row):
-    """Serve a request that the plan does not, while it serves others; `row`: as `serve_planned` tells it."""
+    """Serve a request that the plan does not, while it serves others; `row`: as `_serve_planned` tells it."""
     is_dynamic, pages_move = row != 0, state.plan.arena_pages != 0
     row = row if is_dynamic else lifespan_row(state, size)
     together = size < LITTLE or (state.policy.small_apart != 0 and size <= SMALL_LIMIT)  # what lives on keeps a page
     address = lend(state, stream, size, requested, row, False, LITTLE) if not together else 0
-    if address != 0:
-        state.dynamic.num_lent += 1
-        return Outcome(address, 0, 0)
-    outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
-    if outcome.address != 0:
-        note_birth(state, find_live(state, outcome.address), row)
-    elif (
-        not together
-        and exceeds_peak(state, size)
-        and not (pages_move and (is_dynamic or outlives_iteration(state, row)))
-    ):
-        # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
-        # for what lives on through it, or comes in every step, pages move instead
-        address = lend(state, stream, size, requested, row, True, LITTLE)
-        if address != 0:
-            state.dynamic.num_lent += 1
-            return Outcome(address, 0, 0)
-    return outcome
+    if address == 0:
+        outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
+        if outcome.address != 0:
+            note_birth(state, find_live(state, outcome.address), row)
+            return outcome
+        if (
+            not together
+            and exceeds_peak(state, size)
+            and not (pages_move and (is_dynamic or outlives_iteration(state, row)))
+        ):
+            # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
+            # for what lives on through it, or comes in every step, pages move instead
+            address = lend(state, stream, size, requested, row, True, LITTLE)
+        if address == 0:
+            return outcome
+    state.dynamic.num_lent += 1
+    return Outcome(address, 0, 0)
 
 
 @inner()
@@ -242,9 +243,7 @@ def _last_resort(state, stream, size, requested):
     if stream >= 0 and address == 0:
         address = any_pool_fit(state, stream, size, requested)
     if address > 0:
-        count_alloc(state, size, requested)
-        if state.hot.recording == 1:
-            _record(state, stream, address, size, requested)
+        _count(state, stream, address, size, requested, True)
     else:
         state.statistics.num_ooms += 1
         if state.hot.recording == 1:
@@ -253,6 +252,73 @@ def _last_resort(state, stream, size, requested):
     if address == 0:
         call3(state.driver.slow_function, state.driver.device, OUT_OF_MEMORY, requested)
     return address
+
+
+@inner(forceinline=True)
+def _serve_planned(state, key, requested, waiting):
+    """Serve a request from its place on the plan, or say what that needs; nothing at all: it has none that is free.
+
+    `waiting`: some that were freed wait for other streams, which may be done with them.
+    """
+    position, begins = follow(state, key)
+    if position < 0 or state.hot.mode != MODE_PLANNED:
+        return Outcome(0, 0, dynamic_row(position))
+    if begins:
+        end_iteration(state)
+    entry, bits = entry_at(state, position), state.plan.interval_bits
+    low, high = entry.interval_low, entry.interval_high
+    # what comes once has a place that lasts
+    lasts = state.policy.allocating_persistent == 1 and position >= state.follow.cycle_start
+    if state.policy.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_off_plan(state):
+        lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
+    lasts = lasts or bypassed(state, position)
+    if entry.offset < 0 or lasts or not (intervals_empty(bits, low, high) or revoke(state, low, high)):
+        has_place = entry.offset >= 0 and not lasts
+        if has_place and state.plan.arena_pages != 0 and lacks_only_pages(state, low, high):
+            return Outcome(0, NEED_PAGES, position)
+        if has_place and waiting:
+            return Outcome(0, POLL_FOR_PLACE, position)
+        return _count_conflict(state, not has_place)
+    return _take_intervals(state, position, requested)
+
+
+@inner()
+def _count_conflict(state, unplanned):
+    state.iterations.conflicts += 1
+    state.iterations.iteration_misses += 1
+    state.iterations.iteration_unplanned += unplanned
+    return Outcome(0, 0, 0)
+
+
+@inner()
+def _take_place(state, position, key, requested, stage):
+    """Serve a request from the place of an entry, after Python was asked for pages or what waited was freed (`stage`).
+
+    The outcome may ask for pages after the latter; nothing: it is not to be had.
+    """
+    if state.hot.mode != MODE_PLANNED or position >= state.tables.num_entries:
+        return Outcome(0, 0, 0)
+    entry, bits = entry_at(state, position), state.plan.interval_bits
+    low, high = entry.interval_low, entry.interval_high
+    if entry.key == key and entry.offset >= 0 and (intervals_empty(bits, low, high) or revoke(state, low, high)):
+        return _take_intervals(state, position, requested)
+    if stage == POLLED and entry.key == key and state.plan.arena_pages != 0 and lacks_only_pages(state, low, high):
+        return Outcome(0, NEED_PAGES, position)
+    return _count_conflict(state, entry.offset < 0)
+
+
+@inner(forceinline=True)
+def _take_intervals(state, position, requested):
+    """Serve a request from the empty intervals of an entry."""
+    entry = entry_at(state, position)
+    flip_intervals(state.plan.interval_bits, entry.interval_low, entry.interval_high)
+    slot = slot_at(state, entry.slot)
+    slot.entry = position
+    slot.requested_bytes = requested
+    slot.state = BLOCK_LIVE
+    state.plan.arena_live += 1
+    state.follow.hits += 1
+    return Outcome(state.plan.arena + entry.offset, 0, 0)
 
 
 @cfunc("int64(int64, int64, int64)")

@@ -1,20 +1,24 @@
 """Where a program stands on its schedule: the expected request first, then a search for where it went on.
 
 Contract: the lock is held, except where Python calls; the cursor moves only to an entry that the program has just asked
-for. One extra request never moves it on its own. A search costs steps for each place on the schedule where such a
-request stands, not for each entry of the schedule, so a request that is on no schedule costs next to nothing.
+for, or to where a mark says. One extra request never moves it on its own. A search costs steps for each place on the
+schedule where such a request stands, not for each entry, so a request that is on no schedule costs next to nothing.
+
+Marks of steps that come as expected are noted here, and Python is told later: such a step ends where it should, with
+hardly a request that was not served as planned and nothing that Python has to do.
 """
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.arena_intervals import schedule_time
-from stalloc.core.constants import ALIGNMENT, AT_ANY_REQUEST, LIFESPAN_ROWS, STREAM_BITS
-from stalloc.core.hash_table import find_row
-from stalloc.core.intrinsics import first_at_least
+from stalloc.core.constants import ALIGNMENT, AT_ANY_REQUEST, LIFESPAN_ROWS, MODE_HEAP, MODE_PLANNED, STREAM_BITS
+from stalloc.core.intrinsics import first_at_least, under_lock
+from stalloc.core.lending import schedule_time
+from stalloc.core.lookup import find_row
 from stalloc.core.records import (
     Key,
     cycle_at,
     dtype_of,
     entry_at,
+    expected_step_at,
     gap_at,
     history_at,
     interval_at,
@@ -30,6 +34,7 @@ _NEAR = 2  # entries: a request this close to the expected one replaces or skips
 _MORE_DYNAMIC = 64  # requests, beyond those that steps had at a place so far, as of a few experts; more: another step
 SURE = 16  # matches in a row after which the place on the schedule is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
+_FEW_SHIFT = 5  # 1 / 2 ** shift of a step may be served elsewhere than in its place
 
 
 @njit(**BORROWING)
@@ -51,13 +56,6 @@ def fill_keys(table, mask, keys, order):
 def _find_key(state, key):
     """The row of a request in the table of keys; one without places if it is on no schedule."""
     return key_at(state, find_row(state.tables.keys, _KEY_WORDS, state.tables.keys_mask, key, key, 0))
-
-
-@inner()
-def _is_on_schedule(state, key):
-    """Whether a schedule has such a request anywhere."""
-    places = _find_key(state, key)
-    return places.first != places.end
 
 
 @inner(forceinline=True)
@@ -90,6 +88,32 @@ def _realign(state, key):
         position = _third_behind(state, first, end)
     if position < 0:
         position = _begins_anew(state, key, 2 if state.tables.gaps != 0 else 1)
+    return position
+
+
+@inner()
+def _pair_in(state, first, end, low, high, last):
+    """The first place of this request in [low, high) before which the schedule has the request before it; -1: none.
+
+    Before the begin of the cycle stands the entry `last`.
+    """
+    i, before = first_at_least(state.tables.places, first, end, low), asked(state, 1)
+    while i < end and place_at(state, i).value < high:
+        position = place_at(state, i).value
+        if entry_at(state, last if position == state.follow.cycle_start else position - 1).key == before:
+            return position
+        i += 1
+    return -1
+
+
+@inner()
+def _pair_ahead(state, first, end):
+    """The next place of this request in the window, before which the schedule has the request before it; -1: none."""
+    cursor, start, length = state.follow.cursor, state.follow.cycle_start, state.follow.cycle_end
+    position = _pair_in(state, first, end, cursor + 1, min(cursor + WINDOW + 1, length), start - 1)
+    around = cursor + WINDOW - length + 1  # entries of the window that lie beyond the end of the cycle
+    if position < 0 and around > 0:
+        position = _pair_in(state, first, end, start, min(start + around, max(cursor, start) + 1), length - 1)
     return position
 
 
@@ -140,32 +164,6 @@ def _begins_anew(state, key, least):
     return -1
 
 
-@inner()
-def _pair_ahead(state, first, end):
-    """The next place of this request in the window, before which the schedule has the request before it; -1: none."""
-    cursor, start, length = state.follow.cursor, state.follow.cycle_start, state.follow.cycle_end
-    before = asked(state, 1)
-    i = first_at_least(state.tables.places, first, end, cursor + 1)
-    while i < end:
-        position = place_at(state, i).value
-        if position > cursor + WINDOW or position >= length:
-            break
-        if entry_at(state, position - 1).key == before:
-            return position
-        i += 1
-    around = cursor + WINDOW - length + 1  # entries of the window that lie beyond the end of the cycle
-    if around > 0:
-        i = first_at_least(state.tables.places, first, end, start)
-        while i < end:
-            position = place_at(state, i).value
-            if position >= start + around or position > max(cursor, start):
-                break
-            if entry_at(state, position - 1 if position > start else length - 1).key == before:
-                return position
-            i += 1
-    return -1
-
-
 @inner(forceinline=True)
 def _matches_in_a_row(state):
     """How many requests have matched since the last one that did not."""
@@ -206,14 +204,13 @@ def go_to(state, begin, end, position):
 
 @inner()
 def is_asked_for(state, key):
-    """Whether Python wants to be entered before this request is served, since it is any, or begins the cycle anew."""
-    return state.triggers.ask_at_boundary == AT_ANY_REQUEST or _at_boundary(state, key)
+    """Whether Python wants to be entered before this request is served, since it is any, or begins the cycle anew.
 
-
-@inner()
-def _at_boundary(state, key):
-    """Whether this request does so, after enough matches in a row to be sure of the place."""
+    The latter after enough matches in a row to be sure of the place.
+    """
     start = state.follow.cycle_start
+    if state.triggers.ask_at_boundary == AT_ANY_REQUEST:
+        return True
     if state.follow.cursor != start or entry_at(state, start).key != key:
         return False
     return _matches_in_a_row(state) >= min(state.follow.cycle_end - start, SURE)
@@ -233,8 +230,10 @@ def _passes_start(state, position):
 
 
 @inner()
-def count_miss(state):
-    """A request is on no schedule."""
+def _count_miss(state, key):
+    places = _find_key(state, key)
+    if state.tables.gaps != 0 and places.first == places.end:
+        state.follow.history_count -= 1
     state.iterations.misses += 1
     state.iterations.iteration_misses += 1
     state.follow.misses_over_matches += 1
@@ -303,21 +302,6 @@ def _take_back(state, key, position):
     return position - 1
 
 
-@inner(forceinline=True)
-def _note_early(state, row):
-    """Note whether the expected request came before all dynamic ones that always come before it."""
-    number = _num_in_gap(state)
-    if number < gap_at(state, row).least_dynamic and state.follow.cursor + 1 < state.follow.cycle_end:
-        state.dynamic.early_time = schedule_time(state) + 1
-        state.dynamic.early_number = number
-
-
-@inner(forceinline=True)
-def _instead(state, row, position):
-    """The entry that a request like the expected one is: a later one, if none came of what always comes before it."""
-    return gap_at(state, row).without if _num_in_gap(state) == 0 else position
-
-
 @inner()
 def _skip_gap(state, key, row):
     """What an unexpected request is in a gap: an entry, beyond those that some steps leave out; or dynamic.
@@ -374,7 +358,8 @@ def follow(state, key):
     begins = position == state.follow.cycle_start
     entry = entry_at(state, position)
     if entry.gap != 0 and entry.key == key:
-        position = _instead(state, entry.gap, position)
+        # one like the expected entry is a later one, if none came of what always comes before it
+        position = gap_at(state, entry.gap).without if _num_in_gap(state) == 0 else position
         entry = entry_at(state, position)
     if entry.key != key or (entry.gap != 0 and _goes_on(state, entry.gap, key)):
         if state.dynamic.early_time == schedule_time(state):
@@ -387,12 +372,13 @@ def follow(state, key):
         if position < 0:
             position, begins = _search(state, key)
             if position < 0:
-                if state.tables.gaps != 0 and not _is_on_schedule(state, key):
-                    state.follow.history_count -= 1
-                count_miss(state)
+                _count_miss(state, key)
                 return -1, False
-    elif entry.gap != 0:
-        _note_early(state, entry.gap)
+    elif entry.gap != 0 and state.follow.cursor + 1 < state.follow.cycle_end:
+        number = _num_in_gap(state)
+        if number < gap_at(state, entry.gap).least_dynamic:  # it came before all dynamic ones that always do
+            state.dynamic.early_time = schedule_time(state) + 1
+            state.dynamic.early_number = number
     state.follow.miss_run = 0
     if state.follow.misses_over_matches > 0:
         state.follow.misses_over_matches -= 1
@@ -402,3 +388,74 @@ def follow(state, key):
         state.iterations.iteration_start += position + 1 - following
     state.follow.cursor = following
     return position, begins
+
+
+@inner()
+def _begin_at(state, begin, end, position):
+    """Follow the schedule [begin, end) from a position on: the place is beyond doubt."""
+    if state.follow.cursor != position or state.follow.cycle_start != begin:
+        go_to(state, begin, end, position)
+    state.follow.miss_run = 0
+    state.iterations.last_miss = min(state.iterations.last_miss, state.follow.history_count - SURE)
+
+
+@under_lock()
+def begin_step(state, begin, end, position, schedules):
+    if state.hot.mode != MODE_HEAP:
+        state.tables.schedules = schedules
+        _begin_at(state, begin, end, position)
+
+
+@inner()
+def _note_mark(state):
+    known = state.known_steps
+    known.hits = state.follow.hits
+    known.conflicts = state.iterations.conflicts
+    known.followed = state.follow.history_count
+    known.num_allocs = state.total.num_allocs
+    known.allocated_bytes = state.total.allocated_bytes
+    known.requested_ever = state.small.requested_ever + state.large.requested_ever
+    known.place = state.follow.cursor - state.follow.cycle_start
+
+
+@under_lock()
+def expect_steps(state, expected, num_expected, overdue):
+    known = state.known_steps
+    known.num_expected, known.count, known.expected = num_expected, 0, expected
+    known.misses, known.overdue = state.iterations.misses, overdue
+    _note_mark(state)
+
+
+@under_lock()
+def end_known_step(state):
+    known = state.known_steps
+    if known.count == known.num_expected:
+        known.num_expected = 0
+        return False
+    step = expected_step_at(known, known.count)
+    is_asked_for = state.hot.private_kind | state.triggers.ask_at_boundary | state.follow.bypassed
+    comes = (
+        state.hot.mode == MODE_PLANNED
+        and is_asked_for | state.policy.allocating_persistent == 0
+        and state.follow.cursor == step.end
+        and state.follow.history_count - known.followed == step.num_entries
+        and state.iterations.misses == known.misses
+        and state.iterations.conflicts - known.conflicts <= step.num_entries >> _FEW_SHIFT
+    )
+    if comes:
+        state.tables.schedules = step.schedules
+        _begin_at(state, step.cycle_start, step.cycle_end, step.cursor)
+        state.triggers.doubt_at = state.total.num_allocs + known.overdue
+        step.num_events = state.log.num_events
+        known.count += 1
+        _note_mark(state)
+    else:
+        known.num_expected = 0
+    return comes
+
+
+@under_lock()
+def end_known_steps(state):
+    count = state.known_steps.count
+    state.known_steps.num_expected = state.known_steps.count = 0
+    return count

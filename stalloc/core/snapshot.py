@@ -4,14 +4,13 @@ Contract: what it shows was true at once, under the lock; it only reads. An aren
 has borrowed of it as blocks like any other; where memory comes by pages, each range in a row that has memory is one.
 """
 
-import ctypes
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.arena_intervals import intervals_empty
+from stalloc.compiled import BORROWING
 from stalloc.core.constants import (
     BLOCK_FREE,
     BLOCK_LENT,
@@ -23,28 +22,13 @@ from stalloc.core.constants import (
     STATE_MASK,
     STREAM_BITS,
 )
-from stalloc.core.free_lists import pool_of
-from stalloc.core.graph_loans import is_loan, stream_of_loan
-from stalloc.core.hash_table import find_live
-from stalloc.core.heap import rounded_bytes
-from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.frees import find_block, own_stream, size_at, status_at
+from stalloc.core.graph_loans import is_loan
+from stalloc.core.intrinsics import copy_words, under_lock
+from stalloc.core.lending import intervals_empty
 from stalloc.core.record_types import Words, structure
-from stalloc.core.records import (
-    Owner,
-    ScheduleEntry,
-    Slot,
-    State,
-    block_at,
-    entry_at,
-    interval_at,
-    owner_at,
-    pool_at,
-    segment_at,
-    slot_at,
-    stream_at,
-    table,
-)
-from stalloc.core.slots import find_slot, in_arena
+from stalloc.core.records import ScheduleEntry, Slot, State, block_at, interval_at, pool_at, segment_at, table
+from stalloc.core.segments import pool_of
 from stalloc.core.state import DeviceState
 
 ARENA_KIND = -1
@@ -83,49 +67,40 @@ class Inactive:
     small_number: int
 
 
-@inner(**BORROWING)
-def _copy_one(source, target):
-    for i in range(len(source)):  # not a slice: it would bring in the making of an error's text, seconds to compile
-        target[i] = source[i]
+class Owner(NamedTuple):
+    """What is known of the block at an address."""
+
+    size_bytes: int
+    raw_stream: int  #: handle
+    state: int  #: BLOCK_LIVE and so on
+    is_private: bool  #: it belongs to CUDA graphs
+    is_loan: bool  #: they have lent it
 
 
-@njit(**BORROWING)
-def _copy(
-    device, words, words_to, segments, segments_to, pools, pools_to, blocks, blocks_to, slots, slots_to, pages, pages_to
-):
-    """Copy tables, as words, while nobody changes them."""
-    state = locked(device)
-    _copy_one(pages, pages_to)
-    _copy_one(words, words_to)
-    _copy_one(segments, segments_to)
-    _copy_one(pools, pools_to)
-    _copy_one(blocks, blocks_to)
-    _copy_one(slots, slots_to)
-    unlock(state)
+@under_lock(**BORROWING)
+def _copy(state, sources, targets, num_words):
+    for i in range(len(num_words)):
+        copy_words(sources[i], targets[i], num_words[i])
 
 
-def _words(rows: np.ndarray) -> Words:
-    return rows.view(np.ndarray).view(np.int64).reshape(-1)
-
-
-def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
-    """The record and five tables of a device, as they were at one moment."""
-    sources = [state.tables.memory, *tables]
-    copies = [np.empty(len(source), source.dtype) for source in sources]
-    _copy(state.address, *(_words(rows) for pair in zip(sources, copies, strict=True) for rows in pair))
+def _copies(state: DeviceState, *tables: np.ndarray) -> list[np.ndarray]:
+    """Tables of a device, as they were at one moment."""
+    copies = [np.empty(len(source), source.dtype) for source in tables]
+    addresses = np.array([[one.ctypes.data for one in tables], [one.ctypes.data for one in copies]], np.int64)
+    _copy(state.address, *addresses, np.array([one.nbytes // 8 for one in copies], np.int64))
     return copies
 
 
 def segments(state: DeviceState) -> list[HeapSegment]:
     """Every segment of a device with its blocks, as they were at one moment; the arena of a plan is one of them."""
     record, tables, schedule = state.record, state.tables, state.arena.schedule
-    has_arena = record.plan.arena_bytes > 0 and schedule is not None
-    slots: np.ndarray = schedule.slots if schedule is not None and has_arena else table(Slot, 0)
-    entries: np.ndarray = schedule.entries if schedule is not None and has_arena else table(ScheduleEntry, 0)
+    slots: np.ndarray = table(Slot, 0)
+    entries: np.ndarray = table(ScheduleEntry, 0)
+    if schedule is not None and record.plan.arena_bytes > 0:
+        slots, entries = schedule.slots, schedule.entries
     used_segments, used_blocks = record.heap.segments_used + _SLACK, record.heap.blocks_used + _SLACK
-    memory, rows, pools, blocks, slots, pages = _copies(
-        state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena.pages]
-    )
+    used = tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena.pages
+    memory, rows, pools, blocks, slots, pages = _copies(state, tables.memory, *used)
     raw_streams = tables.streams["value"].tolist()
     found, leased = [], []  # what the arena lends to the heap is shown as part of the arena
     for row in rows[1:][rows["address"][1:] != 0]:
@@ -166,7 +141,6 @@ def _mapped_parts(blocks: list[HeapBlock], stream: int, kind: int) -> list[HeapS
 
 
 def _blocks(blocks: np.ndarray, row: int, stream: int) -> list[HeapBlock]:
-    """The blocks of a segment from its first on."""
     inside = []
     while row:
         block = blocks[row]
@@ -178,19 +152,13 @@ def _blocks(blocks: np.ndarray, row: int, stream: int) -> list[HeapBlock]:
 
 
 def _planned_blocks(arena: int, slots: np.ndarray, entries: np.ndarray, raw_streams: list[int]) -> list[HeapBlock]:
-    """What lives in an arena as the plan has it."""
     live = slots[slots["entry"] >= 0]
     key = entries["key"][live["entry"]]
-    columns = (
-        live["offset"],
-        key >> STREAM_BITS,
-        live["requested_bytes"],
-        live["state"] & STATE_MASK,
-        key & (MAX_STREAMS - 1),
-    )
+    columns = live["offset"], key >> STREAM_BITS, live["requested_bytes"], live["state"] & STATE_MASK
+    streams = (key & (MAX_STREAMS - 1)).tolist()
     return [
         HeapBlock(arena + offset, size, requested, status, raw_streams[stream])
-        for offset, size, requested, status, stream in zip(*(column.tolist() for column in columns), strict=True)
+        for offset, size, requested, status, stream in zip(*(one.tolist() for one in columns), streams, strict=True)
     ]
 
 
@@ -208,24 +176,14 @@ def _filled_up(address: int, size_bytes: int, taken: list[HeapBlock]) -> list[He
     return blocks
 
 
-@njit(**BORROWING)
-def _copy_words(device, words, words_to):
-    state = locked(device)
-    _copy_one(words, words_to)
-    unlock(state)
-
-
 def counts(state: DeviceState) -> State:
     """The record of a device as it was at one moment."""
-    copy = structure(State)()
-    words = np.frombuffer(copy, np.int64)  # type: ignore[call-overload]
-    _copy_words(state.address, _words(state.tables.memory), words)
-    return copy  # type: ignore[return-value]
+    memory = _copies(state, state.tables.memory)[0]
+    return structure(State).from_buffer(memory.view(np.uint8).data)  # type: ignore[return-value]
 
 
-@njit()
-def _count_inactive(device):
-    state = locked(device)
+@under_lock()
+def _count_inactive(state):
     size = number = small_size = small_number = 0
     for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
@@ -247,7 +205,6 @@ def _count_inactive(device):
             size += interval_at(state, i + 1).offset - interval_at(state, i).offset
             number += not idle
         idle = empty
-    unlock(state)
     return size, number, small_size, small_number
 
 
@@ -256,29 +213,16 @@ def inactive(state: DeviceState) -> Inactive:
     return Inactive(*_count_inactive(state.address))
 
 
-@njit()
-def _find_owner(device, address, owner_address):
-    """Write what is known of the block at an address that is not free; False if there is none."""
-    state, owner = locked(device), owner_at(owner_address)
-    slot = find_slot(state, address) if in_arena(state, address) else -1
-    block = find_live(state, address) if slot < 0 else 0
-    if slot >= 0:
-        planned = slot_at(state, slot)
-        key = entry_at(state, planned.entry).key
-        owner.size_bytes = key >> STREAM_BITS
-        owner.raw_stream = stream_at(state, key & (MAX_STREAMS - 1)).value
-        owner.state = planned.state & STATE_MASK
-        owner.is_private = 0
-        owner.is_loan = 0
-    elif block != 0:
-        pool = pool_at(state, pool_of(state, block))
-        owner.size_bytes = rounded_bytes(state, block)
-        owner.is_loan = is_loan(state, block)
-        owner.raw_stream = stream_of_loan(state, block) if owner.is_loan == 1 else stream_at(state, pool.stream).value
-        owner.state = block_at(state, block).state & STATE_MASK
-        owner.is_private = pool.kind >= PRIVATE_KINDS and owner.is_loan == 0
-    unlock(state)
-    return slot >= 0 or block != 0
+@under_lock()
+def _owner(state, address):
+    """What an Owner has, of size 0 where nothing lives at an address."""
+    slot, block = find_block(state, address)
+    if slot < 0 and block == 0:
+        return 0, 0, 0, False, False
+    is_lent = slot < 0 and is_loan(state, block)
+    is_private = slot < 0 and not is_lent and pool_at(state, pool_of(state, block)).kind >= PRIVATE_KINDS
+    status = status_at(state, slot, block) & STATE_MASK
+    return size_at(state, slot, block), own_stream(state, slot, block), status, is_private, is_lent
 
 
 def owner_of(device: int, address: int) -> Owner | None:
@@ -286,9 +230,8 @@ def owner_of(device: int, address: int) -> Owner | None:
 
     For slow ways: nothing on the way of a request calls it.
     """
-    owner = structure(Owner)()
-    found = _find_owner(device, address, ctypes.addressof(owner))
-    return owner if found else None  # type: ignore[return-value]
+    owner = Owner(*_owner(device, address))
+    return owner if owner.size_bytes else None
 
 
 def live_addresses(state: DeviceState) -> list[int]:

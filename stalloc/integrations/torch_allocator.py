@@ -19,8 +19,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from stalloc.core.entry import torch_entries, torch_record_stream
-from stalloc.core.entry.linking import link
+from stalloc.core.entry import link, torch_entries, torch_record_stream
 from stalloc.errors import SetupError
 from stalloc.integrations import torch_answers
 from stalloc.integrations.graph_pools import Replays

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compaction.capped_arena import Arena
-from stalloc.compaction.layouts import largest_hole
+from stalloc.compaction.layouts import Arena, largest_hole
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import GRANULE
 from stalloc.replay.model import check_capacity, check_rows

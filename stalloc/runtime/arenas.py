@@ -11,9 +11,8 @@ takes over. A program that begins is taken to make what lasts (a model).
 from typing import Any
 
 from stalloc.core import constants
-from stalloc.core.arena_schedule import ArenaSchedule
+from stalloc.core.arena_schedule import ArenaSchedule, on_pages
 from stalloc.core.constants import GRANULE
-from stalloc.core.regions import on_pages
 from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording

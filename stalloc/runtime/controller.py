@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stalloc.core import constants
 from stalloc.core.arena_schedule import ArenaSchedule, Between
-from stalloc.core.host_memory import trim
+from stalloc.core.device_parts import trim
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError

@@ -3,7 +3,7 @@
 Contract: what the core's tables name is held here, and what is held is named there, whatever ends a call in the middle;
 `release_unused` gives back whatever holds no live block. A block that other streams use is handed out again only after
 every stream that was recorded for it has done all the work it had when the block was freed. The host never blocks for
-it, unless memory has run out. The core does the rest (core/shared_blocks.py).
+it, unless memory has run out. The core does the rest (core/frees.py).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stalloc.core import constants, shared_blocks
+from stalloc.core import constants, frees
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.device.capture import is_captured, relaxed_capture
@@ -89,15 +89,15 @@ class Deferred:
         """
         address = self._state.address
         if self._on_end is None:
-            while (answer := shared_blocks.poll(address, num_idle)) == shared_blocks.BUSY:
+            while (answer := frees.poll(address, num_idle)) == frees.BUSY:
                 time.sleep(0)
-            return bool(answer == shared_blocks.KNOWN)
+            return bool(answer == frees.KNOWN)
         found = np.empty(self._state.record.shared.stream_uses_used, np.int64)
-        while (asked := shared_blocks.ask(address, num_idle, found))[0] == shared_blocks.BUSY:
+        while (asked := frees.ask(address, num_idle, found))[0] == frees.BUSY:
             time.sleep(0)
         if asked[0]:
             self._on_end(found[: asked[0]].tolist())
-            shared_blocks.release_those_over(address)
+            frees.release_those_over(address)
         return bool(asked[1])
 
 

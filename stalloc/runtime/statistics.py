@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stalloc.core.device_record import Peaks
+from stalloc.core.records import Peaks
 from stalloc.core.snapshot import counts, inactive
 from stalloc.core.state import Step
 from stalloc.device.known_gpus import shown_name

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from copy import copy
 
-from stalloc.core.device_steps import StepAhead
+from stalloc.core.device_parts import StepAhead
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 from stalloc.runtime.runtime_settings import SteadySteps

@@ -20,7 +20,7 @@ device.activate("virtual", device.VirtualGPU(total_bytes=210 << 20))
 import torch  # noqa: E402
 
 import stalloc  # noqa: E402
-from stalloc.compaction import relocation, sliding  # noqa: E402
+from stalloc.compaction import emptying, torch_storages  # noqa: E402
 from stalloc.device import mapped_pages, ordering, virtual  # noqa: E402
 from stalloc.runtime import Settings, captures, sources  # noqa: E402
 from stalloc.techniques import transfers  # noqa: E402
@@ -256,7 +256,7 @@ def sleeps_without_waiting() -> None:
 
 @fault
 def moves_without_waiting() -> None:
-    relocation.wait_for = sliding.wait_for = nothing
+    torch_storages.wait_for = emptying.wait_for = nothing
 
 
 @fault

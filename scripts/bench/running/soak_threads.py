@@ -7,9 +7,9 @@ word. At its free each word is compared: whatever was handed out twice, or writt
 """
 
 from stalloc.compiled import njit
+from stalloc.core.frees import share
 from stalloc.core.intrinsics import call3, lock, unlock
 from stalloc.core.records import word_at
-from stalloc.core.shared_blocks import share
 
 SLOT_ROW = 8  # words: a line of the cache, so that threads do not disturb each other
 BUSY, ADDRESS, SIZE, TAG, EVERY = range(5)

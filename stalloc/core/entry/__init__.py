@@ -4,19 +4,25 @@ Each is a few lines of LLVM that carry what the compiled core cannot: the table 
 context argument, and an address baked into numba code would rule out its cache), the exception that an allocation
 without memory has to throw (torch takes a NULL silently), and the error indicator of Python, which has to survive
 a visit to Python from the middle of somebody else's error handling.
+
+Contract: whatever a .ll file declares is found in one of the libraries named, or set by its name; a declaration that is
+neither is an error when the file is linked, not when the code runs. The code lives as long as the process, since torch
+and CuPy keep its address, and so do the numbers and objects that it was given.
 """
 
 import ctypes
 import platform
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import numpy as np
 
-from stalloc.core.entry.linking import find, link, text, word
+from stalloc.core.frees import share_entry
 from stalloc.core.records import State, offset_of, path_of
 from stalloc.core.requests import free_entry, malloc_entry
-from stalloc.core.shared_blocks import share_entry
+from stalloc.held_signals import uninterrupted
 
 Handler = Callable[[int, int, int], int]
 Again = Callable[[int, int, int, list[BaseException]], int]
@@ -27,12 +33,74 @@ _ERROR = (
     "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE",
     "_ZN3c105ErrorC2ENS_14SourceLocationESs",
 )
-_STRING = (
-    "_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcmRKS3_",
-    "_ZNSsC1EPKcmRKSaIcE",
-)
+_STRING = ("_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcmRKS3_", "_ZNSsC1EPKcmRKSaIcE")
 
 _kept: list[object] = []  # what compiled code calls lives as long as the process
+_compiled: dict[tuple[str, str], bytes] = {}  # object code of files: all links of one differ in addresses only
+
+
+def word(value: int) -> int:
+    """The address of a constant word, for a global of a .ll file."""
+    constant = ctypes.c_int64(value)
+    _kept.append(constant)
+    return ctypes.addressof(constant)
+
+
+def text(value: bytes) -> int:
+    """The address of a constant text, for a global of a .ll file."""
+    constant = ctypes.create_string_buffer(value)
+    _kept.append(constant)
+    return ctypes.addressof(constant)
+
+
+def find(names: tuple[str, ...], libraries: tuple[ctypes.CDLL, ...]) -> tuple[str, int]:
+    """The first of these symbols that one of the libraries has, and its address; OSError if there is none."""
+    for name in names:
+        for library in libraries:
+            try:
+                return name, ctypes.addressof(ctypes.c_char.in_dll(library, name))
+            except ValueError:
+                continue
+    raise OSError(f"stalloc: this process has no symbol {names[0]}, which an entry point of the allocator needs.")
+
+
+def link(
+    package: str,
+    file: str,
+    *names: str,
+    set_to: dict[str, int],
+    libraries: tuple[ctypes.CDLL, ...] = (),
+    hot: bool = False,
+) -> list[int]:
+    """Compile a file of a package, with care if its code is `hot`; the addresses of the functions named.
+
+    `set_to` are addresses of what it declares, by name; the rest is looked up in `libraries`.
+    """
+
+    def compiled() -> list[int]:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        module = llvm.parse_assembly(files(package).joinpath(file).read_text(encoding="utf-8"))
+        module.verify()
+        # the large code model, as numba's: sections of a module may lie more than 2 GiB apart in a crowded address
+        # space, and with 32-bit distances between them LLVM aborts the process then
+        target = llvm.Target.from_default_triple()
+        machine = target.create_target_machine(opt=2 if hot else 0, codemodel="large", jit=True)
+        engine = llvm.create_mcjit_compiler(module, machine)
+        where = package, file
+        engine.set_object_cache(
+            lambda _, code: _compiled.setdefault(where, bytes(code)), lambda _: _compiled.get(where)
+        )
+        for declared in [*module.functions, *module.global_variables]:
+            if declared.is_declaration and not declared.name.startswith("llvm."):
+                address = set_to.get(declared.name) or find((declared.name,), libraries)[1]
+                engine.add_global_mapping(declared, address)
+        engine.finalize_object()
+        engine.run_static_constructors()
+        _kept.append((engine, module, machine))
+        return [engine.get_function_address(name) for name in names]
+
+    return uninterrupted(compiled)
 
 
 def slow_entry(handler: Handler, again: Again | None = None) -> int:
@@ -130,14 +198,10 @@ def torch_entries(
     malloc, free = entries or core_entries()
     malloc_word = malloc_word or word(malloc)
     set_to = {"states": states, "core_malloc": malloc_word, "core_free": free, "file_name": text(b"stalloc")}
-    set_to |= {
-        name: word(offset_of(State, path_of(State, name))) for name in ("oom_text", "oom_text_length", "driver_error")
-    }
-    libraries = (
-        ctypes.CDLL(str(torch_folder / "lib" / "libc10.so")),
-        ctypes.CDLL(str(torch_folder / "lib" / "libc10_cuda.so")),
-        ctypes.CDLL("libstdc++.so.6"),
-    )
+    for name in ("oom_text", "oom_text_length", "driver_error"):
+        set_to[name] = word(offset_of(State, path_of(State, name)))
+    names = (str(torch_folder / "lib" / "libc10.so"), str(torch_folder / "lib" / "libc10_cuda.so"), "libstdc++.so.6")
+    libraries = tuple(ctypes.CDLL(name) for name in names)
     error, set_to["construct_error"] = find(_ERROR, libraries)
     set_to["construct_string"] = find((_STRING[_ERROR.index(error)],), libraries)[1]
     allocate, release = link(__package__, "torch.ll", "allocate", "free", set_to=set_to, libraries=libraries, hot=True)
