@@ -121,7 +121,7 @@ def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
 def _allocator() -> Any:
     import torch
 
-    from stalloc.core.entry.linking import link
+    from stalloc.core.entry import link
 
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 import numpy as np
 
 from stalloc import kernels
-from stalloc.core import snapshot
 from stalloc.core.constants import BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.device import Device

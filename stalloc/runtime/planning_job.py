@@ -15,9 +15,7 @@ import numpy as np
 
 from stalloc.core.arena_schedule import ArenaSchedule, Between
 from stalloc.core.constants import TINY
-from stalloc.core.device_arena import load_for_moves
-from stalloc.core.host_memory import trim
-from stalloc.core.device_parts import load_for_moves
+from stalloc.core.device_parts import load_for_moves, trim
 from stalloc.core.state import DeviceState
 from stalloc.device.ordering import ordering
 from stalloc.runtime import decisions

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.core.device_steps import StepAhead
+from stalloc.core.device_parts import StepAhead
 from stalloc.core.state import DeviceState
 from stalloc.runtime import decisions
 from stalloc.runtime.memory import DeviceMemory

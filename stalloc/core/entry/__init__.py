@@ -22,7 +22,7 @@ import numpy as np
 from stalloc.core.frees import share_entry
 from stalloc.core.records import State, offset_of, path_of
 from stalloc.core.requests import free_entry, malloc_entry
-from stalloc.held_signals import uninterrupted
+from stalloc.threads import uninterrupted
 
 Handler = Callable[[int, int, int], int]
 Again = Callable[[int, int, int, list[BaseException]], int]
