@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from stalloc.planner import plan, validate
 from stalloc.planner.hole_filling import by_birth
-from stalloc.planner.packings import compressed
-from stalloc.planner.problem import Problem
+from stalloc.planner.problem import Problem, compressed
 
 request = st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(1, 9))
 
