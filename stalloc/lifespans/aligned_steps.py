@@ -185,7 +185,6 @@ class AlignedSteps:
 
     @property
     def _length(self) -> int:
-        """Static requests."""
         return len(self._aligned.key)
 
     @property

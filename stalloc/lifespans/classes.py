@@ -175,7 +175,6 @@ def classify(trace: Trace, schedule: Schedule | None = None) -> Classes:
 
 
 def _step_boundaries(trace: Trace, schedule: Schedule | None) -> Column:
-    """Events at which a step begins."""
     marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks) or schedule is None:
         return marks

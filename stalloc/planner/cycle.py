@@ -227,7 +227,6 @@ def _place_rest(rest: Column, whole: Problem, offset: Column, bound: int, budget
 
 
 def _solved(problem: Problem, target: int, budget: Budget) -> Packing:
-    """A packing of what does not wrap round, by the method asked for."""
     share = 1 / (4 * len(KEPT_SHARES))
     if budget.method == "colouring":
         from stalloc.planner.colouring import coloured

@@ -293,7 +293,6 @@ class _RegionPlan:
 
 
 def _plan_region(kinds: list[StepKind], carried: _CarriedOver, made: dict[bytes, Layout]) -> _RegionPlan:
-    """Plan what all kinds ask for on one stream, for one region."""
     needs = [int(aligned(kind.size[(kind.end > 0) & (kind.stream == carried.stream)]).sum()) for kind in kinds]
     order = [index for index in np.argsort(needs, kind="stable")[::-1].tolist() if needs[index] > 0]
     region, buffers = _RegionPlan(kinds, carried, made), range(carried.num_buffers)

@@ -290,7 +290,6 @@ def _schedule_bound(schedule: "Schedule", alignment: int) -> int:
 
 
 def _constraint_tables(given: Constraints) -> dict[str, Any]:
-    """The columns of a plan that hold its constraints."""
     tables: dict[str, Any] = {}
     if len(given.alignment) and (given.alignment != given.granule).any():
         tables["row_alignment"] = given.alignment

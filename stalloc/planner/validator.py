@@ -251,7 +251,6 @@ def _constraints(plan: Plan) -> None:
 
 
 def _forbidden(plan: Plan) -> None:
-    """Whether any request uses bytes that it must not."""
     if not len(plan.forbidden_low):
         return
     ranges = zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True)
