@@ -185,7 +185,6 @@ class AlignedSteps:
 
     @property
     def _length(self) -> int:
-        """Static requests."""
         return len(self._aligned.key)
 
     @property
@@ -195,20 +194,12 @@ class AlignedSteps:
 
     @cached_property
     def _sites(self) -> Column:
-        """(requests of whole steps,) the tick at which each static one comes, -1: it is none."""
-        ticks = np.full(len(self._whole), -1)
+        """(requests of whole steps,) the tick at which each static one comes, -1: it is none, -2: no aligned step."""
+        ticks = np.full(len(self._whole), -2)
         for number, ((begin, end), sites) in enumerate(zip(self._steps, self._aligned.sites, strict=True)):
             first = int(self._bounds[0])
             ticks[begin - first : end - first] = np.where(sites >= 0, sites + number * self._length, -1)
         return ticks
-
-    @cached_property
-    def _is_aligned(self) -> Column:
-        """(requests of whole steps,) bool: whether each is one of the steps that are aligned."""
-        is_aligned = np.zeros(len(self._whole), bool)
-        for begin, end in self._steps:
-            is_aligned[begin - int(self._bounds[0]) : end - int(self._bounds[0])] = True
-        return is_aligned
 
     @cached_property
     def _times(self) -> tuple[Column, Column, Column]:
@@ -293,7 +284,7 @@ class AlignedSteps:
         where no dynamic one came before it.
         """
         birth, lived, _ = self._times
-        dynamic = (self._sites < 0) & (birth > 0) & self._is_aligned
+        dynamic = (self._sites == -1) & (birth > 0)
         size = self._trace.size[self._whole[dynamic]]
         most, least, lasts, ratios = _sites_between(
             birth[dynamic], lived[dynamic], size, self._aligned.seen, self.num_steps

@@ -29,10 +29,8 @@ _BRIEF = 0.01
 class Phases:
     """Consecutive ranges of events."""
 
-    begin: Column
-    """(k,) event at which each phase begins; the first is 0."""
-    name: tuple[str, ...]
-    """(k,) what the program called it, else `rise` or `fall`; empty between phases that it named."""
+    begin: Column  #: (k,) event at which each phase begins; the first is 0
+    name: tuple[str, ...]  #: (k,) what the program called it, else `rise` or `fall`; empty between phases that it named
 
     def of(self, events: Column) -> Column:
         """The phase of each event; -1 for events before the first."""
@@ -119,8 +117,7 @@ class LifespanClass(enum.IntEnum):
 class Regularity(enum.IntEnum):
     """Whether a request comes and lives the same way in every step."""
 
-    UNKNOWN = 0
-    """Before the steps begin to repeat, too small to be on the schedule, or no steps are known."""
+    UNKNOWN = 0  #: before the steps begin to repeat, too small to be on the schedule, or no steps are known
     STATIC = 1
     DYNAMIC = 2
 
@@ -137,14 +134,10 @@ class Total:
 class Classes:
     """The classes of a trace's n requests."""
 
-    lifespan: Column
-    """(n,) int8 of LifespanClass."""
-    regularity: Column
-    """(n,) int8 of Regularity."""
-    birth_phase: Column
-    """(n,) index into `phases`; -1: before recording."""
-    death_phase: Column
-    """(n,) index into `phases`; len(phases.begin): never freed."""
+    lifespan: Column  #: (n,) int8 of LifespanClass
+    regularity: Column  #: (n,) int8 of Regularity
+    birth_phase: Column  #: (n,) index into `phases`; -1: before recording
+    death_phase: Column  #: (n,) index into `phases`; len(phases.begin): never freed
     phases: Phases
 
     def totals(self, size: Column) -> dict[str, Total]:
@@ -170,9 +163,7 @@ def classify(trace: Trace, schedule: Schedule | None = None) -> Classes:
     else:
         persistent = never_freed & (birth < 1) & ((num_phases > 1) | (trace.start < 0))
     lifespan = np.where(
-        persistent,
-        LifespanClass.PERSISTENT,
-        np.where(birth == death, LifespanClass.TRANSIENT, LifespanClass.SCOPED),
+        persistent, LifespanClass.PERSISTENT, np.where(birth == death, LifespanClass.TRANSIENT, LifespanClass.SCOPED)
     )
     return Classes(
         lifespan=lifespan.astype(np.int8),
@@ -184,7 +175,6 @@ def classify(trace: Trace, schedule: Schedule | None = None) -> Classes:
 
 
 def _step_boundaries(trace: Trace, schedule: Schedule | None) -> Column:
-    """Events at which a step begins."""
     marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks) or schedule is None:
         return marks

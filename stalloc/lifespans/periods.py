@@ -20,12 +20,9 @@ _BUCKETS = 64
 class Period:
     """A stretch of a sequence that repeats: keys[i] == keys[i + length] for i in [first, first + covered - length)."""
 
-    first: int
-    """Index where the repetition begins."""
-    length: int
-    """Entries in one period."""
-    covered: int
-    """Entries in the stretch, the last period perhaps not whole."""
+    first: int  #: index where the repetition begins
+    length: int  #: entries in one period
+    covered: int  #: entries in the stretch, the last period perhaps not whole
 
     @property
     def repeats(self) -> int:
@@ -144,8 +141,7 @@ def _all_runs(keys, backwards, min_repeats, min_length, best, z, matches, stack)
 
 __all__ = ["Period", "find_period", "find_step_period", "may_repeat", "sequence_keys", "sequence_rows"]
 
-TINY_BYTES = 512
-"""Requests up to this size are often made by the way (counters, flags) and say little about a step."""
+TINY_BYTES = 512  #: requests up to this size are often made by the way (counters, flags) and say little about a step
 _MAX_NET_GROWTH = 0.01
 _MAX_NEVER_FREED = 0.25
 _MIN_SHARE = 0.2

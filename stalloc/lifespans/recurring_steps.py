@@ -218,7 +218,6 @@ def _anchors(letters: Column, text: str) -> list[str]:
 
 
 def _part(text: str, anchor: str) -> _Parting:
-    """Part a text at every occurrence of `anchor`."""
     first, *pieces = text.split(anchor)
     known = _kinds_in(_kinds_in({piece for piece in pieces[:-1] if len(piece) >= _MIN_LENGTH}))
     if len(known) > _MAX_KINDS:

@@ -26,29 +26,22 @@ class Schedule:
 
     size: Column
     """(n,) requested bytes; the first num_prologue rows are the prologue, the rest the cycle, ordered by start."""
-    stream: Column
-    """(n,) index into the trace's streams."""
-    start: Column
-    """(n,) schedule event. Prologue: in [0, cycle_start). Cycle: in [cycle_start, cycle_end)."""
+    stream: Column  #: (n,) index into the trace's streams
+    start: Column  #: (n,) schedule event. Prologue: in [0, cycle_start). Cycle: in [cycle_start, cycle_end).
     end: Column
     """(n,) schedule event. Cycle: in (start, start + cycle_length], beyond cycle_end it wraps round to cycle_start.
     Prologue: at most cycle_end if it dies before the end of the first iteration, else cycle_end + cycle_length:
     persistent."""
     planned: Column
     """(n,) bool; False: the lifespan is unknown, longer than the cycle, or varies by much: serve it dynamically."""
-    row: Column
-    """(n,) row of the request in the trace that the schedule was folded from."""
+    row: Column  #: (n,) row of the request in the trace that the schedule was folded from
     num_prologue: int
-    cycle_start: int
-    """Schedule event."""
-    cycle_end: int
-    """Schedule event."""
-    period_requests: int
-    """Requests in one period; the cycle is one period or a few."""
+    cycle_start: int  #: schedule event
+    cycle_end: int  #: schedule event
+    period_requests: int  #: requests in one period; the cycle is one period or a few
     covered_requests: int
     """Requests of the trace, of those large enough and from the cycle's first on, that follow the cycle."""
-    minimum_size: int
-    """Bytes; smaller requests are not on the schedule."""
+    minimum_size: int  #: bytes; smaller requests are not on the schedule
 
     @property
     def cycle_length(self) -> int:

@@ -96,8 +96,7 @@ class RepeatedBlocks:
     """Modules of one class that repeat, in the order in which the model holds them."""
 
     kind: str
-    rows: Rows
-    """(k,) rows of the modules."""
+    rows: Rows  #: (k,) rows of the modules
     names: tuple[str, ...]
 
 

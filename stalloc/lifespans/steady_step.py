@@ -24,18 +24,12 @@ class SteadyStep:
 
     begin_event: int
     end_event: int
-    operations: Rows
-    """(k,) outermost operations with kernels, in the order in which they began."""
-    requests: Rows
-    """(n,) born in the step."""
-    beyond: Rows
-    """(b,) those of them that live when the next step begins."""
-    held: Rows
-    """(h,) requests of earlier steps that live throughout."""
-    ended: Rows
-    """(e,) requests of earlier steps that end in this one."""
-    pairs: Rows
-    """(p, 2) operations of the forward pass, and the nodes of the backward pass that belong to them."""
+    operations: Rows  #: (k,) outermost operations with kernels, in the order in which they began
+    requests: Rows  #: (n,) born in the step
+    beyond: Rows  #: (b,) those of them that live when the next step begins
+    held: Rows  #: (h,) requests of earlier steps that live throughout
+    ended: Rows  #: (e,) requests of earlier steps that end in this one
+    pairs: Rows  #: (p, 2) operations of the forward pass, and the nodes of the backward pass that belong to them
 
 
 def recorded_step(trace: Trace) -> tuple[Operations, SteadyStep]:

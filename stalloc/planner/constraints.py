@@ -127,7 +127,7 @@ def check_places(
         rows, begins = (np.concatenate([rows, rows[again]]), np.concatenate([begins, begins[again] + period]))
         ends = np.concatenate([ends, np.minimum(ends[again], cycle[1]) + period])
     low = given.fixed[rows]
-    if (pair := walk(Uses(begins, ends, low, low + size[rows], rows), 1).pair) is not None:
+    if (pair := walk(Uses(begins, ends, low, low + size[rows], rows), 1)[0]) is not None:
         one, two = sorted(rows[[*pair]].tolist())
         raise BadInputError(
             f"{given.name(one)} and {given.name(two)} are fixed at {given.fixed[one]} and {given.fixed[two]}, "

@@ -17,7 +17,7 @@ from stalloc.planner.intervals import Layout, place_line, told
 from stalloc.planner.packings import GUIDED, Packing, ranks
 from stalloc.planner.placement import pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, solve
-from stalloc.planner.problem import Problem, Stays, epochs, load_curve, split_at_cuts
+from stalloc.planner.problem import Problem, Stays, compressed, epochs, load_curve, split_at_cuts
 
 #: its name, and the ranks that it gives in one direction of time
 Order = tuple[str, Callable[[Problem], Column]]
@@ -99,13 +99,9 @@ def _partners(
 
 def cycle_bound(start: Column, end: Column, size: Column, cycle_start: int, cycle_end: int) -> int:
     """The maximum load of prologue, first iteration and second iteration; all later iterations are like the second."""
-    period = cycle_end - cycle_start
-    again = start >= cycle_start
-    horizon = cycle_end + period
-    a, b, num_epochs = epochs(
-        np.concatenate([start, start[again] + period]), np.concatenate([end, np.minimum(end[again] + period, horizon)])
-    )
-    return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max(initial=0))
+    period, again = cycle_end - cycle_start, start >= cycle_start
+    ends = np.concatenate([end, np.minimum(end[again], cycle_end) + period])
+    return compressed(np.concatenate([start, start[again] + period]), ends, np.concatenate([size, size[again]])).bound
 
 
 def _above_wrapping(live: Stays, size: Column, bound: int, budget: Budget) -> tuple[Column, int, str]:
@@ -231,7 +227,6 @@ def _place_rest(rest: Column, whole: Problem, offset: Column, bound: int, budget
 
 
 def _solved(problem: Problem, target: int, budget: Budget) -> Packing:
-    """A packing of what does not wrap round, by the method asked for."""
     share = 1 / (4 * len(KEPT_SHARES))
     if budget.method == "colouring":
         from stalloc.planner.colouring import coloured

@@ -303,7 +303,7 @@ def take_back(b: Any, trail: int, placed: int) -> None:
 FOUND, NONE, PAUSED, NO_ROOM = 1, 0, -1, -2
 
 #: how the epoch to branch on is chosen
-TIGHTEST, FEWEST, WEIGHTED, VALLEYS = range(4)
+FEWEST, WEIGHTED, VALLEYS = range(3)
 
 _ENTER, _BRANCH, _SPLIT, _LEAVE = range(4)  # what is to be done with the frame that the search is in
 
@@ -343,11 +343,8 @@ def _choose(b: Any, begin: int, stop: int, height: int, rule: int) -> int:
             for u in range(t, run):
                 slack = height - level - b.unplaced[u]
                 branches = b.flush[u] + (1 if slack > 0 else 0)
-                if rule == TIGHTEST:
-                    cost = 0.0
-                elif rule == FEWEST:
-                    cost = float(branches)
-                else:
+                cost = float(branches)
+                if rule != FEWEST:
                     cost = 0.0 if branches <= 1 else branches / (b.weight[u] + 1.0)
                 if cost < best or (cost == best and slack < best_slack):
                     chosen, best, best_slack = u, cost, slack

@@ -1,14 +1,25 @@
 """Several kinds of steps in one arena, each with a plan of its own, or two that its steps alternate between.
 
 Contract: whichever kind follows whichever, no two planned requests that are live together share a byte, as long as the
-steps are as they were observed; and no two streams share a byte of the arena, in which each has a region. What a step
-carries over (gradients until they are zeroed, a batch that is replaced) has places that all kinds share
-(carried_over.py). The validator judges all of this by the plans' own columns (planner/kinds_check.py).
+steps are as they were observed; and no two streams share a byte of the arena, in which each has a region. The validator
+judges all of this by the plans' own columns (`validate_kinds`).
+
+What a step carries over to the next (gradients until they are zeroed, a batch that is replaced) has places that all
+kinds share. Such requests of a stream are ranked by size, and those of one rank have one address in all kinds, with
+room for the largest. Every kind keeps it free for as long as what was carried over to a step of that kind has been seen
+to live in it. A request that replaces one of an earlier step while that still lives (a batch, a model's output) needs
+another address than that one has: its rank is double-buffered. A step switches to the other buffer if its kind carries
+over anything of such a rank; so whatever kinds follow one another, one of the two addresses is free when it is asked
+for.
+
+Which kind a step is of shows only where it parts from the others, and what it asked for until then lies where the
+expected kind has it; so that nothing of the rest is in its way, kinds that begin alike have one place for that.
 """
 
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +29,17 @@ from stalloc.lifespans.recurring_steps import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
 from stalloc.planner.budget import Budget
 from stalloc.planner.cycle import cycle_bound
+from stalloc.planner.plan_record import program_plan
 from stalloc.sizes import ALIGNMENT_BYTES, PAGE_BYTES, aligned
+
+_CELLS = 1 << 16  # pairs of requests and places that are compared at a time
+_LEAST = 8  # requests that two kinds have to begin with; fewer are in nobody's way
+_RESTARTS = 4  # they take longer than all the rest, while the program runs, and more hardly ever gain anything
+_LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike have one place for that
 
 
 @dataclass(frozen=True, eq=False)
-class Keeping:
+class _Keeping:
     """What one kind of step does with each place, by the buffer that it uses: (p,) columns by place."""
 
     own: Column  #: (r,) rows of the step that are carried over and have a place, by rank
@@ -33,8 +50,8 @@ class Keeping:
 
 
 @dataclass(frozen=True, eq=False)
-class CarriedOver:
-    """What all kinds of steps carry over, on one stream; see `carried_over`."""
+class _CarriedOver:
+    """What all kinds of steps carry over, on one stream; see `_carried_over`."""
 
     stream: int
     lengths: list[int]  #: of the steps
@@ -61,7 +78,7 @@ class CarriedOver:
             return first
         return np.where(self.has_two, len(first) - 1 + np.cumsum(self.has_two), first)
 
-    def keeping(self, kind: int, buffer: int) -> Keeping:
+    def keeping(self, kind: int, buffer: int) -> _Keeping:
         """What a step of this kind does with the places."""
         length, rows, kept = self.lengths[kind], self.rows[kind], self.kept[kind]
         home, theirs = self.places(buffer), self.places(1 - buffer)
@@ -72,7 +89,7 @@ class CarriedOver:
         own, home = rows[ranks], home[ranks]
         begin[home] = own
         end[home] += length
-        return Keeping(own, home, until, begin, end)
+        return _Keeping(own, home, until, begin, end)
 
     def needed_double_buffered(self, kind: int) -> tuple[Column, Column]:
         """(p,) when each place is needed in a cycle of two steps of a kind that carries all such ranks over.
@@ -92,25 +109,28 @@ class CarriedOver:
         return begin, end
 
 
-def carried_over(kinds: list[StepKind], streams: list[int], *, double_buffered: bool) -> list[CarriedOver]:
+def _carried_over(kinds: list[StepKind], streams: list[int], *, double_buffered: bool) -> list[_CarriedOver]:
     """What several kinds of steps carry over, on each stream; `double_buffered`: a rank may have two places."""
     lengths = [len(kind.size) for kind in kinds]
-    found: list[CarriedOver] = []
+    found: list[_CarriedOver] = []
     for stream in streams:
         rows = [kind.handed_on(stream) for kind in kinds]
         size = np.zeros(max(len(own) for own in rows), np.int64)
         for kind, own in zip(kinds, rows, strict=True):
             size[: len(own)] = np.maximum(size[: len(own)], aligned(kind.size[own]))
         no_second = np.zeros(len(size), bool), [False] * len(kinds)
-        found.append(CarriedOver(stream, lengths, rows, _kept(kinds, stream, len(size)), size, *no_second))
+        found.append(_CarriedOver(stream, lengths, rows, _kept(kinds, stream, len(size)), size, *no_second))
     return _double_buffered(found) if double_buffered else found
 
 
-def _double_buffered(found: list[CarriedOver]) -> list[CarriedOver]:
+def _double_buffered(found: list[_CarriedOver]) -> list[_CarriedOver]:
     """`found` with two places for each rank that can have them, if what is replaced is a page or more."""
     hands = [np.arange(len(one.rank_size)) < np.array([[len(own)] for own in one.rows]) for one in found]
     passes = [one.kept >= np.array(one.lengths)[:, None] for one in found]
-    wanted, was = [_replaces(one) for one in found], -1
+    wanted, was = [np.zeros(len(one.rank_size), bool) for one in found], -1
+    for one, replaces in zip(found, wanted, strict=True):  # asked for before what was carried over is gone
+        for own, until in zip(one.rows, one.kept, strict=True):
+            replaces[: len(own)] |= own < until[: len(own)]
     while was != (was := sum(map(np.count_nonzero, wanted))):
         ends = np.any([(does & rank).any(axis=1) for does, rank in zip(hands, wanted, strict=True)], axis=0)
         # what an earlier step carried over has to be gone when such a step is over
@@ -120,14 +140,6 @@ def _double_buffered(found: list[CarriedOver]) -> list[CarriedOver]:
         return found
     two = [able & does.any(axis=0) & ~does[~ends].any(axis=0) for able, does in zip(may, hands, strict=True)]
     return [replace(one, has_two=rank, switches_buffers=ends.tolist()) for one, rank in zip(found, two, strict=True)]
-
-
-def _replaces(carried: CarriedOver) -> NDArray[np.bool_]:
-    """(r,) ranks that some kind of step asks for before what was carried over to it is gone."""
-    replaces = np.zeros(len(carried.rank_size), bool)
-    for own, until in zip(carried.rows, carried.kept, strict=True):
-        replaces[: len(own)] |= own < until[: len(own)]
-    return replaces
 
 
 def _kept(kinds: list[StepKind], stream: int, num_ranks: int) -> Column:
@@ -146,11 +158,7 @@ def _kept(kinds: list[StepKind], stream: int, num_ranks: int) -> Column:
     return np.where(until < 0, np.ceil(share * length).astype(np.int64), until)
 
 
-_CELLS = 1 << 16  # pairs of requests and places that are compared at a time
-_LEAST = 8  # requests that two kinds have to begin with; fewer are in nobody's way
-
-
-def places_of_begin(
+def _places_of_begin(
     kind: StepKind, rows: Column, placed: Iterable[tuple[StepKind, Column]], kept: tuple[Column, Column, Column, Column]
 ) -> Column:
     """(m,) bytes: where the `rows` (m,) of a kind lie in the kind placed before that it has most in common with; or -1.
@@ -204,49 +212,16 @@ def _overlaps(
     return together
 
 
-_RESTARTS = 4  # they take longer than all the rest, while the program runs, and more hardly ever gain anything
-_LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike have one place for that
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """What is to be placed in a step, or two: requests, then the places that are kept for what is carried over."""
-
-    length: int  # of the cycle
-    start: Column  # (n,)
-    end: Column
-    size: Column
-    places: Column  # (p,) offsets of the last p rows, -1 where they are free to be chosen
-    enough_bytes: int  # a peak that will do where something is fixed
-
-    def placed(self, begins: Column, made: dict[bytes, Layout]) -> Layout:
-        """Where it lies with its first rows at `begins` (n - p,), -1 where that is free to be chosen."""
-        fixed = np.concatenate([begins, self.places])
-        aim = self.enough_bytes if (fixed >= 0).any() else 0
-        asked = np.concatenate([[self.length, aim], self.start, self.end, self.size, fixed]).tobytes()
-        if asked not in made:
-            made[asked] = plan_arrays(
-                self.start,
-                self.end,
-                self.size,
-                alignment=ALIGNMENT_BYTES,
-                cycle=(0, self.length),
-                fixed=fixed if (fixed >= 0).any() else None,
-                budget=Budget(aim_bytes=aim, num_restarts=_RESTARTS),
-            )
-        return made[asked]
-
-
-class RegionPlan:
+class _RegionPlan:
     """Where the requests of all kinds go on one stream, and the places that they keep for one another."""
 
-    def __init__(self, kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, Layout]) -> None:
+    def __init__(self, kinds: list[StepKind], carried: _CarriedOver, made: dict[bytes, Layout]) -> None:
         self._kinds, self.carried, self._made = kinds, carried, made
         buffers = range(carried.num_buffers)
         self.offset = [[np.full(len(kind.size), -1, np.int64) for kind in kinds] for _ in buffers]
         """For each buffer and kind (n,) bytes from where the region begins, -1: not planned there."""
         self.place_offset = np.full(len(carried.size), -1, np.int64)  #: (p,) bytes from where the region begins
-        self.peak_bytes = self.lower_bound_bytes = 0
+        self.peak_bytes = 0
         self.method = ""
         self._least_bytes = 0  # that it would be without a place for what steps begin with alike
         self._done: list[list[tuple[StepKind, Column]]] = [[] for _ in buffers]
@@ -255,67 +230,72 @@ class RegionPlan:
         """Rows of a kind that are planned and not carried over."""
         return np.flatnonzero((kind.end > 0) & (kind.end <= len(kind.size)) & (kind.stream == self.carried.stream))
 
+    def _placed(
+        self, length: int, own: tuple[Column, Column, Column], kept: tuple[Column, Column], begins: Column, aim: int
+    ) -> Layout:
+        """Where it lies that a cycle asks for: start, end and size of m requests, then p places kept from begin to end.
+
+        The requests lie at `begins` (m,), -1: free to be chosen. A peak of `aim` will do where something is fixed.
+        """
+        start, end = (np.concatenate(columns) for columns in zip(own[:2], kept, strict=True))
+        size, fixed = np.concatenate([own[2], self.carried.size]), np.concatenate([begins, self.place_offset])
+        some = bool((fixed >= 0).any())
+        aim *= some
+        asked = np.concatenate([[length, aim], start, end, size, fixed]).tobytes()
+        if asked not in self._made:
+            budget = Budget(aim_bytes=aim, num_restarts=_RESTARTS)
+            options: dict[str, Any] = {"alignment": ALIGNMENT_BYTES, "cycle": (0, length), "budget": budget}
+            self._made[asked] = plan_arrays(start, end, size, fixed=fixed if some else None, **options)
+        return self._made[asked]
+
     def place_double_buffered(self, index: int) -> None:
         """Place the steps of both buffers of one kind, and the places, which are free to be chosen."""
-        kind, carried = self._kinds[index], self.carried
+        kind = self._kinds[index]
         length, own = len(kind.size), self._own(kind)
-        begin, end = carried.needed_double_buffered(index)
-        asked = _Asked(
-            2 * length,
-            np.concatenate([own, own + length, begin]),
-            np.concatenate([kind.end[own], kind.end[own] + length, end]),
-            np.concatenate([aligned(kind.size[own])] * 2 + [carried.size]),
-            self.place_offset,
-            0,
+        both = (
+            np.concatenate([own, own + length]),
+            np.concatenate([kind.end[own], kind.end[own] + length]),
+            np.tile(aligned(kind.size[own]), 2),
         )
-        layout = asked.placed(np.full(2 * len(own), -1, np.int64), self._made)
+        kept = self.carried.needed_double_buffered(index)
+        layout = self._placed(2 * length, both, kept, np.full(2 * len(own), -1, np.int64), 0)
         for buffer in range(2):
             self._note(index, buffer, own, layout.offset[buffer * len(own) :], layout)
         self._least_bytes = self.peak_bytes
 
     def place(self, index: int, buffer: int) -> None:
         """Place a step of one kind."""
-        kind, carried, keeping = self._kinds[index], self.carried, self.carried.keeping(index, buffer)
-        own, places = self._own(kind), self.place_offset
-        length, decides = len(kind.size), (places < 0).any()
-        never = decides & (keeping.end <= keeping.begin)  # other kinds need all places at a time
-        asked = _Asked(
-            length,
-            np.concatenate([own, np.where(never, length - 1, keeping.begin)]),
-            np.concatenate([kind.end[own], np.where(never, length, keeping.end)]),
-            np.concatenate([aligned(kind.size[own]), carried.size]),
-            places,
-            self.peak_bytes,
-        )
-        kept = keeping.begin, keeping.end, carried.size, places
-        alike = places_of_begin(kind, own, self._done[buffer], kept)
-        layout = asked.placed(alike, self._made)
+        kind, keeping, places = self._kinds[index], self.carried.keeping(index, buffer), self.place_offset
+        rows, length = self._own(kind), len(kind.size)
+        never = (places < 0).any() & (keeping.end <= keeping.begin)  # other kinds need all places at a time
+        own = rows, kind.end[rows], aligned(kind.size[rows])
+        kept = np.where(never, length - 1, keeping.begin), np.where(never, length, keeping.end)
+        around = keeping.begin, keeping.end, self.carried.size, places
+        alike = _places_of_begin(kind, rows, self._done[buffer], around)
+        layout = self._placed(length, own, kept, alike, self.peak_bytes)
         least_bytes = layout.peak_bytes
         if least_bytes > max(self._least_bytes, layout.lower_bound_bytes) and (alike >= 0).any():
-            asked = replace(asked, enough_bytes=self._least_bytes)
-            without = asked.placed(np.full(len(own), -1, np.int64), self._made)
+            without = self._placed(length, own, kept, np.full(len(rows), -1, np.int64), self._least_bytes)
             least_bytes = max(self._least_bytes, without.peak_bytes)
             layout = layout if layout.peak_bytes <= _LITTLE * least_bytes else without
         self._least_bytes = max(self._least_bytes, least_bytes)
-        self._note(index, buffer, own, layout.offset, layout)
+        self._note(index, buffer, rows, layout.offset, layout)
 
     def _note(self, index: int, buffer: int, own: Column, offset: Column, layout: Layout) -> None:
         """A step of a kind has been placed: its `own` requests at the first of the offsets, the places at the last."""
         keeping, placed = self.carried.keeping(index, buffer), self.offset[buffer][index]
         self.place_offset = layout.offset[len(layout.offset) - len(self.place_offset) :]
         self.peak_bytes = max(self.peak_bytes, layout.peak_bytes)
-        self.lower_bound_bytes = max(self.lower_bound_bytes, layout.lower_bound_bytes)
         self.method = self.method or layout.method
         placed[own] = offset[: len(own)]
         placed[keeping.own] = self.place_offset[keeping.home]
         self._done[buffer].append((self._kinds[index], placed))
 
 
-def plan_region(kinds: list[StepKind], carried: CarriedOver, made: dict[bytes, Layout]) -> RegionPlan:
-    """Plan what all kinds ask for on one stream, for one region."""
+def _plan_region(kinds: list[StepKind], carried: _CarriedOver, made: dict[bytes, Layout]) -> _RegionPlan:
     needs = [int(aligned(kind.size[(kind.end > 0) & (kind.stream == carried.stream)]).sum()) for kind in kinds]
     order = [index for index in np.argsort(needs, kind="stable")[::-1].tolist() if needs[index] > 0]
-    region, buffers = RegionPlan(kinds, carried, made), range(carried.num_buffers)
+    region, buffers = _RegionPlan(kinds, carried, made), range(carried.num_buffers)
     later = order
     if carried.num_buffers > 1:
         first = max(order, key=lambda index: len(carried.rows[index]) if carried.switches_buffers[index] else -1)
@@ -384,8 +364,8 @@ def plan_steps(
     has to know when a step ends.
     """
     streams = distinct(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
-    carried = carried_over(kinds, streams.tolist(), double_buffered=double_buffered)
-    regions = [plan_region(kinds, one, made) for one in carried]
+    carried = _carried_over(kinds, streams.tolist(), double_buffered=double_buffered)
+    regions = [_plan_region(kinds, one, made) for one in carried]
     num_buffers = max(one.num_buffers for one in carried)
     plans = [
         _plan_of(kinds, index, buffer, num_buffers, regions, device)
@@ -399,7 +379,7 @@ def plan_steps(
 
 
 def _plan_of(
-    kinds: list[StepKind], index: int, buffer: int, num_buffers: int, regions: list[RegionPlan], device: int
+    kinds: list[StepKind], index: int, buffer: int, num_buffers: int, regions: list[_RegionPlan], device: int
 ) -> Plan:
     """The plan of one kind of step in the arena of all: the places kept for it, then its requests."""
     kind, peak = kinds[index], sum(region.peak_bytes for region in regions)
@@ -428,28 +408,20 @@ def _plan_of(
     counted = (schedule_offset >= 0) & (schedule_start < schedule_end) & (schedule_size > 0)
     times = schedule_start[counted], schedule_end[counted]
     bound = cycle_bound(*times, aligned(schedule_size[counted]), cycle_start, cycle_end) if counted.any() else 0
-    schedule_stream = np.concatenate([stream, kind.stream])
-    return Plan(
+    return program_plan(
         offset=schedule_offset,
         size=schedule_size,
         start=schedule_start,
         end=schedule_end,
-        stream=schedule_stream,
+        stream=np.concatenate([stream, kind.stream]),
         device=device,
         alignment=ALIGNMENT_BYTES,
         peak_bytes=peak,
         lower_bound_bytes=bound,
         optimal=False,
         method=f"{len(kinds)} kinds of steps, {next((region.method for region in regions if region.method), '')}",
-        kind="program",
         provenance={},
         num_prologue=len(end),
         cycle_start=cycle_start,
         cycle_end=cycle_end,
-        schedule_row=np.arange(len(schedule_size), dtype=np.int64),
-        schedule_size=schedule_size,
-        schedule_stream=schedule_stream,
-        schedule_start=schedule_start,
-        schedule_end=schedule_end,
-        schedule_offset=schedule_offset,
     )

@@ -179,7 +179,6 @@ def _cheap(low: list[int], size: list[int], height: int, hole: int) -> Choice:
 
 
 def _without(gaps: Gaps, low: int, high: int) -> Gaps:
-    """The gaps without [low, high)."""
     pieces = [piece for a, b in gaps for piece in ((a, min(b, low)), (max(a, high), b))]
     return sorted({(a, b) for a, b in pieces if a < b})
 

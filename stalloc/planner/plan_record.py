@@ -133,6 +133,13 @@ class Plan:
         return str(self.provenance.get("interrupted", ""))
 
 
+def program_plan(*, offset: Offsets, size: Sizes, start: Times, end: Times, stream: Ints, **others: Any) -> Plan:
+    """A "program" plan whose rows are the entries of its schedule, (k,) columns; `others` are what else a plan has."""
+    columns: dict[str, Any] = {"offset": offset, "size": size, "start": start, "end": end, "stream": stream}
+    columns |= {f"schedule_{name}": column for name, column in columns.items()}
+    return Plan(**columns, schedule_row=np.arange(len(size), dtype=np.int64), kind="program", **others)
+
+
 def save_plans(path: str | Path, plans: list[Plan]) -> None:
     """Write one plan a device to `path`, replacing it whole or not at all. Raises BadInputError if it cannot."""
     write_whole(path, plans_to_bytes(plans))

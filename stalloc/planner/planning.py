@@ -11,7 +11,6 @@ import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,8 +25,8 @@ from stalloc.planner.constrained import place_constrained
 from stalloc.planner.constraints import Constraints, Ranges, check_places, columns, constraints, rounded_sizes
 from stalloc.planner.cycle import cycle_bound, place_cycle
 from stalloc.planner.intervals import Layout, place_line
-from stalloc.planner.plan_record import Plan
-from stalloc.planner.problem import epochs, load_curve
+from stalloc.planner.plan_record import Plan, program_plan
+from stalloc.planner.problem import compressed, epochs, load_curve
 from stalloc.sizes import aligned
 from stalloc.trace import Trace
 
@@ -56,8 +55,7 @@ def plan_arrays(
 
     `alignment` is one power of two for all, or (n,). `fixed` maps rows to the offsets where they are, or is (n,) with
     -1 for those to be placed. `forbidden` are ranges [low, high) of bytes that no request may use. `ids` are (n,) names
-    for errors. Without a `budget` the usual effort is spent. `ring` is the name that
-    `cycle` had in the last release.
+    for errors. Without a `budget` the usual effort is spent. `ring` is the name that `cycle` had in the last release.
 
     Raises BadInputError, naming the row, for input that is none of this.
     """
@@ -86,36 +84,26 @@ def plan_arrays(
 Streams = Literal["separate", "share"]
 
 
-def place_streams(
+def _place_streams(
     schedule: "Schedule", alignment: int, streams: Streams, budget: Budget | None
 ) -> tuple[Column, int, str]:
     """(offset, peak, method): offsets of (n,) schedule entries in bytes, -1 for those that are not planned."""
     if streams not in ("separate", "share"):
         raise BadInputError(f"streams is {streams!r}: give 'separate' or 'share'.")
-    planned = np.flatnonzero(schedule.planned)
-    names = distinct(schedule.stream[planned]).tolist()
-    groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
-    layouts = {group: _together(schedule, group, alignment, budget) for group in groups}
-    offset = np.full(len(schedule.size), -1, np.int64)
-    region = 0
-    placed = [layouts[group] for group in sorted(layouts)]
-    for rows, layout in placed:
+    names = distinct(schedule.stream[schedule.planned]).tolist()
+    offset, region, methods = np.full(len(schedule.size), -1, np.int64), 0, []
+    for group in [names] if streams == "share" and names else [[name] for name in names]:
+        rows = np.flatnonzero(schedule.planned & np.isin(schedule.stream, group))
+        columns_of = schedule.start[rows], schedule.end[rows], schedule.size[rows]
+        cycle = schedule.cycle_start, schedule.cycle_end
+        layout = plan_arrays(*columns_of, alignment=alignment, cycle=cycle, budget=budget)
         offset[rows] = region + layout.offset
         region += layout.peak_bytes
-    return offset, region, "; ".join(layout.method for _, layout in placed) or "nothing to place"
+        methods.append(layout.method)
+    return offset, region, "; ".join(methods) or "nothing to place"
 
 
-def _together(
-    schedule: "Schedule", group: tuple[int, ...], alignment: int, budget: Budget | None
-) -> tuple[Column, Layout]:
-    rows = np.flatnonzero(schedule.planned & np.isin(schedule.stream, group))
-    cycle = schedule.cycle_start, schedule.cycle_end
-    return rows, plan_arrays(
-        schedule.start[rows], schedule.end[rows], schedule.size[rows], alignment=alignment, cycle=cycle, budget=budget
-    )
-
-
-def handovers(schedule: "Schedule", offset: Column) -> tuple[Column, Column]:
+def _handovers(schedule: "Schedule", offset: Column) -> tuple[Column, Column]:
     """(earlier, later) schedule entries, ascending: of other streams, and the later one takes bytes of the earlier."""
     period = schedule.cycle_end - schedule.cycle_start
     uses = []
@@ -269,39 +257,30 @@ def plan_schedule(
     `handover_earlier` and `handover_later` which entry takes over bytes of another stream's, which the runtime has to
     secure with an event and a wait.
     """
-    offset, region, method = place_streams(schedule, alignment, streams, budget)
+    offset, region, method = _place_streams(schedule, alignment, streams, budget)
     offset = where_live(offset, schedule.start, schedule.end, schedule.size)
-    earlier, later = handovers(schedule, offset) if streams != "separate" else (None, None)
-    bound = schedule_bound(schedule, alignment)
-    return Plan(
+    bound = _schedule_bound(schedule, alignment)
+    columns_of = {name: getattr(schedule, name) for name in ("size", "start", "end", "stream")}
+    if streams != "separate":
+        columns_of["handover_earlier"], columns_of["handover_later"] = _handovers(schedule, offset)
+    return program_plan(
         offset=offset,
-        size=schedule.size,
-        start=schedule.start,
-        end=schedule.end,
-        stream=schedule.stream,
+        **columns_of,
         device=device,
         alignment=alignment,
         peak_bytes=region,
         lower_bound_bytes=bound,
         optimal=region == bound,
         method=method,
-        kind="program",
         provenance={"stalloc": __version__},
         num_prologue=schedule.num_prologue,
         cycle_start=schedule.cycle_start,
         cycle_end=schedule.cycle_end,
-        schedule_row=np.arange(len(schedule.size), dtype=np.int64),
-        schedule_size=schedule.size,
-        schedule_stream=schedule.stream,
-        schedule_start=schedule.start,
-        schedule_end=schedule.end,
-        schedule_offset=offset,
         proven_bound_bytes=bound,
-        **({} if earlier is None or later is None else {"handover_earlier": earlier, "handover_later": later}),
     )
 
 
-def schedule_bound(schedule: "Schedule", alignment: int) -> int:
+def _schedule_bound(schedule: "Schedule", alignment: int) -> int:
     """The maximum load of what a schedule plans."""
     rounded = aligned(schedule.size, alignment)
     counted = np.flatnonzero(schedule.planned & (rounded > 0) & (schedule.start < schedule.end))
@@ -311,7 +290,6 @@ def schedule_bound(schedule: "Schedule", alignment: int) -> int:
 
 
 def _constraint_tables(given: Constraints) -> dict[str, Any]:
-    """The columns of a plan that hold its constraints."""
     tables: dict[str, Any] = {}
     if len(given.alignment) and (given.alignment != given.granule).any():
         tables["row_alignment"] = given.alignment
@@ -360,7 +338,7 @@ def leave_room(plan: Plan, wider: "Schedule") -> Plan:
     """
     kept = _that_fit(wider, plan.alignment)
     columns = ("size", "stream", "start", "end", "planned", "row")
-    taken = replace(wider, **{name: getattr(wider, name)[kept] for name in columns})
+    taken = dataclasses.replace(wider, **{name: getattr(wider, name)[kept] for name in columns})
     made = plan_schedule(taken, plan.alignment, device=plan.device)
     own = np.flatnonzero(taken.row >= 0)
     offset = np.full(len(plan.schedule_size), -1, np.int64)
@@ -370,7 +348,7 @@ def leave_room(plan: Plan, wider: "Schedule") -> Plan:
         (offset < 0) & (plan.schedule_offset >= 0)
     ).any():
         return plan
-    return replace(plan, offset=offset, schedule_offset=offset, method=made.method)
+    return dataclasses.replace(plan, offset=offset, schedule_offset=offset, method=made.method)
 
 
 def _that_fit(wider: "Schedule", alignment: int) -> Column:
@@ -427,9 +405,8 @@ def plan_joint(sources: "Sequence[Trace | Schedule | Arrays]", *, alignment: int
 def _bound(source: "Trace | Schedule | Arrays", alignment: int) -> int:
     """The maximum load of one source, sizes rounded up."""
     if not isinstance(source, Trace | tuple):
-        return schedule_bound(source, alignment)
+        return _schedule_bound(source, alignment)
     given = (source.start, source.end, source.size) if isinstance(source, Trace) else source
     start, end, size = columns(*given)
     rows = start < end
-    a, b, num_epochs = epochs(start[rows], end[rows])
-    return int(load_curve(a, b, aligned(size[rows], alignment), num_epochs).max(initial=0))
+    return compressed(start[rows], end[rows], aligned(size[rows], alignment)).bound

@@ -168,7 +168,6 @@ def _cuts(problem: Problem, highest: int) -> list[int]:
 
 
 def _first(tries: Tries) -> tuple[Packing | None, int]:
-    """The first packing of some tries, and what they cost in all."""
     total = 0
     for packing, cost in tries:
         total += cost

@@ -7,7 +7,6 @@ rest is placed; if that costs more than the stated gap, everything is planned an
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
@@ -15,15 +14,15 @@ from stalloc.errors import BadInputError
 from stalloc.planner.constraints import columns
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.plan_record import Plan
-from stalloc.planner.planning import Arrays, plan, plan_arrays, where_live
-from stalloc.planner.problem import Stays, epochs, load_curve
+from stalloc.planner.planning import Arrays, plan, where_live
+from stalloc.planner.problem import Stays, compressed, load_curve
 from stalloc.trace import Trace
 
 #: how far apart two traces may drift between requests that match, and how many in a row must match again
 DRIFT, AGAIN = 128, 6
 #: requests that may be looked at against all others: more take longer than planning anew
 MANY = 300
-#: moments a request up to which the load is counted moment by moment
+#: moments a request up to which the load is counted moment by moment, which takes less than sorting
 SPARSE = 16
 
 
@@ -42,22 +41,28 @@ def replan(before: Plan, source: Trace | Arrays, *, worst_gap: float = 0.001) ->
     start, end, size = columns(*given)
     if before.kind != "trace" or len(size) == 0 or len(before.size) == 0:
         return plan(source, alignment=before.alignment)
-    plan_arrays(start[:0], end[:0], size[:0], alignment=before.alignment)
     if (size < 0).any() or (end < start).any() or float(size.sum(dtype=np.float64)) >= 2.0**60:
         return plan(source, alignment=before.alignment)  # which says what is wrong
     rounded = (size + (before.alignment - 1)) & -before.alignment
-    old_order, new_order = _in_time(before.start), _in_time(start)
+    old_order, new_order = np.argsort(before.start, kind="stable"), np.argsort(start, kind="stable")
     match = matched(before.size[old_order], size[new_order])
+    found = np.flatnonzero(match >= 0)
+    old, new = old_order[match[found]], new_order[found]
     offset = np.full(len(size), -1, np.int64)
-    found = match >= 0
-    offset[new_order[found]] = before.offset[old_order[match[found]]]
+    offset[new] = before.offset[old]
     idle = (rounded == 0) | (start == end)
     offset[idle] = 0
     bound = _maximum_load(start, end, rounded)
-    suspects = new_order[found][_lives_differently(before, start, end, old_order[match[found]], new_order[found])]
+    # two rows of which neither outlives another number of others than before are live together exactly if they were
+    outlived = np.searchsorted(before.start[old], before.end[old]), np.searchsorted(start[new], end[new])
+    suspects = new[outlived[0] != outlived[1]]
     if len(suspects) > MANY:
         return plan(source, alignment=before.alignment, fold="never")
-    free_clashing(start, end, rounded, offset, suspects[~idle[suspects]])
+    for row in suspects[~idle[suspects]].tolist():  # what shares bytes with one that is live with it
+        beside = (offset >= 0) & ~idle & (start < end[row]) & (start[row] < end)
+        beside[row] = False
+        if (beside & (offset < offset[row] + rounded[row]) & (offset[row] < offset + rounded)).any():
+            offset[row] = -1
     height = bound + before.peak_bytes - before.lower_bound_bytes
     most = height + int(worst_gap * bound)
     placed = _place_rest(start, end, rounded, offset, height, most)
@@ -87,8 +92,7 @@ def _place_rest(start: Column, end: Column, size: Column, offset: Column, height
 
     None if that is too much, else how many rows were placed.
     """
-    none = np.zeros(len(size), np.int64)
-    stays, total = Stays(start, end, none, none, 0), 0
+    none, total = np.zeros(len(size), np.int64), 0
     for stage in range(3):
         high = np.flatnonzero((offset + size > height) & (start < end))
         if stage and len(high) == 0:
@@ -106,7 +110,7 @@ def _place_rest(start: Column, end: Column, size: Column, offset: Column, height
         if total > MANY:
             return None
         order = rest[np.argsort(-size[rest], kind="stable")]
-        offset[:], _ = fill_holes(stays, size, order, True, kept=offset)
+        offset[:], _ = fill_holes(Stays(start, end, none, none, 0), size, order, True, kept=offset)
     return total
 
 
@@ -114,35 +118,8 @@ def _maximum_load(start: Column, end: Column, size: Column) -> int:
     first, last = int(start.min()), int(end.max())
     if last - first > SPARSE * len(start):
         rows = start < end
-        start, end, last = epochs(start[rows], end[rows])
-        first, size = 0, size[rows]
+        return compressed(start[rows], end[rows], size[rows]).bound
     return int(load_curve(start - first, end - first, size, max(last - first, 1)).max(initial=0))
-
-
-def _lives_differently(before: Plan, start: Column, end: Column, old: Column, new: Column) -> NDArray[np.bool_]:
-    """(m,) whether the rows `new` outlive another number of the rows that both have than the rows `old` did.
-
-    Two rows of which neither does are live together exactly if they were before.
-    """
-    return _outlived(before.start[old], before.end[old]) != _outlived(start[new], end[new])
-
-
-def _outlived(start: Column, end: Column) -> Column:
-    """(m,) how many of the rows, ordered by start, begin before each one ends."""
-    if len(start) == 0:
-        return start
-    first, span = int(start[0]), int(end.max()) - int(start[0]) + 1
-    if span > SPARSE * len(start):
-        return np.searchsorted(start, end)
-    begun = np.zeros(span + 1, np.int64)
-    np.cumsum(np.bincount(start - first, minlength=span), out=begun[1:])
-    return begun[end - first]
-
-
-def _in_time(start: Column) -> Column:
-    if len(start) < 2 or (np.diff(start) >= 0).all():
-        return np.arange(len(start))
-    return np.argsort(start, kind="stable")
 
 
 @njit(nogil=True)
@@ -172,16 +149,3 @@ def matched(old, new):
         i += di
         j += dj
     return match
-
-
-@njit(nogil=True)
-def free_clashing(start, end, size, offset, suspects):
-    """Take the offset (sets -1) from each of `suspects` that shares bytes with a row that is live with it."""
-    for i in suspects:
-        for j in range(len(start)):
-            if j == i or offset[j] < 0 or size[j] == 0:
-                continue
-            together = max(start[i], start[j]) < min(end[i], end[j])
-            if together and max(offset[i], offset[j]) < min(offset[i] + size[i], offset[j] + size[j]):
-                offset[i] = -1
-                break

@@ -203,7 +203,6 @@ class _Hunt:
             self.packing = Packing(offset, peak * self.unit, "exact search")
 
     def _enlarge(self) -> None:
-        """A board with more space for the way back."""
         if self.room < 64:
             self.room *= 4
             self.board = board(self.problem, self.seed, room=self.room)

@@ -1,14 +1,21 @@
 """The naive validator: judges every plan, whoever made it, and names what is wrong with it.
 
-Contract: shares nothing with the planner but the record it reads, and does nothing clever. A plan that it accepts is
-safe to follow: every entry, however short its lifespan, lies inside the arena, and no two requests that are live
-together share a byte. It takes time in proportion to the plan, whoever wrote it.
+Contract: shares nothing with the planner but the record it reads, and does nothing clever beyond keeping what is live
+sorted by address. A plan that it accepts is safe to follow: every entry, however short its lifespan, lies inside the
+arena, and no two requests that are live together share a byte. It takes time in proportion to the plan, whoever wrote
+it.
+
+Plans of several kinds of steps may follow one another in any order, in one arena. The cycle of each is one step; its
+prologue is what earlier steps carry over to it: one place after the other, the same for all kinds, each kept free until
+the end of that entry. What a step carries over is ranked by size, stream by stream, the largest first; what is of rank
+i lies in the i-th place of its stream. Where kinds have two plans, which their steps alternate between, there are as
+many places again, for what the plans of the second buffer carry over; one of no bytes stands for that of the first.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,21 +105,18 @@ def uses_of_schedule(plan: Plan) -> Uses:
     )
 
 
-class Walk(NamedTuple):
-    """What was met."""
+def walk(uses: Uses, alignment: int) -> tuple[tuple[int, int] | None, int]:
+    """Begin and end each of `uses`, all of some bytes and some time: those that end at an event before its begins.
 
-    pair: tuple[int, int] | None  #: two stays, by their place in the columns, that are live together and share bytes
-    load_bytes: int  #: the most that is live at once, sizes rounded up to the alignment, until then
-
-
-def walk(uses: Uses, alignment: int) -> Walk:
-    """Begin and end each of `uses`, all of some bytes and some time: those that end at an event before its begins."""
+    Two that are live together and share bytes, by their place in the columns, and the most that is live at once until
+    then, sizes rounded up to the alignment.
+    """
     if not len(uses.row):
-        return Walk(None, 0)
+        return None, 0
     numbers = np.arange(len(uses.row))
     changes = np.concatenate([~numbers, numbers])[np.argsort(np.concatenate([uses.end, uses.start]), kind="stable")]
     one, two, load_bytes = _walk(changes, uses.low, uses.high, np.int64(alignment), np.empty_like(numbers))
-    return Walk((int(one), int(two)) if one >= 0 else None, int(load_bytes))
+    return (int(one), int(two)) if one >= 0 else None, int(load_bytes)
 
 
 @njit(nogil=True, **BORROWING)
@@ -157,19 +161,12 @@ _MAX_STREAMS = 1 << 16
 _MAX_TIME = 1 << 61  # of a cycle's begin and end
 
 
-class Lifespans(Protocol):
-    """What the validator reads of a trace: columns of n event indices and bytes."""
-
-    @property
-    def start(self) -> Any: ...
-    @property
-    def end(self) -> Any: ...
-    @property
-    def size(self) -> Any: ...
+class _Wrong(Exception):
+    """What is wrong with a plan: a reason and one sentence."""
 
 
-def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = False) -> Verdict:
-    """Judge a plan by itself and, if `trace` is given, as a plan of that trace.
+def validate(plan: Plan, trace: Any = None, *, handovers: bool = False) -> Verdict:
+    """Judge a plan by itself and, if `trace` is given, as a plan of that trace: columns start, end and size of (n,).
 
     With `handovers`, streams may share bytes where the plan lists a handover: for those who will secure each of them
     with an event and a wait. Without, they may not.
@@ -177,70 +174,54 @@ def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = Fa
     A "program" plan is judged twice: its rows as a recording, its schedule as prologue, first iteration and second
     iteration of the cycle, all later iterations being like the second.
     """
-    if trace is not None and (wrong := _unlike(plan, trace)):
-        return Verdict(False, "trace-mismatch", wrong)
-    checks: list[Callable[[Plan], Verdict]] = []
-    if plan.kind == "program":
-        checks = [
-            _schedule_in_range,
-            _schedule_form,
-            lambda plan: _judge(plan, uses_of_schedule(plan), "schedule entry", bound=True),
-            check_handovers if handovers else check_streams,
-        ]
-    if _rows_are_schedule(plan):
-        checks += [_constraints]
-    else:
-        checks += [
-            _rows_in_range,
-            _constraints,
-            lambda plan: _judge(plan, uses_of_rows(plan), "request", bound=plan.kind != "program"),
-        ]
-    for check in (*checks, _proven):
-        verdict = check(plan)
-        if not verdict.ok:
-            return verdict
+    is_program = plan.kind == "program"
+    try:
+        if trace is not None:
+            _like_trace(plan, trace)
+        if is_program:
+            names = "schedule_start", "schedule_end", "schedule_offset", "schedule_size", "schedule_stream"
+            _in_range(plan, "schedule entry", tuple(getattr(plan, name) for name in names))
+            _schedule_form(plan)
+            _judge(plan, uses_of_schedule(plan), "schedule entry", bound=True)
+            if handovers:
+                _check_handovers(plan)
+            else:
+                _check_streams(plan)
+        # whether the rows are the schedule itself: what a recording has is in the first iteration
+        names = "start", "end", "offset", "size", "stream"
+        same = is_program and all(getattr(plan, name) is getattr(plan, f"schedule_{name}") for name in names)
+        if not same:
+            _in_range(plan, "request", tuple(getattr(plan, name) for name in names))
+        _constraints(plan)
+        if not same:
+            _judge(plan, uses_of_rows(plan), "request", bound=not is_program)
+        _proven(plan)
+    except _Wrong as wrong:
+        return Verdict(False, *wrong.args)
     return Verdict(True)
 
 
-def _rows_are_schedule(plan: Plan) -> bool:
-    """Whether the rows of a "program" plan are its schedule itself: what a recording has, is in the first iteration."""
-    names = "offset", "size", "start", "end", "stream"
-    return plan.kind == "program" and all(getattr(plan, name) is getattr(plan, f"schedule_{name}") for name in names)
-
-
-def _rows_in_range(plan: Plan) -> Verdict:
-    return _in_range(plan, "request", (plan.start, plan.end, plan.offset, plan.size, plan.stream))
-
-
-def _schedule_in_range(plan: Plan) -> Verdict:
-    columns = plan.schedule_start, plan.schedule_end, plan.schedule_offset, plan.schedule_size, plan.schedule_stream
-    return _in_range(plan, "schedule entry", columns)
-
-
-def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> Verdict:
+def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> None:
     """Each entry by itself, planned or not and however short its lifespan: what builds an arena goes by all of them."""
     if plan.alignment < 1 or plan.alignment & (plan.alignment - 1):
-        return Verdict(False, "bad-constraint", f"the alignment is {plan.alignment}, no power of two")
+        raise _Wrong("bad-constraint", f"the alignment is {plan.alignment}, no power of two")
     for row in _doubtful(plan, columns):
         start, end, offset, size, stream = (int(column[row]) for column in columns)
         if not 0 <= size <= _MAX_BYTES:
-            return Verdict(False, "bad-size", f"{what} {row} has {size} bytes")
+            raise _Wrong("bad-size", f"{what} {row} has {size} bytes")
         if end < start:
-            return Verdict(False, "bad-lifespan", f"{what} {row} is live [{start}, {end})")
+            raise _Wrong("bad-lifespan", f"{what} {row} is live [{start}, {end})")
         if not 0 <= stream < _MAX_STREAMS:
-            return Verdict(False, "bad-stream", f"{what} {row} is of stream {stream}")
+            raise _Wrong("bad-stream", f"{what} {row} is of stream {stream}")
         if offset == -1:
             continue
         if offset < 0:
-            return Verdict(False, "negative-offset", f"{what} {row} is at offset {offset}")
+            raise _Wrong("negative-offset", f"{what} {row} is at offset {offset}")
         if offset % plan.alignment:
-            return Verdict(False, "misaligned", f"{what} {row} is at {offset}, no multiple of {plan.alignment}")
+            raise _Wrong("misaligned", f"{what} {row} is at {offset}, no multiple of {plan.alignment}")
         end_byte = offset + -(-size // plan.alignment) * plan.alignment
         if end_byte > min(plan.peak_bytes, _MAX_BYTES):
-            return Verdict(
-                False, "beyond-peak", f"{what} {row} ends at byte {end_byte}, above the peak of {plan.peak_bytes}"
-            )
-    return Verdict(True)
+            raise _Wrong("beyond-peak", f"{what} {row} ends at byte {end_byte}, above the peak of {plan.peak_bytes}")
 
 
 def _doubtful(plan: Plan, columns: tuple[Any, ...]) -> list[int]:
@@ -254,25 +235,24 @@ def _doubtful(plan: Plan, columns: tuple[Any, ...]) -> list[int]:
     return np.flatnonzero(~(good & (inside | (offset == -1)))).tolist()
 
 
-def _constraints(plan: Plan) -> Verdict:
+def _constraints(plan: Plan) -> None:
     """What was asked for beside the lifespans: alignments, places and forbidden ranges."""
     for row, (offset, alignment) in enumerate(zip(plan.offset.tolist(), plan.row_alignment.tolist(), strict=False)):
         if alignment < 1 or alignment & (alignment - 1):
-            return Verdict(False, "bad-constraint", f"the alignment of request {row} is {alignment}, no power of two")
+            raise _Wrong("bad-constraint", f"the alignment of request {row} is {alignment}, no power of two")
         if offset != -1 and offset % alignment:
-            return Verdict(False, "misaligned", f"request {row} is at {offset}, no multiple of its {alignment}")
+            raise _Wrong("misaligned", f"request {row} is at {offset}, no multiple of its {alignment}")
     for row, place in zip(plan.fixed_row.tolist(), plan.fixed_offset.tolist(), strict=True):
         if not 0 <= row < len(plan.size):
-            return Verdict(False, "bad-constraint", f"request {row} is fixed, of {len(plan.size)}")
+            raise _Wrong("bad-constraint", f"request {row} is fixed, of {len(plan.size)}")
         if plan.offset[row] != place:
-            return Verdict(False, "moved", f"request {row} is at {plan.offset[row]}, it was placed at {place}")
-    return _forbidden(plan)
+            raise _Wrong("moved", f"request {row} is at {plan.offset[row]}, it was placed at {place}")
+    _forbidden(plan)
 
 
-def _forbidden(plan: Plan) -> Verdict:
-    """Whether any request uses bytes that it must not."""
+def _forbidden(plan: Plan) -> None:
     if not len(plan.forbidden_low):
-        return Verdict(True)
+        return
     ranges = zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True)
     uses = uses_of_rows(plan).lasting().tuples()
     used = ((low, high, row) for _, _, low, high, row in uses)
@@ -285,53 +265,44 @@ def _forbidden(plan: Plan) -> Verdict:
             if row < 0:
                 banned, taken, user = taken, banned, other_row
             detail = f"request {user} uses bytes [{taken[0]}, {taken[1]}) of [{banned[0]}, {banned[1]})"
-            return Verdict(False, "forbidden", detail)
+            raise _Wrong("forbidden", detail)
         furthest[row < 0] = max(furthest[row < 0], (low, high, row), key=lambda space: space[1])
-    return Verdict(True)
 
 
-def _proven(plan: Plan) -> Verdict:
+def _proven(plan: Plan) -> None:
     """Whether the claims about the peak agree with each other; whether a proof is right cannot be seen from here."""
     proven = plan.proven_bound_bytes
     if proven and not plan.lower_bound_bytes <= proven <= plan.peak_bytes:
-        return Verdict(
-            False,
+        raise _Wrong(
             "wrong-proven-bound",
             f"{proven} bytes are said to be needed, the load needs {plan.lower_bound_bytes} and the plan "
             f"{plan.peak_bytes}",
         )
     if proven and plan.optimal and plan.peak_bytes != proven:
-        return Verdict(
-            False, "wrong-proven-bound", f"the peak of {plan.peak_bytes} is said to be optimal, {proven} is proven"
-        )
-    return Verdict(True)
+        detail = f"the peak of {plan.peak_bytes} is said to be optimal, {proven} is proven"
+        raise _Wrong("wrong-proven-bound", detail)
 
 
-def _unlike(plan: Plan, trace: Lifespans) -> str:
-    """How the plan's rows differ from the trace's; empty if they do not."""
+def _like_trace(plan: Plan, trace: Any) -> None:
     if len(plan.size) != len(trace.size):
-        return f"the plan has {len(plan.size)} requests, the trace {len(trace.size)}"
+        raise _Wrong("trace-mismatch", f"the plan has {len(plan.size)} requests, the trace {len(trace.size)}")
     for name in ("size", "start", "end"):
-        ours, theirs = getattr(plan, name).tolist(), getattr(trace, name).tolist()
-        for row, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            if mine != other:
-                return f"the {name} of request {row} is {mine} in the plan and {other} in the trace"
-    return ""
+        ours, theirs = np.asarray(getattr(plan, name)), np.asarray(getattr(trace, name))
+        for row in np.flatnonzero(ours != theirs).tolist():
+            detail = f"the {name} of request {row} is {ours[row]} in the plan and {theirs[row]} in the trace"
+            raise _Wrong("trace-mismatch", detail)
 
 
-def _schedule_form(plan: Plan) -> Verdict:
+def _schedule_form(plan: Plan) -> None:
     """Whether the schedule is a prologue and a cycle, and the rows that it names live where it says."""
     period, length = plan.cycle_end - plan.cycle_start, len(plan.schedule_size)
     if period <= 0:
-        return Verdict(False, "bad-schedule", f"the cycle [{plan.cycle_start}, {plan.cycle_end}) is empty")
+        raise _Wrong("bad-schedule", f"the cycle [{plan.cycle_start}, {plan.cycle_end}) is empty")
     if plan.num_prologue >= length:
-        return Verdict(
-            False, "bad-schedule", f"the prologue has {plan.num_prologue} of {length} entries, the cycle none"
-        )
+        raise _Wrong("bad-schedule", f"the prologue has {plan.num_prologue} of {length} entries, the cycle none")
     if not -_MAX_TIME <= plan.cycle_start < plan.cycle_end <= _MAX_TIME:
-        return Verdict(
-            False, "bad-schedule", f"the cycle [{plan.cycle_start}, {plan.cycle_end}) is of times no schedule reaches"
-        )
+        detail = f"the cycle [{plan.cycle_start}, {plan.cycle_end}) is of times no schedule reaches"
+        raise _Wrong("bad-schedule", detail)
     start, end = plan.schedule_start, plan.schedule_end
     once = (start < plan.cycle_start) & (start <= end) & ((end <= plan.cycle_end) | (end == plan.cycle_end + period))
     again = (plan.cycle_start <= start) & (start < plan.cycle_end) & (start <= end) & (end - period <= start)
@@ -339,69 +310,60 @@ def _schedule_form(plan: Plan) -> Verdict:
     for row in np.flatnonzero(~np.where(in_prologue, once, again)).tolist():
         part = "prologue" if row < plan.num_prologue else "cycle"
         detail = f"schedule entry {row} is live [{start[row]}, {end[row]}), which the {part} cannot hold"
-        return Verdict(False, "bad-schedule", detail)
-    return _schedule_rows(plan, in_prologue)
+        raise _Wrong("bad-schedule", detail)
+    _schedule_rows(plan, in_prologue)
 
 
-def _schedule_rows(plan: Plan, in_prologue: NDArray[np.bool_]) -> Verdict:
+def _schedule_rows(plan: Plan, in_prologue: NDArray[np.bool_]) -> None:
     """Whether each entry, but those of the cycle that come after the end of the recording, is where its row is."""
     row, count = plan.schedule_row, len(plan.size)
     known = (row >= 0) & (row < count)
     for entry in np.flatnonzero(~known & ~((row == -1) & ~in_prologue)).tolist():
-        return Verdict(False, "bad-schedule", f"schedule entry {entry} stands for request {row[entry]}, of {count}")
+        raise _Wrong("bad-schedule", f"schedule entry {entry} stands for request {row[entry]}, of {count}")
     entries = np.flatnonzero(known)
     for entry in entries[plan.offset[row[entries]] != plan.schedule_offset[entries]].tolist():
         detail = f"request {row[entry]} is at {plan.offset[row[entry]]}, its schedule entry {entry} at "
-        return Verdict(False, "bad-schedule", f"{detail}{plan.schedule_offset[entry]}")
-    return Verdict(True)
+        raise _Wrong("bad-schedule", f"{detail}{plan.schedule_offset[entry]}")
 
 
-def _judge(plan: Plan, uses: Uses, what: str, *, bound: bool) -> Verdict:
+def _judge(plan: Plan, uses: Uses, what: str, *, bound: bool) -> None:
     """All uses together, then the stated bound against the load."""
     uses = uses.lasting()
-    seen = walk(uses, plan.alignment)
-    if seen.pair is not None:
-        one, two = sorted(seen.pair, key=lambda number: int(uses.row[number]))
+    pair, load_bytes = walk(uses, plan.alignment)
+    if pair is not None:
+        one, two = sorted(pair, key=lambda number: int(uses.row[number]))
         both = "requests" if what == "request" else "schedule entries"
         low, high = max(uses.low[one], uses.low[two]), min(uses.high[one], uses.high[two])
         start, end = max(uses.start[one], uses.start[two]), min(uses.end[one], uses.end[two])
-        return Verdict(
-            False,
+        raise _Wrong(
             "overlap",
             f"{both} {uses.row[one]} and {uses.row[two]} share bytes [{low}, {high}) during events [{start}, {end})",
         )
-    if bound and seen.load_bytes != plan.lower_bound_bytes:
-        return Verdict(
-            False,
-            "wrong-lower-bound",
-            f"the plan states {plan.lower_bound_bytes}, the maximum load is {seen.load_bytes}",
-        )
-    return Verdict(True)
+    if bound and load_bytes != plan.lower_bound_bytes:
+        raise _Wrong("wrong-lower-bound", f"the plan states {plan.lower_bound_bytes}, the maximum load is {load_bytes}")
 
 
-def check_streams(*plans: Plan) -> Verdict:
+def _check_streams(*plans: Plan) -> None:
     """Whether two streams have bytes in common, at whatever time, in plans of one arena."""
     columns = [
         (plan.schedule_offset.tolist(), plan.schedule_size.tolist(), plan.schedule_stream.tolist()) for plan in plans
     ]
     if len({stream for _, _, streams in columns for stream in streams}) == 1:
-        return Verdict(True)
+        return
     rows = [(row, *entry) for entries in columns for row, entry in enumerate(zip(*entries, strict=True))]
     spaces = sorted((low, low + size, stream, row) for row, low, size, stream in rows if low >= 0 < size)
     furthest, reacher, owner = 0, -1, -1  # the furthest byte so far, the entry that reaches it and its stream
     for low, high, stream, row in spaces:
         if furthest > low and owner != stream:
-            return Verdict(
-                False,
+            raise _Wrong(
                 "shared-by-streams",
                 f"schedule entries {reacher} and {row} of streams {owner} and {stream} share bytes from {low}",
             )
         if high > furthest:
             furthest, reacher, owner = high, row, stream
-    return Verdict(True)
 
 
-def check_handovers(plan: Plan) -> Verdict:
+def _check_handovers(plan: Plan) -> None:
     """Whether every byte that passes from one stream to another does so by a listed handover, and no other is listed.
 
     Looks at who used each byte last, over prologue and two iterations; what follows is like the second.
@@ -409,7 +371,7 @@ def check_handovers(plan: Plan) -> Verdict:
     count = len(plan.schedule_size)
     listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
     if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
-        return Verdict(False, "bad-handover", f"a handover names a schedule entry that is none of {count}")
+        raise _Wrong("bad-handover", f"a handover names a schedule entry that is none of {count}")
     stream = plan.schedule_stream.tolist()
     seen: set[tuple[int, int]] = set()
     last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last, by address
@@ -424,14 +386,12 @@ def check_handovers(plan: Plan) -> Verdict:
         last[first:beyond] = sorted(pieces)
     for one, two in sorted(seen ^ listed):
         if (one, two) in seen:
-            return Verdict(
-                False,
+            raise _Wrong(
                 "shared-by-streams",
                 f"schedule entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
                 f"without a handover",
             )
-        return Verdict(False, "bad-handover", f"schedule entry {two} takes over no bytes of entry {one}")
-    return Verdict(True)
+        raise _Wrong("bad-handover", f"schedule entry {two} takes over no bytes of entry {one}")
 
 
 _Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by rank
@@ -451,15 +411,18 @@ def validate_kinds(
         if not verdict.ok:
             return replace(verdict, detail=f"kind {index}: {verdict.detail}")
     places = _places(plans[0])
-    for index, plan in enumerate(plans):
-        if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
-            return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
-        row = _misplaced(plan, places, index * num_buffers // len(plans), num_buffers)
-        if row is not None:
-            return Verdict(
-                False, "bad-handed-on", f"kind {index}: schedule entry {row} outlives its step in no kept place"
-            )
-    return check_streams(*plans)
+    try:
+        for index, plan in enumerate(plans):
+            if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
+                raise _Wrong("bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
+            row = _misplaced(plan, places, index * num_buffers // len(plans), num_buffers)
+            if row is not None:
+                detail = f"kind {index}: schedule entry {row} outlives its step in no kept place"
+                raise _Wrong("bad-handed-on", detail)
+        _check_streams(*plans)
+    except _Wrong as wrong:
+        return Verdict(False, *wrong.args)
+    return Verdict(True)
 
 
 def _places(plan: Plan) -> _Places:
