@@ -204,10 +204,10 @@ def free_into(t, tree, block):
 
 
 @inner()
-def release_whole(t, tree):
-    """Give back every segment that is one free block of a tree."""
+def release_whole(t, tree, keep):
+    """Give back segments that are one free block of a tree, in its order, while more than `keep` bytes are held."""
     block = first(t, tree)
-    while block != 0:
+    while block != 0 and t.reserved > keep:
         key, address = at(t, block).key, at(t, block).address
         if is_whole(t, block):
             remove(t, block)
