@@ -50,17 +50,12 @@ def root(t, tree):
 @inner()
 def insert(t, tree, block):
     """Put a block into a tree by size."""
-    _insert(t, tree, block, at(t, block).size)
+    insert_by(t, tree, block, at(t, block).size)
 
 
 @inner()
-def insert_by_address(t, tree, block):
-    """Put a block into a tree by address."""
-    _insert(t, tree, block, 0)
-
-
-@inner()
-def _insert(t, tree, block, key):
+def insert_by(t, tree, block, key):
+    """Put a block into a tree by a key; 0 for one by address."""
     node, header = at(t, block), header_at(t, tree).value
     x = at(t, header).priority
     x ^= x << 13
@@ -218,7 +213,7 @@ def release_whole(t, tree, keep):
 @inner()
 def insert_fit(t, tree, block):
     """Put a block into a tree by address that can tell the first fit."""
-    insert_by_address(t, tree, block)
+    insert_by(t, tree, block, 0)
     _update_towards(t, root(t, tree), at(t, block).address)
 
 
