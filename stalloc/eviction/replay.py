@@ -19,6 +19,7 @@ evicted together, are neighbours.
 """
 
 import enum
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,10 +135,11 @@ def _edges(program: Instructions) -> tuple[_Edges, _Edges]:
     """What each storage is made from, and what is made from it."""
     first: dict[tuple[int, int], int] = {}  # of pairs, of which the second is made from the first
     storage_of = program.tensor_storage.tolist()
-    args, outs = np.split(program.args, program.arg_begin[1:-1]), np.split(program.outs, program.out_begin[1:-1])
-    for op in range(len(program.op_ticks)):
-        read = {storage_of[one] for one in args[op].tolist()}
-        for tensor in outs[op].tolist():
+    args, outs = program.args.tolist(), program.outs.tolist()
+    arg_bounds, out_bounds = (itertools.pairwise(one.tolist()) for one in (program.arg_begin, program.out_begin))
+    for op, (arg_bound, out_bound) in enumerate(zip(arg_bounds, out_bounds, strict=True)):
+        read = {storage_of[one] for one in args[slice(*arg_bound)]}
+        for tensor in outs[slice(*out_bound)]:
             for one in read - {storage_of[tensor]}:
                 first.setdefault((one, storage_of[tensor]), op)
     source, user, by = np.array([(*pair, op) for pair, op in first.items()], np.int64).reshape(-1, 3).T
