@@ -19,6 +19,7 @@ evicted together, are neighbours.
 """
 
 import enum
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,54 +83,41 @@ _PART = (("begin", np.int64), ("end", np.int64), ("cost", np.float64), ("storage
 _MOST_CLASSES = 1 << 20  #: evictions whose classes are told apart: a run has twice its time for them
 
 
+class _Edges(NamedTuple):
+    """Storages beside each, in the order of theirs, and the first operation by which."""
+
+    begin: Column
+    other: Column
+    op: Column
+
+
 class _Tables(NamedTuple):
     storages: Column
     tensors: Column
     operations: Column  #: and one row behind them
     arguments: Column
     outs: Column  #: tensors
-    source_begin: Column
-    sources: Column  #: what each storage is made from
-    source_op: Column  #: the first operation by which
-    user_begin: Column
-    users: Column  #: what is made from each
-    user_op: Column
+    sources: _Edges  #: what each storage is made from
+    users: _Edges  #: what is made from each
     classes: Column
     rows: Column  #: lists of storages: of a walk, of those with addresses, of a window
     parts: Column  #: storages and holes in the order of addresses, for Coop's window
 
 
 def _make_tables(program: Instructions, *, classes: bool, seed: int) -> tuple[_Tables, Any]:
-    num, num_ops = len(program.size), len(program.op_ticks)
+    num, num_ops, of = len(program.size), len(program.op_ticks), program.tensor_storage
     counts = np.zeros(1, [(name, np.int64) for name in _COUNTS])
     counts["first"] = counts["last"] = counts["current"] = -1
     counts["random"] = 1 + seed % 2147483646
-    storages = _filled(_STORAGE, num, size=program.size, is_constant=program.is_constant, class_of=-1)
-    tensors = _filled(
-        _TENSOR,
-        len(program.tensor_storage),
-        storage=program.tensor_storage,
-        op=program.tensor_op,
-        is_view=program.is_view,
-        made_in=-1,
-    )
     operations = _filled(_OPERATION, num_ops + 1, arg_begin=program.arg_begin, out_begin=program.out_begin)
     operations["ticks"][:num_ops], operations["work_bytes"][:num_ops] = program.op_ticks, program.op_work_bytes
-    source, user, by = _edges(program)
-    up, down = np.argsort(user, kind="stable"), np.argsort(source, kind="stable")
-    bounds = np.arange(num + 1)
     return _Tables(
-        storages,
-        tensors,
+        _filled(_STORAGE, num, size=program.size, is_constant=program.is_constant, class_of=-1),
+        _filled(_TENSOR, len(of), storage=of, op=program.tensor_op, is_view=program.is_view, made_in=-1),
         operations,
         _filled(_ARGUMENT, len(program.args), tensor=program.args),
         program.outs,
-        np.searchsorted(user[up], bounds),
-        source[up],
-        by[up],
-        np.searchsorted(source[down], bounds),
-        user[down],
-        by[down],
+        *_edges(program),
         _filled(_CLASS, _MOST_CLASSES if classes else 1),
         _filled(_ROW, num + 1),
         _filled(_PART, 2 * num + 1),
@@ -143,19 +131,23 @@ def _filled(fields: tuple[tuple[str, Any], ...], num: int, **columns: Any) -> Co
     return table
 
 
-def _edges(program: Instructions) -> tuple[Column, Column, Column]:
-    """Pairs of storages, of which the second is made from the first, and the first operation by which."""
-    first: dict[tuple[int, int], int] = {}
+def _edges(program: Instructions) -> tuple[_Edges, _Edges]:
+    """What each storage is made from, and what is made from it."""
+    first: dict[tuple[int, int], int] = {}  # of pairs, of which the second is made from the first
     storage_of = program.tensor_storage.tolist()
     args, outs = program.args.tolist(), program.outs.tolist()
-    arg_begin, out_begin = program.arg_begin.tolist(), program.out_begin.tolist()
-    for op in range(len(program.op_ticks)):
-        read = {storage_of[one] for one in args[arg_begin[op] : arg_begin[op + 1]]}
-        for tensor in outs[out_begin[op] : out_begin[op + 1]]:
+    arg_bounds, out_bounds = (itertools.pairwise(one.tolist()) for one in (program.arg_begin, program.out_begin))
+    for op, (arg_bound, out_bound) in enumerate(zip(arg_bounds, out_bounds, strict=True)):
+        read = {storage_of[one] for one in args[slice(*arg_bound)]}
+        for tensor in outs[slice(*out_bound)]:
             for one in read - {storage_of[tensor]}:
                 first.setdefault((one, storage_of[tensor]), op)
-    pairs = np.array([(*pair, op) for pair, op in first.items()], np.int64).reshape(-1, 3)
-    return pairs[:, 0].copy(), pairs[:, 1].copy(), pairs[:, 2].copy()
+    source, user, by = np.array([(*pair, op) for pair, op in first.items()], np.int64).reshape(-1, 3).T
+    edges = []
+    for own, other in ((user, source), (source, user)):
+        order = np.argsort(own, kind="stable")
+        edges.append(_Edges(np.searchsorted(own[order], np.arange(len(program.size) + 1)), other[order], by[order]))
+    return edges[0], edges[1]
 
 
 _cheapest_window = inner()(cheapest_window)
@@ -359,7 +351,7 @@ def _score(policy, one):
 
 
 @inner()
-def _walk(t, c, storage, begin, edges, edge_op):
+def _walk(t, c, storage, edges):
     """The cost of evicted storages that lead on from one through evicted ones."""
     c.stamp += 1
     t.rows[0].stack = storage
@@ -368,12 +360,12 @@ def _walk(t, c, storage, begin, edges, edge_op):
     while stack > 0:
         stack -= 1
         one = t.rows[stack].stack
-        for row in range(begin[one], begin[one + 1]):
-            other = t.storages[edges[row]]
-            if edge_op[row] <= c.current and not other.resident and not other.is_constant and other.seen != c.stamp:
+        for row in range(edges.begin[one], edges.begin[one + 1]):
+            other = t.storages[edges.other[row]]
+            if edges.op[row] <= c.current and not other.resident and not other.is_constant and other.seen != c.stamp:
                 total += other.cost
                 other.seen = c.stamp
-                t.rows[stack].stack = edges[row]
+                t.rows[stack].stack = edges.other[row]
                 stack += 1
     return total
 
@@ -387,12 +379,12 @@ def _root(t, node):
 
 
 @inner()
-def _classes_beside(t, c, storage, begin, edges, edge_op):
+def _classes_beside(t, c, storage, edges):
     """The cost of the classes of direct neighbours on one side, each counted once under the current stamp."""
     total = 0
-    for row in range(begin[storage], begin[storage + 1]):
-        other = edges[row]
-        if edge_op[row] <= c.current and t.storages[other].class_of >= 0:
+    for row in range(edges.begin[storage], edges.begin[storage + 1]):
+        other = edges.other[row]
+        if edges.op[row] <= c.current and t.storages[other].class_of >= 0:
             root = _root(t, t.storages[other].class_of)
             if t.classes[root].seen != c.stamp:
                 t.classes[root].seen = c.stamp
@@ -406,11 +398,11 @@ def _around(t, c, storage):
         return 0
     if c.around == _CLASSES:
         c.stamp += 1
-        total = _classes_beside(t, c, storage, t.source_begin, t.sources, t.source_op)
-        return total + _classes_beside(t, c, storage, t.user_begin, t.users, t.user_op)
-    total = _walk(t, c, storage, t.source_begin, t.sources, t.source_op)
+        total = _classes_beside(t, c, storage, t.sources)
+        return total + _classes_beside(t, c, storage, t.users)
+    total = _walk(t, c, storage, t.sources)
     if c.around == _NEIGHBOURS:
-        total += _walk(t, c, storage, t.user_begin, t.users, t.user_op)
+        total += _walk(t, c, storage, t.users)
     return total
 
 
@@ -486,10 +478,10 @@ def _begin_class(t, c, storage, cost):
 
 
 @inner()
-def _join_classes(t, c, storage, begin, edges, edge_op):
-    for row in range(begin[storage], begin[storage + 1]):
-        other = edges[row]
-        if edge_op[row] <= c.current and t.storages[other].class_of >= 0:
+def _join_classes(t, c, storage, edges):
+    for row in range(edges.begin[storage], edges.begin[storage + 1]):
+        other = edges.other[row]
+        if edges.op[row] <= c.current and t.storages[other].class_of >= 0:
             one, two = _root(t, t.storages[storage].class_of), _root(t, t.storages[other].class_of)
             if one != two:
                 t.classes[one].parent = two
@@ -506,8 +498,8 @@ def _free(t, c, storage):
     if c.has_places:
         _forget_place(t, c, storage)
     if _begin_class(t, c, storage, t.storages[storage].cost):
-        _join_classes(t, c, storage, t.source_begin, t.sources, t.source_op)
-        _join_classes(t, c, storage, t.user_begin, t.users, t.user_op)
+        _join_classes(t, c, storage, t.sources)
+        _join_classes(t, c, storage, t.users)
 
 
 @inner()

@@ -90,7 +90,7 @@ def _allocate(t, m, request, requested, stream):
         block = _find(t, m, size)
     if block == 0 and m.garbage_collection == 1:
         t.retries += 1
-        release_whole(t, 0)
+        release_whole(t, 0, 0)
         if _extend(t, m, size):
             block = _find(t, m, size)
     return block if block != 0 else -1

@@ -51,7 +51,7 @@ _class_at = row_of("classes", Word)  # (n,) class of each request
 @inner()
 def _release(t):
     for tree in range(_BUFFERS, t.num_headers):
-        release_whole(t, tree)
+        release_whole(t, tree, 0)
 
 
 @inner()

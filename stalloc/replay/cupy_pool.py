@@ -43,7 +43,7 @@ _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real poo
 @inner()
 def _empty(t, m, kind, request):
     for tree in range(t.num_headers):
-        release_whole(t, tree)
+        release_whole(t, tree, 0)
 
 
 @inner()

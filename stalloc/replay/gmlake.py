@@ -329,7 +329,7 @@ def _release(t, m):
     """Give back every segment without live blocks, with every stitched block that shows a chunk of it."""
     for tree in range(t.num_headers):
         if tree % _TREES == _SMALL:
-            release_whole(t, tree)
+            release_whole(t, tree, 0)
         if tree % _TREES != _LARGE:
             continue
         block = first(t, tree)

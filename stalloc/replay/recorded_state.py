@@ -34,9 +34,9 @@ def recorded_blocks(trace: Trace, event: int) -> BlockMap:
     order = np.argsort(address, kind="stable")
     live, address = live[order], address[order]
     begins = [segment[0] for segment in segments]
-    following = [*address[1:].tolist(), begins[-1] + segments[-1][1] if segments else 0]
+    following = np.append(address, 1 << 62)[1:].tolist()
     taken = []
-    for row, start, beyond in zip(live.tolist(), address.tolist(), following, strict=False):
+    for row, start, beyond in zip(live.tolist(), address.tolist(), following, strict=True):
         begin, size, stream = segments[max(bisect_right(begins, start) - 1, 0)] if segments else (0, 0, 0)
         if not begin <= start < begin + size:
             continue  # in no segment: a plug-in's, or cut away

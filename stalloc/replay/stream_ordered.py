@@ -18,11 +18,11 @@ is more; best fit, split to the unit; neighbours of one stream merge.
 from dataclasses import dataclass
 
 from stalloc.compiled import inner
-from stalloc.replay.blocks import GRANULE, at, drop_segment, fits, is_whole, new_segment, round_up, split
+from stalloc.replay.blocks import GRANULE, at, fits, new_segment, round_up, split
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
-from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root, take_best
+from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove, root, take_best
 from stalloc.sizes import ALIGNMENT_BYTES
 
 _CHUNK = 32 << 20
@@ -46,8 +46,11 @@ _COUNTS = ("reused_across_streams", "dependencies_inserted")
 
 
 @inner()
-def _merge_streams(t):
-    """The device is idle: whatever is free is free for every stream, and neighbours merge."""
+def _trim(t, keep):
+    """Give free chunks back, in the order of their sizes, as long as more than `keep` bytes are held.
+
+    The device is idle: whatever is free is free for every stream, and neighbours merge.
+    """
     for tree in range(1, t.num_headers):
         block = root(t, tree)
         while block != 0:
@@ -55,19 +58,7 @@ def _merge_streams(t):
             at(t, block).stream = 0
             free_into(t, 0, block)
             block = root(t, tree)
-
-
-@inner()
-def _trim(t, keep):
-    """Give free chunks back, in the order of their sizes, as long as more than `keep` bytes are held."""
-    _merge_streams(t)
-    block = first(t, 0)
-    while block != 0 and t.reserved > keep:
-        size, address = at(t, block).size, at(t, block).address
-        if is_whole(t, block):
-            remove(t, block)
-            drop_segment(t, block)
-        block = after(t, 0, size, address)
+    release_whole(t, 0, keep)
 
 
 @inner()

@@ -43,7 +43,7 @@ from stalloc.replay.blocks import (
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import own_type
 from stalloc.replay.protocol import Kind
-from stalloc.replay.treap import best_fit, first, following, insert, insert_by_address, last, merge, remove
+from stalloc.replay.treap import best_fit, first, following, insert, insert_by, last, merge, remove
 
 TREES = 4  # of a stream
 _TABLES = ("searches", "divisions", "given", "num_given")
@@ -90,7 +90,7 @@ def add_free(t, m, block):
 def add_unmapped(t, block):
     """A range of addresses without memory joins the unmapped ones of its pool."""
     at(t, block).state, at(t, block).request = UNMAPPED, -1
-    insert_by_address(t, 2 * pool_of(t, block) + 1, block)
+    insert_by(t, 2 * pool_of(t, block) + 1, block, 0)
 
 
 @inner()

@@ -50,17 +50,12 @@ def root(t, tree):
 @inner()
 def insert(t, tree, block):
     """Put a block into a tree by size."""
-    _insert(t, tree, block, at(t, block).size)
+    insert_by(t, tree, block, at(t, block).size)
 
 
 @inner()
-def insert_by_address(t, tree, block):
-    """Put a block into a tree by address."""
-    _insert(t, tree, block, 0)
-
-
-@inner()
-def _insert(t, tree, block, key):
+def insert_by(t, tree, block, key):
+    """Put a block into a tree by a key; 0 for one by address."""
     node, header = at(t, block), header_at(t, tree).value
     x = at(t, header).priority
     x ^= x << 13
@@ -204,10 +199,10 @@ def free_into(t, tree, block):
 
 
 @inner()
-def release_whole(t, tree):
-    """Give back every segment that is one free block of a tree."""
+def release_whole(t, tree, keep):
+    """Give back segments that are one free block of a tree, in its order, while more than `keep` bytes are held."""
     block = first(t, tree)
-    while block != 0:
+    while block != 0 and t.reserved > keep:
         key, address = at(t, block).key, at(t, block).address
         if is_whole(t, block):
             remove(t, block)
@@ -218,7 +213,7 @@ def release_whole(t, tree):
 @inner()
 def insert_fit(t, tree, block):
     """Put a block into a tree by address that can tell the first fit."""
-    insert_by_address(t, tree, block)
+    insert_by(t, tree, block, 0)
     _update_towards(t, root(t, tree), at(t, block).address)
 
 
