@@ -59,8 +59,6 @@ class OperatorFacts:
         return [_argument(place, name, args, kwargs) for place, name in self.mutated]
 
     def draws_random(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        if not self.is_random:
-            return False
         given = [_argument(place, name, args, kwargs, default) for place, name, default in self.dropouts]
         return not (given and all(value == 0 for value in given))
 
@@ -323,8 +321,8 @@ class BlockTape:
         self._casts.note(position, operator, args, results, read)
         if outside:
             self._former.changed(outside, counted=facts.is_declared)
-        of_program = facts.draws_from_own(args, kwargs)
-        random = facts.draws_random(args, kwargs) and not of_program
+        of_program = facts.generator is not None and facts.draws_from_own(args, kwargs)
+        random = facts.is_random and facts.draws_random(args, kwargs) and not of_program
         spared = facts.training is not None and bool(outside) and outside == written
         if spared:
             given = [(place, name, _argument(place, name, args, kwargs)) for place, name in facts.mutated]
@@ -411,7 +409,11 @@ class BlockTape:
         self._kept[position] = kept, [(one, one._version) for one in tree_leaves(kept) if isinstance(one, torch.Tensor)]
 
     def _drop(self, storages: set[int]) -> None:
-        gone = self.positions_of(storages) - self._effects.keys()
+        gone = {
+            position
+            for position, (results, _) in self._kept.items()
+            if position not in self._effects and storages_of(results) & storages
+        }
         last_random = max((position for position in self._random if position in gone), default=None)
         if last_random is not None:  # those before it are drawn again too
             self._check_drawn_again("a result with random numbers is changed in place")

@@ -43,9 +43,11 @@ class ModuleState:
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
         self._attributes = _attributes(module)
+        self._variables: list[_Variable] = []
         known: set[int] = set()
-        functions = (one for each in module.modules() for one in (type(each).forward, *vars(each).values()))
-        self._variables = [variable for one in functions for variable in _of_function(one, known, _MAX_DEPTH)]
+        for each in module.modules():
+            for function in (type(each).forward, *vars(each).values()):
+                self._variables += _of_function(function, known, _MAX_DEPTH)
         self._values = [(one, one.value) for one in self._variables if type(one.value) in _PLAIN]
         common = _of_every_module()
         own = (value for _, target, _ in self._attributes for name, value in target.items() if name not in common)
