@@ -350,7 +350,7 @@ class Soak:
             problems.append("the table of live blocks is not empty")
         if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
-        if state.tables.pools["root"].any():
+        if state.tables.bins["summary"].any():
             problems.append("free blocks are left")
         lost_blocks = state.record.heap.blocks_used - 1 - _length(state.record.heap.free_block_row, state.tables.blocks)
         if lost_blocks:
