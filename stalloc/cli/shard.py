@@ -119,8 +119,7 @@ class _Search:
         from stalloc import device
         from stalloc.cost.gpu_rates import rates_of
         from stalloc.sharding.rank_runs import ShardRuns
-        from stalloc.sharding.shard_ways import Links
-        from stalloc.sharding.traffic import NETWORK_BYTES_PER_SECOND
+        from stalloc.sharding.shard_ways import NETWORK_BYTES_PER_SECOND, Links
         from stalloc.techniques.shard_settings import parse_way
 
         self._args, self._per_node, self._files = args, per_node, files
@@ -141,7 +140,7 @@ class _Search:
     def exported(self, form: str) -> str:
         """The way that was asked for, as another framework takes it."""
         from stalloc.sharding.exports import exported
-        from stalloc.sharding.rank_work import RankWork
+        from stalloc.sharding.rank_runs import RankWork
 
         marks = self._runs.marks(RankWork(self._gpu))
         assert self._only is not None  # --export needs --way
@@ -191,7 +190,7 @@ class _Search:
         from stalloc.fitting.observation import ProgramSeen
         from stalloc.fitting.trial_work import TrialWork
         from stalloc.fitting.trials import run_trial
-        from stalloc.sharding.rank_work import RankWork
+        from stalloc.sharding.rank_runs import RankWork
         from stalloc.sharding.shard_ways import Recorded
 
         self._tell("run 1: how long a step computes")
@@ -209,7 +208,7 @@ class _Search:
         return [*found, Recorded(marks, True, seconds + again)]
 
     def _measured(self, way: Any) -> Any:
-        from stalloc.sharding.rank_work import RankWork
+        from stalloc.sharding.rank_runs import RankWork
         from stalloc.sizing.fake_ranks import Rank
 
         self._tell(f"a run of {way.layout.name(self._args.ranks)}")

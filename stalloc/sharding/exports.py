@@ -6,7 +6,7 @@ of DeepSpeed ("ZeRO Optimizations"), accelerate ("FSDP2"), torchtitan (`parallel
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stalloc.errors import BadInputError
 from stalloc.techniques.shard_settings import Layout
@@ -14,9 +14,9 @@ from stalloc.techniques.shard_settings import Layout
 _CODE = '''\
 """Shard a model as stalloc foresaw it: `model = shard(model)` after it is made, before its optimizer is."""
 
-from torch.distributed.device_mesh import init_device_mesh
+{partial}from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
+{checkpoint}
 BLOCKS = {blocks!r}
 
 
@@ -34,9 +34,11 @@ _RECOMPUTED = """block = model.get_submodule(name)
 
 def exported(form: str, layout: Layout, num_ranks: int, blocks: Sequence[str], *, recompute: bool, kind: str) -> str:
     """The text. `blocks`: names within the model of what is gathered as one; `kind`: their class."""
-    makers: dict[str, Callable[[Layout, int, Sequence[str], bool, str], str]]
-    makers = {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "accelerate": _accelerate, "torchtitan": _torchtitan}
-    return makers[form](layout, num_ranks, blocks, recompute, kind)
+    if form == "fsdp2":
+        return _fsdp2(layout, num_ranks, blocks, recompute)
+    if form == "accelerate":
+        return _accelerate(layout, num_ranks, recompute, kind)
+    return (_deepspeed if form == "deepspeed" else _torchtitan)(layout, num_ranks, recompute)
 
 
 def _refused(form: str, layout: Layout, num_ranks: int, why: str, recompute: bool = False) -> BadInputError:
@@ -44,30 +46,25 @@ def _refused(form: str, layout: Layout, num_ranks: int, why: str, recompute: boo
     return BadInputError(f"{form} has nothing for {name}: {why}.")
 
 
-def _fsdp2(layout: Layout, num_ranks: int, blocks: Sequence[str], recompute: bool, _: str) -> str:
+def _fsdp2(layout: Layout, num_ranks: int, blocks: Sequence[str], recompute: bool) -> str:
     if layout.executor != "fully_shard" or layout.divides_optimizer:
         raise _refused("fsdp2", layout, num_ranks, "fully_shard divides parameters, gradients and state together")
     whole = layout.state == num_ranks
     shape = (num_ranks,) if whole else (num_ranks // layout.state, layout.state)
     names = "" if whole else ', mesh_dim_names=("replicate", "shard")'
-    body = f"fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward={layout.reshard_after_forward!r})"
-    text = _CODE.format(
+    held = layout.reshard_after_forward
+    body = f"fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward={held!r})"
+    return _CODE.format(
+        partial="from functools import partial\n\n" if recompute else "",
+        checkpoint="from torch.utils.checkpoint import checkpoint\n" if recompute else "",
         blocks=list(blocks),
         shape=shape,
         names=names,
-        body=_RECOMPUTED.format(held=layout.reshard_after_forward) if recompute else body,
+        body=_RECOMPUTED.format(held=held) if recompute else body,
     )
-    if recompute:
-        text = text.replace(
-            "from torch.distributed.device_mesh", "from functools import partial\n\nfrom torch.distributed.device_mesh"
-        )
-        text = text.replace(
-            "import fully_shard\n", "import fully_shard\nfrom torch.utils.checkpoint import checkpoint\n"
-        )
-    return text
 
 
-def _deepspeed(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, __: str) -> str:
+def _deepspeed(layout: Layout, num_ranks: int, recompute: bool) -> str:
     n = num_ranks
     if recompute:
         raise _refused("deepspeed", layout, n, "recomputing is not in its file", recompute)
@@ -83,7 +80,7 @@ def _deepspeed(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool
     return json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}, indent=2) + "\n"
 
 
-def _accelerate(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, kind: str) -> str:
+def _accelerate(layout: Layout, num_ranks: int, recompute: bool, kind: str) -> str:
     if layout.executor == "ddp" and recompute:
         raise _refused("accelerate", layout, num_ranks, "its file recomputes blocks with FSDP2 only", recompute)
     if layout.executor == "ddp" and layout.state == 1:
@@ -105,7 +102,7 @@ def _accelerate(layout: Layout, num_ranks: int, _: Sequence[str], recompute: boo
     return "\n".join(lines) + "\n"
 
 
-def _torchtitan(layout: Layout, num_ranks: int, _: Sequence[str], recompute: bool, __: str) -> str:
+def _torchtitan(layout: Layout, num_ranks: int, recompute: bool) -> str:
     if layout.divides_optimizer:
         raise _refused("torchtitan", layout, num_ranks, "it has DDP, FSDP2 and HSDP")
     if 1 < layout.parameters < layout.state:

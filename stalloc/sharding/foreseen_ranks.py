@@ -2,15 +2,21 @@
 
 Contract: what the program itself computes with is allocated as recorded; parameters, gradients and state take what
 their parts take, and at each mark what FSDP2 (torch 2.6 and later) or DDP allocates and lets go of is added, in their
-order and on their streams. Sources: torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`: unshard,
-wait_for_unshard, reshard, post_backward; `_fsdp_collectives.py`: foreach_all_gather, foreach_reduce), torch/nn/parallel
-/distributed.py (buckets), torch/distributed/optim/zero_redundancy_optimizer.py.
+order and on their streams. Bytes asked for are exact sums; bytes allocated are those of whole blocks, as the model of
+PyTorch's caching allocator (replay/torch_caching.py) chooses them from an empty device of plenty. Sources:
+torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`: unshard, wait_for_unshard, reshard, post_backward;
+`_fsdp_collectives.py`: foreach_all_gather, foreach_reduce), torch/nn/parallel/distributed.py (buckets),
+torch/distributed/optim/zero_redundancy_optimizer.py.
 """
 
+import enum
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from stalloc.sharding.rank_events import RankEvents, Side
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.replay.protocol import Events, Kind
+from stalloc.replay.torch_caching import TorchCaching, parse_settings
 from stalloc.sharding.step_marks import Mark, Parameter, StepMarks
 from stalloc.techniques.shard_settings import Layout
 
@@ -18,14 +24,13 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's, once it has see
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Bytes of one rank; allocated: as PyTorch counts whole blocks."""
+class RankPeaks:
+    """The most bytes of one rank; allocated: as PyTorch counts whole blocks."""
 
-    step_bytes: int  #: asked for at the most, in a step that makes no state
-    making_bytes: int  #: the same before, while the program has its whole model
-    step_allocated: int  #: allocated at the most, in the step
-    making_allocated: int  #: the same before
-    held_bytes: int  #: between two steps: parts of parameters and state
+    step_bytes: int = 0  #: asked for, in a step that makes no state
+    making_bytes: int = 0  #: the same before, until the model is divided
+    step_allocated: int = 0  #: allocated, in the step
+    making_allocated: int = 0  #: the same before
 
     @property
     def needed_bytes(self) -> int:
@@ -33,21 +38,67 @@ class Foreseen:
         return max(self.step_allocated, self.making_allocated)
 
 
-class _Way(Protocol):
-    """What a layout adds to the events of the program."""
+@dataclass(frozen=True)
+class Foreseen(RankPeaks):
+    """What is foreseen of one rank."""
 
-    updated: list[tuple[Parameter, int]]  #: parameters that this rank updates, and how many items of each
-    held_bytes: int
+    held_bytes: int = 0  #: between two steps: parts of parameters and state
 
-    def at(self, mark: Mark) -> None:
-        """Allocate and free what is due."""
+
+class _Side(enum.IntEnum):
+    """Streams that are not the program's, each of which has a cache of its own."""
+
+    GATHERING = -2
+    REDUCING = -1
+
+
+@dataclass
+class _RankEvents:
+    """Events of one rank; rows below the number of the program's requests are theirs."""
+
+    sizes: list[int]  #: bytes of each row
+    streams: list[int]
+    taken: set[int] = field(default_factory=set)  #: requests that the layout frees in place of the program
+    events: list[int] = field(default_factory=list)  #: the row of an allocation, -1 - row of a free
+
+    def make(self, size: int, stream: int = 0) -> int:
+        """Allocate so many bytes; the new row."""
+        self.sizes.append(size)
+        self.streams.append(stream)
+        self.events.append(len(self.sizes) - 1)
+        return self.events[-1]
+
+    def free(self, *rows: int) -> None:
+        """Free what was allocated."""
+        self.events.extend(-1 - row for row in rows)
+
+    def counted(self, conf: str) -> tuple[Column, Column]:
+        """(m,) int64 bytes asked for and bytes allocated after each event, under settings of PyTorch's allocator."""
+        events, sizes = np.array(self.events, np.int64), np.array(self.sizes, np.int64)
+        is_alloc = events >= 0
+        rows = np.where(is_alloc, events, -1 - events)
+        streams = np.array(self.streams, np.int64)
+        streams[streams < 0] += streams.max(initial=0) + 1 + len(_Side)
+        asked = np.cumsum(np.where(is_alloc, 1, -1) * sizes[rows])
+        fed = TorchCaching(parse_settings(conf)).feed(
+            Events(
+                kind=np.where(is_alloc, Kind.ALLOC, Kind.FREE_COMPLETED).astype(np.int8),
+                request=rows,
+                event=np.arange(len(rows)),
+                size=sizes,
+                stream=streams,
+            )
+        )
+        return asked, fed.block_bytes
 
 
 def foresee(step: StepMarks, layout: Layout) -> Foreseen:
     """What a rank allocates; of a layout without an executor, what FSDP2 would if it had those factors."""
     program = step.program
-    rank = RankEvents(list(program.sizes), list(program.streams))
-    way: _Way = _Replicated(step, layout, rank) if layout.executor == "ddp" else _Sharded(step, layout, rank)
+    rank = _RankEvents(list(program.sizes), list(program.streams))
+    way: _Replicated | _Sharded = (
+        _Replicated(step, layout, rank) if layout.executor == "ddp" else _Sharded(step, layout, rank)
+    )
     share = _give_parts(step, way.updated, rank.sizes)
     freed = {-1 - event: moment for moment, event in enumerate(program.events) if event < 0}
     former, is_updating, starts = 0, False, []
@@ -62,13 +113,8 @@ def foresee(step: StepMarks, layout: Layout) -> Foreseen:
         starts.append(len(rank.events))
     asked, allocated = rank.counted(program.conf)
     making, steady = slice(0, starts[0]), slice(max(0, starts[step.steady] - 1), None)
-    return Foreseen(
-        step_bytes=int(asked[steady].max(initial=0)),
-        making_bytes=int(asked[making].max(initial=0)),
-        step_allocated=int(allocated[steady].max(initial=0)),
-        making_allocated=int(allocated[making].max(initial=0)),
-        held_bytes=way.held_bytes,
-    )
+    peaks = (int(counted[part].max(initial=0)) for counted in (asked, allocated) for part in (steady, making))
+    return Foreseen(*peaks, way.held_bytes)
 
 
 def _give_parts(step: StepMarks, updated: list[tuple[Parameter, int]], sizes: list[int]) -> float:
@@ -110,11 +156,11 @@ def _state_bytes(updated: list[tuple[Parameter, int]]) -> int:
 
 @dataclass
 class _Sharded:
-    """Units are gathered, and their gradients scattered. Memory is named by rows of the rank's events."""
+    """FSDP2: units are gathered, and their gradients scattered. Memory is named by rows of the rank's events."""
 
     step: StepMarks
     layout: Layout
-    rank: RankEvents
+    rank: _RankEvents
     gathered: dict[int, list[int]] = field(default_factory=dict)  # unit: its whole parameters
     buffers: dict[int, int] = field(default_factory=dict)  # of all-gathers whose result is not copied out yet
     copied: tuple[int, ...] = ()  # the buffer of the forward pass's last all-gather
@@ -145,8 +191,11 @@ class _Sharded:
 
     def at(self, mark: Mark) -> None:
         """What FSDP2's hooks do."""
-        if mark.kind == "called":
-            self._divide()
+        if mark.kind == "called" and self.stored > 1:
+            for one in (one for owned in self.owned for one in owned):
+                self.rank.make(self._part(one))
+            self.rank.taken.update(self.step.program.parameters)
+            self.rank.free(*self.step.program.parameters)
         elif mark.kind == "gradient":
             self._gradient(self.step.parameters[mark.place], mark.request)
         elif mark.kind == "forward":
@@ -168,18 +217,10 @@ class _Sharded:
             self.rank.free(*self.parts.values())
             self.parts.clear()
 
-    def _divide(self) -> None:
-        if self.stored > 1:
-            for owned in self.owned:
-                for one in owned:
-                    self.rank.make(self._part(one))
-            self.rank.take(*self.step.program.parameters)
-            self.rank.free(*self.step.program.parameters)
-
     def _gradient(self, one: Parameter, request: int) -> None:
         rows = self.gradients.setdefault(one.unit, [])
         if request >= 0 and request not in self.rank.taken:
-            self.rank.take(request)
+            self.rank.taken.add(request)
             rows.append(request)
         elif not any(request in held for held in self.gradients.values()):  # added to one that is reduced by now
             rows.append(self.rank.make(one.size_bytes))
@@ -188,7 +229,7 @@ class _Sharded:
         """The all-gather of a unit begins, unless it has."""
         owned = self.owned[unit]
         if self.stored > 1 and owned and unit not in self.buffers and unit not in self.gathered:
-            self.buffers[unit] = self.rank.make(self.stored * sum(map(self._part, owned)), Side.GATHERING)
+            self.buffers[unit] = self.rank.make(self.stored * sum(map(self._part, owned)), _Side.GATHERING)
 
     def _copy_out(self, unit: int) -> tuple[int, ...]:
         """Parameters of a unit are made from what was gathered; gives the buffer, to be let go of."""
@@ -231,7 +272,7 @@ class _Sharded:
         self.rank.free(*self.reducing)
         self.reducing = (self.rank.make(self.reduced[unit]),)
         self.rank.free(*self.gradients.pop(unit))
-        part = self.rank.make(self.reduced[unit] // self.layout.gradients, Side.REDUCING)
+        part = self.rank.make(self.reduced[unit] // self.layout.gradients, _Side.REDUCING)
         if unit in self.parts:  # it is added to those of the last microbatch
             self.rank.free(part)
         else:
@@ -241,7 +282,7 @@ class _Sharded:
 class _Replicated:
     """Under DDP, whose buckets hold the gradients for good, and perhaps a divided optimizer."""
 
-    def __init__(self, step: StepMarks, layout: Layout, rank: RankEvents) -> None:
+    def __init__(self, step: StepMarks, layout: Layout, rank: _RankEvents) -> None:
         self._root, self._rank = len(step.units) - 1, rank
         self._trained = [one for one in step.parameters if one.is_trained]
         self._arrived: dict[int, Parameter] = {}  # in the order of their first gradients
@@ -258,7 +299,7 @@ class _Replicated:
         elif mark.kind == "gradient":  # copied into its bucket
             self._arrived.setdefault(mark.place, self._parameters[mark.place])
             if mark.request >= 0 and mark.request not in self._rank.taken:
-                self._rank.take(mark.request)
+                self._rank.taken.add(mark.request)
                 self._rank.free(mark.request)
         elif mark.kind == "forward" and mark.place == self._root and self._arrived and not self._is_rebuilt:
             self._is_rebuilt = True

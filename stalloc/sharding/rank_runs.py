@@ -1,36 +1,51 @@
 """Runs of a program for sharding, each in a fork: as it is, with marks; and as the first of many ranks.
 
 Contract: this process is on the virtual GPU and has not used it. A rank runs alone, on a process group whose others are
-not there (`sizing/fake_ranks.py`). What a program cannot do is a sentence, never an exception of the child's.
+not there (`sizing/fake_ranks.py`). `result.json` is written whole when the last step is over, which ends the child, or
+never. What a program cannot do is a sentence, never an exception of the child's.
 """
 
 import json
+import os
 import re
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from stalloc.device import VirtualGPU
 from stalloc.errors import SetupError
+from stalloc.files import write_whole
 from stalloc.forked_child import ForkedChild, first_ended
 from stalloc.sandbox import ProgramFiles
-from stalloc.sharding.rank_work import RESULT, RankWork, perform
+from stalloc.sharding.foreseen_ranks import RankPeaks
 from stalloc.sharding.step_marks import StepMarks
+from stalloc.sizing.fake_ranks import Rank, be_rank
+from stalloc.techniques.shard_settings import Layout
+
+_NUM_STEPS = 4  # DDP makes its buckets anew in the second
+_WATCHDOG_SECONDS = 0.25  # NCCL's watchdog lets go of what collectives have used ten times a second
+_RESULT = "result.json"
 
 
 @dataclass(frozen=True)
-class RankSeen:
+class RankWork:
+    """One run."""
+
+    gpu: VirtualGPU
+    layout: Layout | None = None  #: None: as it is, and marks are recorded
+    rank: Rank | None = None
+    is_whole_blocks: bool = False  #: every repeated block is recomputed as a whole
+
+
+@dataclass(frozen=True)
+class RankSeen(RankPeaks):
     """What one rank held."""
 
     failure: str = ""  #: why there is nothing else
-    step_bytes: int = 0  #: asked for at the most, in a step that makes no state
-    making_bytes: int = 0  #: the same until the model was divided
-    step_allocated: int = 0  #: allocated at the most, as PyTorch counts blocks, in the step
-    making_allocated: int = 0  #: the same before
     reserved_bytes: int = 0  #: by PyTorch's own allocator
-
-    @property
-    def needed_bytes(self) -> int:
-        """Allocated at any time."""
-        return max(self.step_allocated, self.making_allocated)
 
 
 class ShardRuns:
@@ -56,23 +71,23 @@ class ShardRuns:
         """What one rank, run by itself, was seen to need."""
         text, output = self._run(work)
         if text is None:
-            return RankSeen(_why(output))
+            return RankSeen(failure=_why(output))
         told = json.loads(text)
         if not told["steps"]:
-            return RankSeen("it made no step")
+            return RankSeen(failure="it made no step")
         (step, step_allocated), (making, making_allocated) = told["steps"][-1], told["making"]
-        return RankSeen("", step, making, step_allocated, making_allocated, told["reserved_bytes"])
+        return RankSeen(step, making, step_allocated, making_allocated, reserved_bytes=told["reserved_bytes"])
 
     def _run(self, work: RankWork) -> tuple[str | None, str]:
         variables = {"STALLOC": "", "STALLOC_CACHE": "off", "STALLOC_TRIAL": "1"}
         if work.rank is not None:
             variables |= work.rank.variables()
         with ForkedChild(
-            lambda folder: perform(folder, self._program, work), variables, self._files.sandbox()
+            lambda folder: _perform(folder, self._program, work), variables, self._files.sandbox()
         ) as child:
             ended = first_ended([child], self._limit_seconds)
             child.end()
-            result = child.folder / RESULT
+            result = child.folder / _RESULT
             text = result.read_text(encoding="utf-8") if result.exists() else None
             output = child.output() if ended else f"it took more than {self._limit_seconds:g} s (--trial-seconds)"
         self._files.note(child.files)
@@ -84,3 +99,78 @@ def _why(output: str) -> str:
     errors = re.findall(r"^(?:[\w.]*Error|[\w.]*Exception): (.*)", output, re.MULTILINE)
     lines = [line for line in output.splitlines() if line.strip()]
     return (errors or lines or ["it said nothing"])[-1]
+
+
+def _perform(folder: Path, program: Callable[[], int], work: RankWork) -> None:
+    from stalloc.device import virtual
+
+    num_devices = work.rank.num_local if work.rank is not None else 1
+    virtual.become(replace(work.gpu, num_devices=num_devices))
+    if work.rank is not None:
+        be_rank()
+    if work.is_whole_blocks:
+        from stalloc.techniques.sharding import recompute_whole_blocks
+
+        recompute_whole_blocks()
+    told = _measuring(folder, work.layout) if work.layout is not None else _watching(folder)
+    code = program()
+    if code != 0:
+        sys.stdout.flush()
+        raise SystemExit(code)
+    told()
+
+
+def _end(folder: Path, told: dict[str, Any]) -> None:
+    write_whole(folder / _RESULT, json.dumps(told))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _watching(folder: Path) -> Callable[[], None]:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from stalloc.sharding.marks_watch import WATCHED_STEP, StepWatch
+
+    watch = StepWatch()
+
+    def end() -> None:
+        _end(folder, watch.told().as_json())
+
+    register_optimizer_step_post_hook(lambda *_: end() if watch.num_steps > WATCHED_STEP else None)
+    return end
+
+
+def _measuring(folder: Path, layout: Layout) -> Callable[[], None]:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from stalloc.techniques.appearing import when_models_appear
+    from stalloc.techniques.sharding import Sharding
+
+    told: dict[str, Any] = {"making": (0, 0), "steps": [], "reserved_bytes": 0}
+    first: list[Any] = []  # the optimizer whose steps count; ZeroRedundancyOptimizer has another inside
+
+    def take_peaks() -> tuple[int, int]:
+        """The most bytes that were asked for, and allocated, since peaks were begun anew, as they are now."""
+        stats = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        return stats.get("requested_bytes.all.peak", 0), stats.get("allocated_bytes.all.peak", 0)
+
+    def divided(number: int, *_: Any) -> None:
+        if not number:
+            told["making"] = take_peaks()
+
+    def stepped(optimizer: Any, *_: Any) -> None:
+        first[:] = first or [optimizer]
+        if optimizer is not first[0]:
+            return
+        time.sleep(_WATCHDOG_SECONDS)
+        told["reserved_bytes"] = max(told["reserved_bytes"], torch.cuda.max_memory_reserved())
+        told["steps"].append(take_peaks())
+        if len(told["steps"]) >= _NUM_STEPS:
+            _end(folder, told)
+
+    Sharding(layout)
+    when_models_appear(divided)  # after it
+    register_optimizer_step_post_hook(stepped)
+    return lambda: _end(folder, told)

@@ -4,6 +4,7 @@ Contract: every request of PyTorch's allocator on the device is there, from the 
 not depend on the number of ranks. All of it is plain data, for another process.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -38,10 +39,7 @@ class Parameter:
     @property
     def num_items(self) -> int:
         """The items of the whole parameter, on all ranks together."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
@@ -103,18 +101,16 @@ class StepMarks:
     def from_json(cls, told: dict[str, Any]) -> "StepMarks":
         """What `as_json` gave."""
         parameters = (
-            Parameter(**{**one, "shape": tuple(one["shape"]), "state_bytes": tuple(one["state_bytes"])})
+            Parameter(**one | {"shape": tuple(one["shape"]), "state_bytes": tuple(one["state_bytes"])})
             for one in told["parameters"]
         )
         program = told["program"]
+        lists = {name: tuple(program[name]) for name in ("events", "sizes", "streams", "parameters")}
+        state = {int(row): StateTensor(**one) for row, one in program["state"].items()}
         return cls(
             units=tuple(told["units"]),
             parameters=tuple(parameters),
-            program=Program(
-                **{name: tuple(program[name]) for name in ("events", "sizes", "streams", "parameters")},
-                state={int(row): StateTensor(**one) for row, one in program["state"].items()},
-                conf=program["conf"],
-            ),
+            program=Program(**lists, state=state, conf=program["conf"]),
             marks=tuple(Mark(**one) for one in told["marks"]),
             steady=told["steady"],
             block_kind=told["block_kind"],
