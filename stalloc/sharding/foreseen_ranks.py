@@ -113,8 +113,10 @@ def foresee(step: StepMarks, layout: Layout) -> Foreseen:
         starts.append(len(rank.events))
     asked, allocated = rank.counted(program.conf)
     making, steady = slice(0, starts[0]), slice(max(0, starts[step.steady] - 1), None)
-    peaks = (int(counted[part].max(initial=0)) for counted in (asked, allocated) for part in (steady, making))
-    return Foreseen(*peaks, way.held_bytes)
+    step_bytes, making_bytes, step_allocated, making_allocated = (
+        int(counted[part].max(initial=0)) for counted in (asked, allocated) for part in (steady, making)
+    )
+    return Foreseen(step_bytes, making_bytes, step_allocated, making_allocated, way.held_bytes)
 
 
 def _give_parts(step: StepMarks, updated: list[tuple[Parameter, int]], sizes: list[int]) -> float:
