@@ -164,12 +164,12 @@ def test_a_rank_holds_its_part_of_a_model(tiny: Path) -> None:
 
 @needs_transformers
 def test_known_models_have_their_published_numbers_of_parameters() -> None:
-    from stalloc.sizing.named_models import KNOWN
+    from stalloc.sizing.model_program import KNOWN
 
     source = (
         "import json, sys, torch\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
-        "from stalloc.sizing.named_models import KNOWN\n"
+        "from stalloc.sizing.model_program import KNOWN\n"
         "counts = {}\n"
         "for name, found in KNOWN.items():\n"
         "    with torch.device('meta'):\n"

@@ -9,8 +9,16 @@ import pytest
 
 from stalloc.device import KNOWN_GPUS
 from stalloc.sizes import MIB
-from stalloc.sizing.nccl_channels import Channels, Links, Span, channels_of, links_of
-from stalloc.sizing.nccl_memory import Communicator, NcclMemory, nccl_memory
+from stalloc.sizing.nccl_memory import (
+    Channels,
+    Communicator,
+    Links,
+    NcclMemory,
+    Span,
+    channels_of,
+    links_of,
+    nccl_memory,
+)
 
 
 def links(card: str) -> Links:

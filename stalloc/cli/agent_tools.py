@@ -24,7 +24,7 @@ from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.agent_answers import answer
 from stalloc.cli.allowed_files import allowed_file
 from stalloc.errors import BadInputError
-from stalloc.sizing.named_models import KNOWN
+from stalloc.sizing.model_program import KNOWN
 from stalloc.version import full_version
 
 _MOST_OUTPUT = 2000  # characters of what a failed verb printed, from its end

@@ -55,8 +55,7 @@ from stalloc.device.deciding_lines import VARIABLE as ASSUMED
 from stalloc.device.deciding_lines import as_variable, parse_assumption
 from stalloc.errors import BadInputError
 from stalloc.private import STARTED_ANEW
-from stalloc.sizing.model_program import PROGRAM, add_model_arguments, check_model, model_words
-from stalloc.sizing.named_models import KNOWN
+from stalloc.sizing.model_program import KNOWN, PROGRAM, add_model_arguments, check_model, model_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

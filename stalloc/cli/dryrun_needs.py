@@ -21,10 +21,9 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.figures import human_bytes
 from stalloc.replay.least_memory import least_memory
 from stalloc.sandbox import ProgramFiles
-from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.node import node_memory
 from stalloc.sizing.side_by_side import Asked, RunSeen, run_all, warm
-from stalloc.sizing.tries import Contender
+from stalloc.sizing.tries import Contender, Otherwise
 from stalloc.trace import Trace
 
 

@@ -5,7 +5,7 @@ from rich.console import Console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.sizing.nccl_channels import Span
+from stalloc.sizing.nccl_memory import Span
 from stalloc.sizing.node import GroupMemory, NodeMemory, RankMemory
 
 _MOST_SITES = 5

@@ -24,7 +24,6 @@ from stalloc.imports import after_import
 RANKS_A_NODE = 8  #: GPUs of a machine, at the most
 _ABSENT = "absent"  # the backend for tensors of the host
 _STAND_INS = {"gloo", "mpi", "ucc"}  # backends that need the other ranks
-_BACKEND = 3  # the position of an argument of `_new_process_group_helper`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +114,18 @@ def _replace() -> None:
         return init_process_group
 
     def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def new_process_group_helper(*args: Any, **named: Any) -> Any:
-            backend = named["backend"] if "backend" in named else args[_BACKEND]
-            _note_made(c10d, inspect.signature(function).bind(*args, **named).arguments)
-            stood_in = _standing_in(c10d, backend)
-            if "backend" in named:
-                named["backend"] = stood_in
-            else:
-                args = (*args[:_BACKEND], stood_in, *args[_BACKEND + 1 :])
-            made = function(*args, **named)
+            given = signature.bind(*args, **named)
+            backend = given.arguments["backend"]
+            ranks = given.arguments["global_ranks_in_group"] or range(given.arguments["group_size"])
+            backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+            communicators().note_group(str(given.arguments["group_name"]), ranks, backends.get("cuda", "nccl"))
+            if _STAND_INS & set(backends.values()):
+                given.arguments["backend"] = f"cpu:{_ABSENT},cuda:nccl"
+            made = function(*given.args, **given.kwargs)
             if made[0] in c10d._world.pg_map:  # it goes by the name that the program gave it
                 c10d._world.pg_map[made[0]] = (c10d.Backend(str(backend)), made[1])
             return made
@@ -159,18 +160,6 @@ def _replace() -> None:
 
 def _own_rank() -> int:
     return int(os.environ["RANK"])
-
-
-def _backends(c10d: Any, backend: Any) -> dict[str, str]:
-    """The backend of a process group for each kind of device."""
-    return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
-
-
-def _standing_in(c10d: Any, backend: Any) -> str:
-    """The backends of a process group, those for the host replaced."""
-    if not _STAND_INS & set(_backends(c10d, backend).values()):
-        return str(backend)
-    return f"cpu:{_ABSENT},cuda:nccl"
 
 
 def _store_without_others(c10d: Any) -> Any:
@@ -213,13 +202,6 @@ def _store_without_others(c10d: Any) -> Any:
             return self
 
     return Store()
-
-
-def _note_made(c10d: Any, given: dict[str, Any]) -> None:
-    """Remember a process group that is made with these arguments."""
-    ranks = given["global_ranks_in_group"] or range(given["group_size"])
-    backend = _backends(c10d, given["backend"]).get("cuda", "nccl")
-    communicators().note_group(str(given["group_name"]), ranks, backend)
 
 
 def _note_group(key: str) -> None:

@@ -22,8 +22,7 @@ _MOST_DOWN = 8  # values tried from the top, where only a run can say
 class Largest:
     """The largest values that fit, as indices; -1: not even the first fits."""
 
-    needed: int | None
-    """The largest value whose live memory fits: no allocator can do more. None if it is not known."""
+    needed: int | None  #: the largest value whose live memory fits: no allocator can do more. None if it is not known
     by_allocator: dict[str, int]
     notes: list[str]
 

@@ -1,22 +1,47 @@
 """What NCCL allocates for a communicator outside of PyTorch's allocator, from the mechanism in its source.
 
-Contract: bytes of one rank, each part as a `Span`; both ends are the same where the source and the links of the machine
-decide alone. The formulas are those of NCCL 2.28.9 (src/transport/p2p.cc, net.cc, shm.cc and nvls.cc, src/init.cc), and
-for NVLink SHARP also those before 2.22. Not counted: NCCL's kernels, which are part of the CUDA context, its tables of
-a few MiB, and CollNet (SHARP of InfiniBand switches).
+Contract: bytes of one rank, each part as a `Span`, and before them the channels that NCCL makes; both ends are the same
+where the source and the links of the machine decide alone. The formulas are those of NCCL 2.28.9 (src/graph/search.cc,
+connect.cc and paths.cc for channels of machines whose GPUs all reach each other the same way; src/transport/p2p.cc,
+net.cc, shm.cc and nvls.cc, src/init.cc), and for NVLink SHARP also those before 2.22. What is not known of a machine,
+such as its network cards, widens a span. Rates are in GB/s, as NCCL counts them. Not counted: NCCL's kernels, which are
+part of the CUDA context, its tables of a few MiB, and CollNet (SHARP of InfiniBand switches).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from stalloc.sizes import MIB
-from stalloc.sizing.nccl_channels import Channels, Links, Span, channels_of, number
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
 Version = tuple[int, int, int]
 
-NONE = Span(least=0, most=0)
+_MOST = 64  # MAXCHANNELS; 32 before 2.25
+_BEFORE_225 = 32
+_RATES_INTRA = {
+    100: (90, 80, 70, 60, 50, 45, 40, 30, 24, 20, 19, 18),
+    90: (60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3),
+    0: (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3),
+}  # what a channel may have within a machine, by compute capability; the first with the most in all is taken
+_RATES_INTER = {
+    100: (96, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2),
+    90: (48, 45, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2),
+    0: (48, 30, 28, 24, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3, 2.4, 1.2),
+}
+_LINK_RATES = {100: 40.1, 90: 20.6, 86: 12.0, 70: 20.0}  # of one NVLink (topo.h), from a compute capability on
+_NVLINKS_BY_CARD = {
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300", "H100", "H200", "H20", "GH200"), 18),
+    **dict.fromkeys(("A100-80GB", "A100-40GB"), 12),
+    **dict.fromkeys(("H800", "A800"), 8),
+}  # through NVSwitch, by NVIDIA's data sheets
+_BRIDGED_BY_CARD = {
+    **dict.fromkeys(("A100-PCIe-80GB", "A100-PCIe-40GB", "A30", "H100-PCIe", "H100-NVL"), 12),
+    **dict.fromkeys(("A40", "RTX-A6000", "RTX-A5000", "RTX-3090", "RTX-3090-Ti"), 4),
+}  # links of a bridge, where two cards have one
+_MESHED = ("V100-32GB", "V100-16GB")  # six links each, not all to the same card
+_PCIE5 = ("H100-PCIe", "H100-NVL", "RTX-PRO-6000", "RTX-5090", "RTX-5080", "RTX-5070", "RTX-5060")
+_WITHOUT_P2P = ("RTX-40", "RTX-50", "GB10")  # the driver lets these cards not read each other's memory
 _PAGES = 2 * MIB  # what buffers that other processes map are rounded to
 _HEAD = 4096  # ncclSendMem and ncclRecvMem
 _LL, _LL128, _SIMPLE = 524_288, 4_915_200, 4 * MIB  # buffers of a connection, by protocol
@@ -27,21 +52,206 @@ _NET_PEERS = 2  # of a double binary tree: three for half of the channels, one f
 
 
 @dataclass(frozen=True, kw_only=True)
+class Span:
+    """A range of numbers, from the least to the most."""
+
+    least: int
+    most: int
+
+    def __add__(self, other: "Span") -> "Span":
+        return Span(least=self.least + other.least, most=self.most + other.most)
+
+    def map(self, of: Callable[[int], int]) -> "Span":
+        """Both ends, changed by a function that keeps their order."""
+        return Span(least=of(self.least), most=of(self.most))
+
+
+NONE = Span(least=0, most=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """How the GPUs of one machine reach each other."""
+
+    kind: Literal["nvswitch", "mesh", "bridge or PCIe", "PCIe"]
+    capability: int  #: ten times the compute capability: 90
+    num_nvlinks: int = 0  #: NVLinks of each GPU
+    pcie_gbps: float = 24.0
+    reads_peers: bool | None = True  #: whether GPUs reach each other's memory; None: it depends on the machine
+
+    @property
+    def nvlink_gbps(self) -> float:
+        """GB/s of all NVLinks of a GPU together."""
+        return self.num_nvlinks * next(rate for since, rate in _LINK_RATES.items() if self.capability >= since)
+
+
+def links_of(card: str, capability: tuple[int, int]) -> Links:
+    """The links of a card, by its name in `known_gpus`."""
+    number = 10 * capability[0] + capability[1]
+    if card in _NVLINKS_BY_CARD:
+        return Links(kind="nvswitch", capability=number, num_nvlinks=_NVLINKS_BY_CARD[card])
+    if card in _MESHED:
+        return Links(kind="mesh", capability=number, num_nvlinks=6)
+    pcie = 48.0 if card in _PCIE5 else 24.0
+    reads = False if card.startswith(_WITHOUT_P2P) else None
+    num = _BRIDGED_BY_CARD.get(card, 0)
+    kind: Literal["bridge or PCIe", "PCIe"] = "bridge or PCIe" if num else "PCIe"
+    return Links(kind=kind, capability=number, num_nvlinks=num, pcie_gbps=pcie, reads_peers=reads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """The channels of one communicator."""
+
+    collective: Span
+    p2p: Span  #: the channels for send and receive
+    p2p_each_peer: Span  #: the channels for send and receive with one other rank
+    nvls: int  #: the channels for the switch's own reductions (NVLink SHARP); 0: none
+
+
+def channels_of(
+    links: Links,
+    *,
+    num_local: int,
+    num_nodes: int = 1,
+    num_ranks: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    version: tuple[int, int, int] = (2, 28, 9),
+) -> Channels:
+    """The channels of a communicator with so many ranks on this machine, on so many machines.
+
+    settings: NCCL's environment variables. version: of NCCL.
+    """
+    settings = settings or {}
+    total = num_ranks if num_ranks is not None else num_local * num_nodes
+    most = _MOST if version >= (2, 25, 0) else _BEFORE_225
+    if total == 1:
+        found = Span(least=most, most=most)  # of itself nothing limits it
+    else:
+        found = (_within_machine if num_nodes == 1 else _between_machines)(links, num_local)
+    collective = _limited(found, settings, most)
+    p2p = _p2p(collective, settings)
+    return Channels(
+        collective=collective,
+        p2p=p2p,
+        p2p_each_peer=_each_peer(links, p2p, num_nodes, total),
+        nvls=_nvls(links, num_local, num_nodes, settings),
+    )
+
+
+def number(settings: Mapping[str, str], *names: str, default: int) -> int:
+    """The first of these variables that is a number, 0x allowed; NCCL takes others for none."""
+    for name in names:
+        try:
+            return int(settings[name].strip(), 0)
+        except (KeyError, ValueError):
+            continue
+    return default
+
+
+def _rates(table: Mapping[int, tuple[float, ...]], capability: int) -> tuple[float, ...]:
+    return next(rates for since, rates in table.items() if capability >= since)
+
+
+def _channels(num: int, rate: float, capability: int) -> tuple[int, float]:
+    """Channels of so many rings, and their rate: rings that are fast enough are split in two (ncclTopoDupChannels)."""
+    if rate >= 25 and not (capability > 80 and rate < 50 and num > 4):
+        num, rate = 2 * num, rate / 2
+    return 2 * num, rate  # each ring is used twice (ncclTopoPostset)
+
+
+def _rings(rates: tuple[float, ...], nums: list[int]) -> tuple[int, float]:
+    """Rings and the rate of each: the most in all, looked for down to half of the rate that was found (search.cc)."""
+    found = (0, 0.0)
+    for num, rate in zip(nums, rates, strict=True):
+        if found[0] and rate / found[1] <= 0.49:
+            break
+        if num * rate > found[0] * found[1]:
+            found = (num, rate)
+    return found if found[0] else (1, rates[-1])
+
+
+def _at_rate(links: Links, gbps: float) -> int:
+    rates = _rates(_RATES_INTRA, links.capability)
+    num, rate = _rings(rates, [int(gbps / rate) for rate in rates])
+    return _channels(num, rate, links.capability)[0]
+
+
+def _within_machine(links: Links, num_local: int) -> Span:
+    by_pcie = Span(least=2, most=_at_rate(links, min(links.pcie_gbps, 48.0)))  # 2: through the processors' own links
+    if links.kind == "nvswitch":
+        num = _at_rate(links, links.nvlink_gbps)
+        return Span(least=num, most=num)
+    if links.kind == "mesh" or (links.kind == "bridge or PCIe" and num_local == 2):
+        return Span(least=by_pcie.least, most=max(by_pcie.most, _at_rate(links, links.nvlink_gbps)))
+    return by_pcie
+
+
+def _between_machines(links: Links, num_local: int) -> Span:
+    """The channels between machines with half a network card or one for each GPU, at the rates sold with such GPUs."""
+    nics = {max(1, num_local // 2), num_local} if links.kind == "nvswitch" else {1, max(1, num_local // 2), num_local}
+    gbps = (24.0, 48.0, 96.0)[: 3 if links.capability >= 100 else 2] if links.capability >= 90 else (12.0, 24.0)
+    found = [_with_network(links, num_local, num, rate) for num in nics for rate in gbps]
+    return Span(least=min(found), most=max(found))
+
+
+def _with_network(links: Links, num_local: int, num_nics: int, nic_gbps: float) -> int:
+    rates = _rates(_RATES_INTER, links.capability)
+    within = links.nvlink_gbps if links.kind in ("nvswitch", "mesh") else links.pcie_gbps
+    nums = [num_nics * int(nic_gbps / rate) for rate in rates]
+    if num_local > 1:
+        nums = [min(num, int(within / rate)) for num, rate in zip(nums, rates, strict=True)]
+    num, rate = _channels(*_rings(rates, nums), links.capability)
+    return 2 * num if links.capability >= 90 and rate > 45 and num < 16 else num
+
+
+def _limited(found: Span, settings: Mapping[str, str], most: int) -> Span:
+    """A number limited by NCCL_MAX_NCHANNELS, then by NCCL_MIN_NCHANNELS, each with an older and a newer name."""
+    highest = number(settings, "NCCL_MAX_NCHANNELS", "NCCL_MAX_NRINGS", "NCCL_MAX_CTAS", default=most)
+    lowest = number(settings, "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MIN_CTAS", default=0)
+    return found.map(lambda num: max(min(num, max(highest, 1), most), min(lowest, most)))
+
+
+def _power_of_two(num: int) -> int:
+    return 1 << max(num - 1, 0).bit_length()
+
+
+def _p2p(collective: Span, settings: Mapping[str, str]) -> Span:
+    highest = number(settings, "NCCL_MAX_P2P_NCHANNELS", default=_MOST)
+    lowest = number(settings, "NCCL_MIN_P2P_NCHANNELS", default=1)
+    return collective.map(lambda num: _power_of_two(max(min(num, max(highest, 1)), min(lowest, _MOST))))
+
+
+def _each_peer(links: Links, p2p: Span, num_nodes: int, num_ranks: int) -> Span:
+    if num_nodes > 1:  # as few as the slowest peer has, and fewer where there are many (paths.cc)
+        return Span(least=1 if num_ranks > 8 * p2p.least // 2 else min(2, p2p.least), most=min(2, p2p.most))
+    by_nvlink = _power_of_two(2 * links.num_nvlinks)
+    if links.kind == "nvswitch":  # without a switch, where three others share the links, fewer
+        return Span(least=min(by_nvlink, p2p.least), most=min(by_nvlink, p2p.most))
+    return Span(least=min(2, p2p.least), most=min(max(2, by_nvlink), p2p.most))
+
+
+def _nvls(links: Links, num_local: int, num_nodes: int, settings: Mapping[str, str]) -> int:
+    if links.kind != "nvswitch" or links.capability < 90 or num_local <= 2:
+        return 0
+    if number(settings, "NCCL_NVLS_ENABLE", default=2) == 0:
+        return 0
+    usual = 16 if links.capability < 100 else 24 if num_nodes == 1 else 32
+    return number(settings, "NCCL_NVLS_NCHANNELS", default=usual)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Communicator:
     """A communicator, and what one of its ranks does with it."""
 
     num_ranks: int
     rank: int = 0
-    num_local: int
-    """The number of its ranks on this machine."""
-    local_index: int = 0
-    """Which of the ranks on this machine this one is, in the order of ranks."""
+    num_local: int  #: the number of its ranks on this machine
+    local_index: int = 0  #: which of the ranks on this machine this one is, in the order of ranks
     num_nodes: int = 1
     collectives: Collection[Collective] = ()
-    num_local_peers: tuple[int, int] = (0, 0)
-    """Other ranks on this machine that it sends to, and receives from."""
-    num_remote_peers: tuple[int, int] = (0, 0)
-    """Ranks on other machines that it sends to, and receives from."""
+    num_local_peers: tuple[int, int] = (0, 0)  #: other ranks on this machine that it sends to, and receives from
+    num_remote_peers: tuple[int, int] = (0, 0)  #: ranks on other machines that it sends to, and receives from
 
     @property
     def is_used(self) -> bool:
@@ -54,10 +264,8 @@ class NcclMemory:
     """Bytes of one rank for one communicator."""
 
     channels: Channels
-    parts: dict[str, Span] = field(default_factory=dict)
-    """On the device: ring, tree, switch, sends, network."""
-    pinned: Span = NONE
-    """Pinned host memory of the proxies that talk to network cards."""
+    parts: dict[str, Span] = field(default_factory=dict)  #: on the device: ring, tree, switch, sends, network
+    pinned: Span = NONE  #: pinned host memory of the proxies that talk to network cards
     shared_memory: Span = NONE
     """Below /dev/shm, where GPUs do not reach each other; pinned where NCCL makes it with cuMem."""
 
@@ -91,7 +299,20 @@ def nccl_memory(
     )
     if not used.is_used:
         return NcclMemory(channels=found)
-    return _Model(links, used, settings, version, found).memory()
+    model = _Model(links, used, settings, version, found)
+    parts = {
+        "ring": model.ring(),
+        "tree": model.tree(),
+        "switch": model.switch(),
+        "sends": model.sends(),
+        "network": model.shared_by_peers(),
+    }
+    return NcclMemory(
+        channels=found,
+        parts={name: span for name, span in parts.items() if span.most},
+        pinned=model.proxies(),
+        shared_memory=model.between_processes(),
+    )
 
 
 def _rounded(size_bytes: int) -> int:
@@ -104,12 +325,9 @@ class _Buffers:
 
     receives: int
     sends: int
-    net: int
-    """Either end at a network card that reaches the device's memory."""
-    host: int
-    """Either end at one that does not; also what processes share where GPUs do not reach each other."""
-    host_least: int
-    """What an end whose large buffers are on the device has on the host."""
+    net: int  #: either end at a network card that reaches the device's memory
+    host: int  #: either end at one that does not; also what processes share where GPUs do not reach each other
+    host_least: int  #: what an end whose large buffers are on the device has on the host
 
     @property
     def both(self) -> int:
@@ -146,34 +364,14 @@ class _Model:
         self._peer_to_peer = _reaches_peers(links, settings)
         self._is_eager = _is_eager(settings, version)
 
-    def memory(self) -> NcclMemory:
-        """All parts."""
-        parts = {
-            "ring": self._ring(),
-            "tree": self._tree(),
-            "switch": self._switch(),
-            "sends": self._sends(),
-            "network": self._shared_by_peers(),
-        }
-        return NcclMemory(
-            channels=self._channels,
-            parts={name: span for name, span in parts.items() if span.most},
-            pinned=self._proxies(),
-            shared_memory=self._between_processes(),
-        )
-
     def _uses(self, algorithm: str, collectives: Collection[str]) -> bool:
         """Whether calls that were made may choose an algorithm."""
         return bool(set(collectives) & set(self._used.collectives)) and _allows(self._settings, algorithm)
 
-    def _span(self, num: Span, least_bytes: int, most_bytes: int) -> Span:
-        return Span(least=num.least * least_bytes, most=num.most * most_bytes)
-
     def _within(self, num: Span, size_bytes: int) -> Span:
         """Bytes of `num` connections within the machine; none are on the device if its GPUs do not reach each other."""
-        least = 0 if self._peer_to_peer is not True else size_bytes
-        most = 0 if self._peer_to_peer is False else size_bytes
-        return self._span(num, least, most)
+        least, most = self._peer_to_peer is True, self._peer_to_peer is not False
+        return Span(least=num.least * size_bytes * least, most=num.most * size_bytes * most)
 
     def _at_network(self) -> Span:
         """Channels whose ring enters or leaves the machine at this rank, for each direction."""
@@ -182,7 +380,7 @@ class _Model:
             return NONE
         return num if local == 1 else Span(least=0, most=min(num.most, -(-2 * num.most // local)))
 
-    def _ring(self) -> Span:
+    def ring(self) -> Span:
         used = self._used
         if used.num_ranks < 2 or not (used.collectives or self._is_eager is True):
             return NONE
@@ -198,7 +396,7 @@ class _Model:
         certain = self._is_eager is True or (part == "ring" and bool(self._used.collectives))
         return found if certain else Span(least=0, most=found.most)
 
-    def _tree(self) -> Span:
+    def tree(self) -> Span:
         used = self._used
         if used.num_ranks < 3 and used.num_nodes == 1:
             return NONE  # the other rank is the ring's neighbour in both directions
@@ -212,7 +410,7 @@ class _Model:
         found += Span(least=0, most=2 * _NET_PEERS * net.most * self._buffers.net)
         return self._or_lazily(found, "tree") if used.num_nodes == 1 else Span(least=0, most=found.most)
 
-    def _switch(self) -> Span:
+    def switch(self) -> Span:
         """NVLink SHARP: every rank keeps a part for each of those that lead a part of the data (nvls.cc)."""
         num, heads = self._channels.nvls, self._used.num_local
         if not num or (self._is_eager is not True and not self._uses("nvls", _BY_SWITCH)):
@@ -229,13 +427,13 @@ class _Model:
             found += Span(least=0, most=2 * peers * num * self._buffers.net)
         return found
 
-    def _sends(self) -> Span:
+    def sends(self) -> Span:
         """Buffers for each other rank on the machine that send and receive were first used with."""
         to, source = self._used.num_local_peers
         size = to * self._buffers.sends + source * self._buffers.receives
         return self._within(self._channels.p2p_each_peer, size)
 
-    def _shared_by_peers(self) -> Span:
+    def shared_by_peers(self) -> Span:
         """The buffers that all peers behind network cards share; made at once where connections are (init.cc)."""
         used = self._used
         if used.num_nodes > 1:
@@ -246,11 +444,10 @@ class _Model:
             chunk = number(self._settings, "NCCL_P2P_PCI_CHUNKSIZE", default=128 << 10)
         size = _SHARED_STEPS * chunk
         is_certain = self._is_eager is True or any(used.num_remote_peers)
-        is_needed = is_certain or self._is_eager is None
-        least = size if is_certain else 0
-        return self._span(self._channels.p2p, least, size if is_needed else 0)
+        is_needed, num = is_certain or self._is_eager is None, self._channels.p2p
+        return Span(least=num.least * size * is_certain, most=num.most * size * is_needed)
 
-    def _proxies(self) -> Span:
+    def proxies(self) -> Span:
         """Pinned memory of connections through network cards; large buffers are there if cards see the host only."""
         if self._used.num_nodes == 1 or not self._used.collectives:
             return NONE
@@ -260,7 +457,7 @@ class _Model:
             least=2 * net.least * self._buffers.host_least, most=2 * (1 + trees) * net.most * self._buffers.host
         )
 
-    def _between_processes(self) -> Span:
+    def between_processes(self) -> Span:
         """What GPUs that do not reach each other exchange through: the receiver keeps the buffers (shm.cc)."""
         used = self._used
         if self._peer_to_peer is True or used.num_local < 2:
@@ -270,7 +467,7 @@ class _Model:
         neighbours = 2 if used.num_local > 2 and self._uses("tree", ("all_reduce",)) else 1
         most = (num.most * neighbours if used.collectives else 0) + direct.most * used.num_local_peers[1]
         least = (num.least if used.collectives else 0) + direct.least * used.num_local_peers[1]
-        page = _HEAD * (1 if used.collectives else 0)
+        page = _HEAD * bool(used.collectives)
         least_bytes = least * (each + page) if self._peer_to_peer is False and used.num_nodes == 1 else 0
         return Span(least=least_bytes, most=most * (each + page))
 

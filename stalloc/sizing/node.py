@@ -11,8 +11,7 @@ from typing import Any
 
 from stalloc.device import KNOWN_GPUS, VirtualGPU
 from stalloc.device.context import Context, context_of
-from stalloc.sizing.nccl_channels import Links, Span, links_of
-from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, nccl_memory
+from stalloc.sizing.nccl_memory import NONE, Communicator, Links, NcclMemory, Span, links_of, nccl_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +45,13 @@ class RankMemory:
     """One rank, or the program if it has none."""
 
     rank: int | None
-    allocated_bytes: int
-    """Allocated peak on the GPU that takes most, as are the next figures."""
+    allocated_bytes: int  #: allocated peak on the GPU that takes most, as are the next figures
     reserved_bytes: int
     outside_bytes: int
     """What the driver gave beyond the reserved memory: to libraries, and to the program past PyTorch."""
     context: Context
     groups: list[GroupMemory]
-    host: dict[str, Any]
-    """Figures of host memory, as `host_use` gives them."""
+    host: dict[str, Any]  #: figures of host memory, as `host_use` gives them
     outside_nccl: list[str]
 
     @property
@@ -104,10 +101,8 @@ class NodeMemory:
     """The ranks that were tried, and the machine with all of its ranks."""
 
     ranks: list[RankMemory]
-    num_local: int
-    """The number of ranks on one machine."""
-    files_bytes: int = 0
-    """Bytes of files written by the program, which a container counts until they are on the disk."""
+    num_local: int  #: the number of ranks on one machine
+    files_bytes: int = 0  #: bytes of files written by the program, which a container counts until they are on the disk
     tried_here: list[RankMemory] = field(default_factory=list)
     """The tried ranks of the machine on which most were tried."""
 

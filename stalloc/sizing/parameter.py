@@ -1,7 +1,7 @@
 """A parameter of a program that is searched: its name, its values, and where it stands among the program's words."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stalloc.errors import BadInputError
@@ -32,7 +32,6 @@ class Parameter:
 
     @property
     def placeholder(self) -> str:
-        """What stands for the value among the program's words."""
         return f"{{{self.name}}}"
 
     def check_in(self, command: Sequence[str]) -> None:
@@ -47,9 +46,26 @@ class Parameter:
         )
 
     def filled(self, command: Sequence[str], value: int) -> list[str]:
-        """The program's words with a value."""
         return [word.replace(self.placeholder, str(value)) for word in command]
 
     def label(self, value: int) -> str:
-        """A value as people read it."""
         return f"{self.name}={value}"
+
+
+def last_enough(num: int, enough: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+    """The last of `num` places in a row that is enough, -1 if the first is not; `enough` tries several side by side.
+
+    That one is enough and the next is not was tried, and no place after one that is not enough may be enough again, as
+    with tokens in a cache whose program's weights and activations grow with the value, or cards by their memory.
+    """
+    low, high = -1, num
+    while high - low > 1:
+        third = max((high - low) // 3, 1)
+        places = sorted({low + third, high - third} - {low, high})
+        for place, is_enough in zip(places, enough(places), strict=True):
+            if is_enough:
+                low = max(low, place)
+            else:
+                high = min(high, place)
+                break
+    return low

@@ -27,8 +27,7 @@ from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import end_as_python
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.imported_before import put_aside
-from stalloc.sizing.native_peaks import native_peaks
-from stalloc.sizing.process_memory import process_told
+from stalloc.sizing.process_memory import native_peaks, process_told
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
 
@@ -64,12 +63,10 @@ class RanOut:
     """Where a program ran out of memory, and who held it."""
 
     wanted_bytes: int
-    place: str
-    """The line that asked for the memory."""
+    place: str  #: the line that asked for the memory
     allocated_bytes: int
     reserved_bytes: int
-    holders: list[tuple[str, int]]
-    """The lines that hold memory and the bytes of each, most first."""
+    holders: list[tuple[str, int]]  #: the lines that hold memory and the bytes of each, most first
 
 
 def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:

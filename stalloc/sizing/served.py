@@ -23,17 +23,13 @@ from stalloc.trace.sites import UNKNOWN, site_names
 class Served:
     """One device of a server. Places are call sites, as `model.py:57 forward`."""
 
-    weights_bytes: int
-    """Bytes live when the cache is made: weights, and what lasts beside them."""
+    weights_bytes: int  #: bytes live when the cache is made: weights, and what lasts beside them
     activation_bytes: int
     """The most that was live above these before the cache was made, as engines measure it with a first batch."""
     activation_at: str
-    cache_bytes: int
-    """Bytes of the cache, with what else grows with the card, such as buffers as long as the cache."""
-    cache_at: list[tuple[str, int]]
-    """The cache's call sites and the bytes that each holds, most first."""
-    serving_bytes: int
-    """The most that was live above weights and cache once the cache was made, CUDA graphs included."""
+    cache_bytes: int  #: bytes of the cache, with what else grows with the card, such as buffers as long as the cache
+    cache_at: list[tuple[str, int]]  #: the cache's call sites and the bytes that each holds, most first
+    serving_bytes: int  #: the most that was live above weights and cache once the cache was made, CUDA graphs included
     serving_at: str
 
 

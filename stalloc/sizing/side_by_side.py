@@ -58,18 +58,15 @@ class RunSeen:
     """What came of one run."""
 
     completes: bool
-    devices: list[dict[str, int]]
-    """One entry for each device: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
-    findings: dict[str, Any]
-    """What it could not know, as in `device.virtual.findings`."""
+    devices: list[dict[str, int]]  #: one entry for each device: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`
+    findings: dict[str, Any]  #: what it could not know, as in `device.virtual.findings`
     uses_torch: bool = True
     process: dict[str, Any] = field(default_factory=dict)
     """The memory that the process took beside its allocators, as `process_memory` tells it."""
     ran_out: RanOut | None = None
     server: dict[str, Any] | None = None
     """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
-    sleep: dict[str, Any] | None = None
-    """Its phases under stalloc, as `SleepPhases` tells them, if it sleeps."""
+    sleep: dict[str, Any] | None = None  #: its phases under stalloc, as `SleepPhases` tells them, if it sleeps
     traces: list[Trace] = field(default_factory=list)
     """The trace of the whole program for each device; empty where its replay would not be exact."""
 
@@ -81,19 +78,15 @@ def warm(gpu: VirtualGPU, command: Sequence[str]) -> None:
         found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
         if not found:
             raise SetupError("neither PyTorch nor CuPy is installed, so there is nothing to run: install one of them.")
-        found = _named(command, found) or found
+        try:
+            script = b"" if command[0] == "-m" else Path(command[0]).read_bytes()
+        except OSError:
+            script = b""
+        # those that the script itself names; what another module imports all the same, each run imports
+        found = [name for name in found if name.encode() in script] or found
         for name in (*found, *_WARM):
             if "torch" in found or not name.startswith("torch"):
                 importlib.import_module(name)
-
-
-def _named(command: Sequence[str], libraries: Sequence[str]) -> list[str]:
-    """Those that the script itself names; what another module imports all the same, each run imports."""
-    try:
-        script = b"" if command[0] == "-m" else Path(command[0]).read_bytes()
-    except OSError:
-        return []
-    return [name for name in libraries if name.encode() in script]
 
 
 def side_by_side(jobs: int) -> int:
@@ -111,40 +104,37 @@ def run_all(
     """Make the runs, `jobs` at a time, each with its own view of the program's files; `told` is called after each."""
     seen: dict[int, RunSeen] = {}
     running: dict[ForkedChild, int] = {}
+
+    def collect() -> None:
+        """Wait for one, and read what all that have ended have written."""
+        for child in first_ended(list(running)):
+            number = running.pop(child)
+            with child:
+                child.end()
+                seen[number] = _read(child, asked[number])
+            files.note(child.files)
+            told(asked[number], seen[number])
+
+    def start(number: int, one: Asked) -> None:
+        def work(folder: Path) -> None:
+            perform(folder, lambda: program(list(one.command)), one.work)
+
+        child = ForkedChild(work, {"STALLOC": "", "STALLOC_CACHE": "off", **one.work.variables}, files.sandbox())
+        running[children.enter_context(child)] = number
+
     with contextlib.ExitStack() as children:
         for number, one in enumerate(asked):
             if len(running) >= jobs:
-                _collect(running, asked, seen, told, files)
-            variables = {"STALLOC": "", "STALLOC_CACHE": "off", **one.work.variables}
-            child = ForkedChild(_performing(program, one), variables, files.sandbox())
-            running[children.enter_context(child)] = number
+                collect()
+            start(number, one)
         while running:
-            _collect(running, asked, seen, told, files)
+            collect()
     return [seen[number] for number in range(len(asked))]
 
 
-def _performing(program: Callable[[list[str]], int], one: Asked) -> Callable[[Any], None]:
-    return lambda folder: perform(folder, lambda: program(list(one.command)), one.work)
-
-
-def _collect(
-    running: dict[ForkedChild, int],
-    asked: Sequence[Asked],
-    seen: dict[int, RunSeen],
-    told: Callable[[Asked, RunSeen], None],
-    files: ProgramFiles,
-) -> None:
-    """Wait for one, and read what all that have ended have written."""
-    for child in first_ended(list(running)):
-        number = running.pop(child)
-        with child:
-            child.end()
-            seen[number] = _read(child, asked[number])
-        files.note(child.files)
-        told(asked[number], seen[number])
-
-
 def _read(child: ForkedChild, one: Asked) -> RunSeen:
+    from stalloc.trace import load_traces
+
     file = child.folder / RESULT
     if child.overrun:
         raise SetupError(f"{child.overrun} ({one.name}).")
@@ -175,11 +165,5 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
         sleep=found["sleep"],
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
         server=server | {"output": child.output()} if server is not None else None,
-        traces=_traces(child) if found["is_replayable"] else [],
+        traces=load_traces(child.folder / HISTORY) if found["is_replayable"] else [],
     )
-
-
-def _traces(child: ForkedChild) -> list[Trace]:
-    from stalloc.trace import load_traces
-
-    return load_traces(child.folder / HISTORY)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import PLENTY
 from stalloc.lifespans import lower_bound
-from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.side_by_side import Asked, RunSeen
-from stalloc.sizing.tries import Contender, Runner
+from stalloc.sizing.tries import Contender, Otherwise, Runner
 
 _CLOSE = 0.9  # the least share of one card's need that another card needs: workspaces differ from card to card
 
@@ -24,10 +23,8 @@ class Smallest:
     """The smallest cards that are large enough, as indices; the number of cards if none is."""
 
     by_allocator: dict[str, int]
-    seen: dict[tuple[str, int], RunSeen]
-    """The runs by allocator and card."""
-    needed_bytes: int | None
-    """The most bytes live at a time, on the largest card; None if that is not known."""
+    seen: dict[tuple[str, int], RunSeen]  #: the runs by allocator and card
+    needed_bytes: int | None  #: the most bytes live at a time, on the largest card; None if that is not known
     findings: dict[str, object]
     num_runs: int
 

@@ -3,27 +3,37 @@
 Contract: a value fits under an allocator if a run with no more memory than is offered completes; for settings of
 PyTorch's that the replay knows exactly, if the replay of a run without a limit does; if both are known, the run counts.
 "needed" stands for any allocator: what is live at a time is not more than is offered.
+
+On the virtual GPU all work is done at once. A program whose streams share blocks (torch's record_stream) is run again
+with work done only when the host waits for it, when a GPU may hold most, and, if that is more, on the timeline that
+stalloc.cost estimates. If the most is more than is offered, the program is also run with what is offered.
 """
 
 import dataclasses
+import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from stalloc.device import VirtualGPU
+from stalloc.device.completion import Completion
 from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
-from stalloc.sizing.delayed_events import Otherwise
 from stalloc.sizing.run_work import RunWork
-from stalloc.sizing.scaled_traces import ScaledTraces
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.trace import Trace
 
 NEEDED = "needed"
 
 Runner = Callable[[Sequence[Asked]], list[RunSeen]]
+
+_SHOWN = {"active_peak_bytes": "live_peak_bytes", "reserved_peak_bytes": "taken_bytes"}
+_HOW = {"at-waits": "nothing done before the host waits", "timeline": "on the timeline", "at-once": "all done at once"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +42,9 @@ class Contender:
 
     name: str
     shown: str
-    candidate: Candidate | None
-    """The model and settings with which it is replayed; None if there is no such model."""
-    is_exact: bool
-    """Whether its replay is as exact as a run."""
-    work: RunWork
-    """How a program runs under it with the memory that is offered."""
+    candidate: Candidate | None  #: the model and settings with which it is replayed; None if there is no such model
+    is_exact: bool  #: whether its replay is as exact as a run
+    work: RunWork  #: how a program runs under it with the memory that is offered
 
 
 class Wanted(NamedTuple):
@@ -46,8 +53,88 @@ class Wanted(NamedTuple):
     what: Literal["observe", "find out", "confirm", "fail"]
     """Run without a limit; know it the cheapest way; run with what is offered; the same, to see where it runs out."""
     name: str
-    at: int
-    """Index of the value."""
+    at: int  #: index of the value
+
+
+class Otherwise:
+    """The outcomes of runs whose work is done in another order, and how many there were."""
+
+    def __init__(self, run: Runner) -> None:
+        self._run, self.num_runs = run, 0
+
+    def findings_of(self, asked: Asked, seen: RunSeen) -> dict[str, Any]:
+        """What a run without a limit could not know."""
+        found = dict(seen.findings)
+        if found.pop("shares_blocks", False):
+            most = _peaks(self._seen(asked, "at-waits"))
+            takes_more = most != _peaks(seen)
+            found["shared_blocks"] = {**most, "timeline": _peaks(self._seen(asked, "timeline"))} if takes_more else None
+        return found
+
+    def decides(self, name: str, asked: Asked, seen: RunSeen | None) -> dict[str, Any] | None:
+        """What another order of work does to a run that fits if work is done at once; None: nothing.
+
+        `seen`: what came of it with the memory that is offered, if it was made.
+        """
+        best, worst = _outcome(seen or self._seen(asked, "at-once")), _outcome(self._seen(asked, "at-waits"))
+        if not best["fits"] or (worst["fits"] and worst["num_retries"] <= best["num_retries"]):
+            return None
+        timeline = _outcome(self._seen(asked, "timeline"))
+        return {"allocator": name, "at_once": best, "timeline": timeline, "at_waits": worst}
+
+    def _seen(self, asked: Asked, how: Completion) -> RunSeen:
+        work = dataclasses.replace(asked.work, keep_history=False, completion=how)
+        (seen,) = self._run([dataclasses.replace(asked, work=work, name=f"{asked.name}, {_HOW[how]}")])
+        self.num_runs += 1
+        return seen
+
+
+def _peaks(seen: RunSeen) -> dict[str, int]:
+    return {shown: max((one.get(key, 0) for one in seen.devices), default=0) for key, shown in _SHOWN.items()}
+
+
+def _outcome(seen: RunSeen) -> dict[str, Any]:
+    """Whether it fits, and how often PyTorch waited for all that it had cached, gave it up, and asked again."""
+    return {"fits": seen.completes, "num_retries": sum(one.get("num_alloc_retries", 0) for one in seen.devices)}
+
+
+class _ScaledTraces:
+    """What a program would ask for at a value that it was not run with, guessed from runs with two other values.
+
+    Most requests grow in proportion to a batch or a length, and two runs that make the same requests in the same order
+    tell by how much each grows. Other pairs of runs tell nothing.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[int, tuple[Sequence[Trace], bytes]] = {}
+
+    def add(self, value: int, traces: Sequence[Trace]) -> None:
+        self._runs[value] = traces, _structure(traces)
+
+    def at(self, value: int) -> list[Trace] | None:
+        """The traces of a value, from the two nearest runs around it that are alike, else any two; None without any."""
+        known = sorted(self._runs, key=lambda other: abs(other - value))
+        alike = [pair for pair in itertools.combinations(known, 2) if self._runs[pair[0]][1] == self._runs[pair[1]][1]]
+        if not alike:
+            return None
+        low, high = min(
+            (sorted(pair) for pair in alike),
+            key=lambda pair: (not pair[0] < value < pair[1], pair[1] - pair[0]),
+        )
+        share = (value - low) / (high - low)
+        pairs = zip(self._runs[low][0], self._runs[high][0], strict=True)
+        sizes = ((one, one.size + (other.size - one.size) * share) for one, other in pairs)
+        return [one.replace(size=np.maximum(np.rint(size).astype(np.int64), 1)) for one, size in sizes]
+
+
+def _structure(traces: Sequence[Trace]) -> bytes:
+    """A key that is equal for two runs which make the same requests in the same order, whatever their sizes."""
+    made = hashlib.sha256()
+    for trace in traces:
+        kept = trace.event_request >= 0
+        for column in (trace.action[kept], trace.event_request[kept], trace.stream):
+            made.update(np.ascontiguousarray(column).tobytes() + b"|")
+    return made.digest()
 
 
 class Tries:
@@ -71,7 +158,7 @@ class Tries:
         self._replayed: dict[tuple[str, int], bool] = {}
         self._guessed: dict[tuple[str, int, int], bool | None] = {}
         self._needed: dict[int, int] = {}
-        self._scaled = ScaledTraces()
+        self._scaled = _ScaledTraces()
         self.num_runs = 0
 
     def label(self, index: int) -> str:
@@ -102,14 +189,11 @@ class Tries:
             return limited.completes
         if (name, index) in self.failed:
             return self.failed[name, index].completes
-        if seen is None or not self._is_replayable(name, seen):
+        if seen is None or not (seen.traces and self.contenders[name].is_exact):
             return None
         if (name, index) not in self._replayed:
             self._replayed[name, index] = self._fits_replayed(name, seen.traces)
         return self._replayed[name, index]
-
-    def _is_replayable(self, name: str, seen: RunSeen) -> bool:
-        return bool(seen.traces) and self.contenders[name].is_exact
 
     def _fits_replayed(self, name: str, traces: Sequence[Trace]) -> bool:
         candidate = self.contenders[name].candidate
@@ -119,7 +203,7 @@ class Tries:
     def reserved_bytes(self, name: str, index: int) -> int | None:
         """The bytes that an allocator reserves with the memory offered, by replay; None if that is not known."""
         seen, candidate = self.observed.get(index), self.contenders[name].candidate
-        if seen is None or candidate is None or not self._is_replayable(name, seen):
+        if seen is None or candidate is None or not (seen.traces and self.contenders[name].is_exact):
             return None
         return max(run_one(trace, candidate, self.offered_bytes).peak_reserved_bytes for trace in seen.traces)
 
@@ -189,16 +273,13 @@ class Tries:
         if shared := found.get("shared_blocks"):
             shared["of"] = self.label(at)
             if shared["taken_bytes"] > self.offered_bytes:
-                found["order_decides"] = self._order_decides(answers, otherwise)
+                fitting = [(name, at) for name, at in answers.items() if at >= 0 and self.fits(name, at)]
+                told = (
+                    (otherwise.decides(name, self._limited(name, at), self.limited.get((name, at))), at)
+                    for name, at in fitting
+                )
+                found["order_decides"] = [one | {"of": self.label(at)} for one, at in told if one is not None]
         self.num_runs += otherwise.num_runs
-        return found
-
-    def _order_decides(self, answers: Mapping[str, int], otherwise: Otherwise) -> list[dict[str, Any]]:
-        found = []
-        for name, index in answers.items():
-            if index >= 0 and self.fits(name, index):
-                told = otherwise.decides(name, self._limited(name, index), self.limited.get((name, index)))
-                found += [{**told, "of": self.label(index)}] if told is not None else []
         return found
 
 
