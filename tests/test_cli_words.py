@@ -7,7 +7,7 @@ import pytest
 
 from stalloc.cli import main
 from stalloc.device.known_gpus import find_gpu
-from stalloc.fitting.look_ahead import steps_to_try
+from stalloc.fitting.candidates import steps_to_try
 
 TRACE = "id,lower,upper,size\n0,0,3,1024\n1,1,2,2048\n"
 

@@ -20,7 +20,7 @@ from warm_programs import run_warm
 from stalloc.cli import main
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import load_fit
-from stalloc.fitting.known_fits import plans_of
+from stalloc.fitting.keeping import plans_of
 from stalloc.fitting.policy_search import check_policy
 from stalloc.fitting.systems import SYSTEMS, System
 from stalloc.planner import plans_to_bytes

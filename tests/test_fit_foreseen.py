@@ -12,8 +12,7 @@ from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import Proposal
 from stalloc.fitting.observation import BlockSeen, OperationSeen, ProgramSeen
 from stalloc.fitting.proposals import Base, Known, Way
-from stalloc.fitting.trial_work import TrialWork
-from stalloc.fitting.trials import Measured
+from stalloc.fitting.trials import Measured, TrialWork
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 

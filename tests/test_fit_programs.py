@@ -9,8 +9,8 @@ import pytest
 from programs.fitting_checks import PROGRAM, fit, program, stalloc
 from warm_programs import told_by_file
 
-from stalloc.fitting.alignment import aligned
-from stalloc.fitting.look_ahead import Ahead, steps_to_try
+from stalloc.fitting.candidates import Ahead, steps_to_try
+from stalloc.fitting.run_seen import aligned
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -95,7 +95,7 @@ CALLS = """
 import json, weakref
 import torch
 from torch import nn
-from stalloc.fitting.repeated_calls import RepeatedCalls
+from stalloc.fitting.observer import RepeatedCalls
 from stalloc.techniques.repeated_blocks import find_blocks
 
 class Block(nn.Module):

@@ -134,10 +134,9 @@ def _fitted(
     """The fit, and how often the program was run for it."""
     from stalloc import device
     from stalloc.fitting.candidates import Fitting
-    from stalloc.fitting.known_fits import known_fit, program_of
+    from stalloc.fitting.keeping import known_fit, program_of
     from stalloc.fitting.proposals import Known
-    from stalloc.fitting.trial_work import TrialWork
-    from stalloc.fitting.trials import Measured, check_can_fork, run_trial
+    from stalloc.fitting.trials import Measured, TrialWork, check_can_fork, run_trial
 
     with patient_threads():
         device.activate("virtual", dataclasses.replace(gpu, total_bytes=PLENTY))

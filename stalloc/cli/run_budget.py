@@ -78,7 +78,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     from stalloc import device
     from stalloc.fitting import keeping
     from stalloc.fitting.fit_record import load_fit
-    from stalloc.fitting.known_fits import plans_of
+    from stalloc.fitting.keeping import plans_of
     from stalloc.integrations import program_source
     from stalloc.techniques.optimizer_paging import parse_disk
 

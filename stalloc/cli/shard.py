@@ -188,8 +188,7 @@ class _Search:
 
     def _recorded(self) -> list[Any]:
         from stalloc.fitting.observation import ProgramSeen
-        from stalloc.fitting.trial_work import TrialWork
-        from stalloc.fitting.trials import run_trial
+        from stalloc.fitting.trials import TrialWork, run_trial
         from stalloc.sharding.rank_runs import RankWork
         from stalloc.sharding.shard_ways import Recorded
 

@@ -14,15 +14,13 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, from_rows, offloaded
-from stalloc.fitting.foreseen_paging import paged, peak_bytes
+from stalloc.fitting.foreseen_tiers import paged, peak_bytes
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Offloaded, Proposals, Wanted, Way
 from stalloc.fitting.recompute_search import ENOUGH_LEFT
 from stalloc.fitting.run_seen import RunSeen
-from stalloc.fitting.tier_search import WINDOWS, what_of
-from stalloc.fitting.tier_seconds import tier_seconds
-from stalloc.fitting.trial_work import TrialWork
-from stalloc.fitting.trials import Measured
+from stalloc.fitting.tier_search import WINDOWS, tier_seconds, what_of
+from stalloc.fitting.trials import Measured, TrialWork
 from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.technique_settings import TechniqueSettings
 from stalloc.techniques.tier_settings import TierSettings

@@ -5,22 +5,21 @@ Each technique makes its proposals in a file of its own; they are run here.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from stalloc.errors import BadInputError, SetupError
-from stalloc.figures import plural
+from stalloc.figures import human_bytes, plural
 from stalloc.fitting.fit_record import Candidate, cheapest
 from stalloc.fitting.frontier import proposal, whole_blocks
 from stalloc.fitting.imports_ahead import import_ahead
-from stalloc.fitting.look_ahead import LATER, look_ahead, steps_within
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.policy_search import check_policy, propose
 from stalloc.fitting.proposals import Base, Foresee, Known, Proposals, Wanted, Way
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.tier_search import with_host
-from stalloc.fitting.trial_work import TrialWork
-from stalloc.fitting.trials import STEPS, Measured
+from stalloc.fitting.trials import STEPS, Measured, TrialWork
 from stalloc.techniques.technique_settings import TechniqueSettings
 
 _RUNS_SHORT = "memory runs short within the budget, though its plan needs no more"
@@ -31,8 +30,13 @@ _UNLIKE = (
     "runs differ, or backward makes what it makes in another order): which choices are tried is less certain, and what "
     "each needs is measured as ever"
 )
-Trial = Callable[[TrialWork], Measured]
-Tell = Callable[[str], None]
+_LOOK_STEPS, _LOOK_REQUESTS = 256, 100_000  # limits of looking ahead: 2 to 10 s of processor time
+_LATER = "a later one that is larger, or unlike them, can run out of memory within the budget"
+_LOOK_PROCESSOR_SECONDS = 20.0  # limit of looking ahead for programs that compute or read much on the processor
+_MOST_STEPS, _MOST_REQUESTS = 64, 50_000  # of one trial; a fit makes about eight trials
+
+_Kind = tuple[int, int]
+"""Requests of a step, and bytes that were asked for at its peak."""
 
 
 @dataclass
@@ -40,8 +44,8 @@ class Fitting:
     """Candidates that were run, with settings and plans; `trial` runs one, `tell` says what is being done."""
 
     known: Known
-    trial: Trial
-    tell: Tell
+    trial: Callable[[TrialWork], Measured]
+    tell: Callable[[str], None]
     num_steps: int = 0  #: steps of a trial; 0: as many as are worth it
     num_within: int = 0  #: steps of a run within the budget, at least
     num_trials: int = 0
@@ -103,10 +107,10 @@ class Fitting:
     def _look_ahead(self) -> None:
         if self.num_steps:
             if not self.try_once(TrialWork("native", num_steps=self.num_steps + 1)).is_whole:
-                self.note([f"each run has {self.num_steps} steps, and {LATER}"])
+                self.note([f"each run has {self.num_steps} steps, and {_LATER}"])
             return
         self.tell("looking at later steps of the program")
-        ahead = look_ahead(self.try_once, STEPS)
+        ahead = _look_ahead(self.try_once, STEPS)
         self.num_steps, self.num_within = ahead.num_steps, ahead.num_within
         self.note([ahead.note])
 
@@ -213,7 +217,7 @@ class Fitting:
         """
         self.tell("the same with no more memory than the budget")
         work = dataclasses.replace(work, limit_bytes=self.known.budget_bytes)
-        num_steps = max(self.num_within, steps_within(self.num_steps))
+        num_steps = max(self.num_within, _steps_within(self.num_steps))
         within = self.try_once(dataclasses.replace(work, num_steps=num_steps))
         return self.try_once(work) if within.failure and not within.out_of_memory else within
 
@@ -265,3 +269,71 @@ def _why_too_short(num_steps: int, *, uses_gpu: bool) -> str:
         )
     done = plural(num_steps, "step")
     return f"the program ended after {done}, and three are looked at: give it arguments with which it trains longer."
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How many steps a trial needs, how many a run within the budget needs, and a note about later steps."""
+
+    num_steps: int
+    num_within: int
+    note: str
+
+
+def _look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
+    """Run the program as it is for many steps, so that those which need other memory are tried too.
+
+    It runs once, unchanged, under PyTorch's allocator, up to a number of steps or requests, so what is seen does not
+    depend on other work of the machine. Steps are of one kind if they make as many requests and have the same peak of
+    requested bytes (what PyTorch's allocator hands out depends on which blocks are free); requests after the last step
+    count as a step too. Trials have as many steps as it takes to see every kind once after every kind that it follows,
+    as long as these are few: a step finds the memory that the one before left. The run within the budget, which
+    decides, has all steps that were seen to differ. What is left out is said.
+    """
+    work = TrialWork("native", num_steps=_LOOK_STEPS, most_requests=_LOOK_REQUESTS)
+    seen = trial(dataclasses.replace(work, most_processor_seconds=_LOOK_PROCESSOR_SECONDS))
+    if seen.failure:
+        return Ahead(least, _steps_within(least), f"each run has {least} steps, and {_LATER}")
+    until = [0, *(count for count, _ in seen.requests)]
+    kinds = [(now - before, peak) for (before, now), (_, peak) in zip(pairwise(until), seen.requests, strict=True)]
+    return steps_to_try(kinds, least, is_whole=seen.is_whole, has_rest=seen.has_rest)
+
+
+def _steps_within(num_steps: int) -> int:
+    """How many steps a run within the budget has: what is short of memory may fail later than a plan repeats."""
+    return 2 * num_steps + 3
+
+
+def steps_to_try(kinds: Sequence[_Kind], least: int, *, is_whole: bool, has_rest: bool = False) -> Ahead:
+    """How many steps a trial and a run within the budget are to have, given those that were seen; `least` or more.
+
+    `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step.
+    """
+    first: dict[tuple[_Kind, _Kind], int] = {}
+    for number, pair in enumerate(pairwise(kinds), start=1):
+        first.setdefault(pair, number)
+    new = [number for (_, (requests, _)), number in first.items() if number >= least and requests]
+    short = sum(made <= _MOST_REQUESTS for made in accumulate(requests for requests, _ in kinds))
+    most = max(least, min(_MOST_STEPS, short))
+    num_steps = max([least, *(min(number + 2, len(kinds)) for number in new if number < most)])
+    num_within = max([_steps_within(num_steps), *(number + 2 for number in new)])
+    num_seen = len(kinds) - has_rest
+    looked = f"{'all' if is_whole else 'the first'} {num_seen} steps{' and what follows' * has_rest} were looked at"
+    later = "" if is_whole else f"; {_LATER}"
+    left = [number for number in new if number >= num_steps]
+    if not left:
+        unlike = (
+            f"; {len(new)} of them unlike the first {least}, or after others, so each run has {num_steps}"
+            if new
+            else ""
+        )
+        return Ahead(num_steps, num_within, f"{looked}{unlike}{later}")
+    largest = max(left, key=lambda number: kinds[number][1])
+    which = f"step {largest + 1}, which" if largest < num_seen else "what follows them, which"
+    told = f"{which} allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried"
+    return Ahead(
+        num_steps,
+        num_within,
+        f"{looked}, and {told}, or after another: only the run within the budget has it; --trial-steps {max(left) + 1} "
+        f"has all runs try it{later}",
+    )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stalloc.columns import Column
 from stalloc.cost.queues import Queue, Task, schedule
-from stalloc.fitting.foreseen_paging import Lifespans
+from stalloc.fitting.foreseen_tiers import Lifespans
 from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.offload_order import OffloadOrder
 from stalloc.techniques.parts import aligned

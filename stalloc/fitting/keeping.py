@@ -2,15 +2,20 @@
 
 Contract: from the first allocation on no more than the budget is taken from the device: a request that does not fit is
 an out-of-memory error, never a broken promise. In a trial nothing is done, since the trial itself says what is tried.
+A fit of another source, other arguments or another GPU is used only where the program asks for the same memory, or the
+user says so; a plan only after the validator has judged it.
 """
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +23,15 @@ from stalloc.device.known_gpus import VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.files import check_writable
-from stalloc.fitting.fit_record import SUFFIX, Fit, check_name, load_fit
-from stalloc.fitting.known_fits import plans_of, program_of
-from stalloc.fitting.trials import TRIAL_VARIABLE
+from stalloc.fitting.fit_record import SUFFIX, Fit, Program, check_name, load_fit
+from stalloc.fitting.trials import COMPARED_STEPS, TRIAL_VARIABLE, Measured, TrialWork
 from stalloc.integrations import program_source
 from stalloc.notices import say
 from stalloc.techniques.optimizer_paging import parse_disk
+from stalloc.version import full_version
 
 if TYPE_CHECKING:
+    from stalloc.planner import Plan
     from stalloc.runtime import Runtime
 
 
@@ -116,6 +122,54 @@ def find_or_make(
         keep_files=keep_files,
         known=file if known and not reason else None,
     )
+
+
+def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
+    """What identifies this program, on a GPU of this name, to a fit."""
+    torch = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        torch = importlib.metadata.version("torch")  # as installed, whether it is imported or not
+    return Program(
+        name=source.path.name if source.path.stem != "__main__" else source.name,
+        content=sha256(source.content).hexdigest(),
+        arguments=tuple(source.arguments),
+        torch=torch,
+        stalloc=full_version(),
+        gpu=gpu,
+    )
+
+
+def known_fit(file: Path, trial: Callable[[TrialWork], Measured], program: Program) -> Fit | None:
+    """The fit in a file, made this program's own, if the program's first steps ask for the same memory; says so."""
+    fit = load_fit(file)
+    asked = trial(TrialWork("recorded", num_steps=COMPARED_STEPS)).asked
+    difference = program.difference(fit.program)
+    if asked == fit.asked:
+        say(f"{file} is used: {difference}, but the first steps of this one ask for the same memory.")
+        gpu = program.gpu if fit.program.gpu else ""
+        return dataclasses.replace(fit, program=dataclasses.replace(program, gpu=gpu))
+    say(f"{file} is not used: {difference}, and the first steps of this one ask for other memory. It is fitted anew.")
+    return None
+
+
+def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
+    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat.
+
+    Raises BadInputError if it is no plan that can be used.
+    """
+    from stalloc.planner import plans_from_bytes, validate
+
+    if not fit.plan:
+        return None
+    try:
+        plans = plans_from_bytes(fit.plan, file)
+        verdicts = [validate(plan, handovers=len(plan.handover_later) > 0) for plan in plans]
+    except BadInputError as error:
+        raise BadInputError(f"{file}: its plan is damaged: fit the program anew.") from error
+    refused = [verdict for verdict in verdicts if not verdict.ok]
+    if refused:
+        raise BadInputError(f"{file}: its plan is not valid ({refused[0].reason}): fit the program anew.")
+    return plans
 
 
 def make(

@@ -5,11 +5,15 @@ Contract: the program computes the same as without; in its third step observing 
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -17,14 +21,22 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
-from stalloc.fitting.early_reads import EarlyReads
 from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen
-from stalloc.fitting.repeated_calls import Model, RepeatedCalls
 from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.program_checkpoints import in_program_checkpoint
 from stalloc.techniques.recompute import in_transform
-from stalloc.techniques.repeated_blocks import Block, why_not
+from stalloc.techniques.repeated_blocks import (
+    Block,
+    holds_layers,
+    is_compiled,
+    is_leaf,
+    is_replicated,
+    layers_of,
+    why_not,
+)
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 
 _TRANSFORM = "a transform of torch.func, which lets nobody exchange what is saved for backward"
@@ -43,7 +55,7 @@ class Observer:
         self._calls: list[CallSeen] = []
         self._seconds: list[float] = []  # of the operations of the step
         self._mode = Timing(rates, self.took)
-        self._early = EarlyReads()
+        self._early = _EarlyReads()
         self._models: list[Model] = []
         self._repeated = RepeatedCalls()
         when_models_appear(self._appeared)
@@ -95,7 +107,7 @@ class Observer:
 
     def _refuse(self, row: int, reason: str) -> None:
         if not self._blocks[row].why_not:
-            self._blocks[row] = BlockSeen(**{**vars(self._blocks[row]), "why_not": reason})
+            self._blocks[row] = replace(self._blocks[row], why_not=reason)
 
     def _look_at_operations(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
         if self._blocks[row].operations:  # a second call in the step
@@ -140,15 +152,17 @@ class Observer:
             OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random, place in saved)
             for place, (name, time) in enumerate(zip(names, seconds, strict=True))
         ]
-        changed = {"operations": seen, "num_needed": min(num_needed, len(seen))}
-        self._blocks[row] = BlockSeen(**{**vars(self._blocks[row]), **changed})
+        self._blocks[row] = replace(self._blocks[row], operations=seen, num_needed=min(num_needed, len(seen)))
         return results
 
     def _look_at_memory(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
         begin = torch.cuda.memory_allocated()
         results = forward(*args, **kwargs)
         end = torch.cuda.memory_allocated()
-        given, made = _memory((args, kwargs)), _memory(results)
+        given, made = (
+            sizes_of([one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.is_cuda])
+            for values in ((args, kwargs), results)
+        )
         new = sum(size for key, size in made.items() if key not in given)
         self._calls.append(CallSeen(row, max(0, end - begin - new)))
         return results
@@ -185,6 +199,122 @@ class Timing(TorchDispatchMode):
         return results
 
 
-def _memory(values: Any) -> dict[int, int]:
-    """The bytes of all device memory that tensors hold, by storage."""
-    return sizes_of([one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.is_cuda])
+class _EarlyReads:
+    """Why an optimizer's step cannot be made in the backward pass: because of the optimizer, or of earlier reads.
+
+    A program that reads parameters or gradients between the backward pass and the step that changes them would see
+    other values. All operations are watched but those of backward passes and of the steps themselves; which parameters
+    an optimizer holds is known from its first step on, which gradients from the step after it.
+    """
+
+    def __init__(self) -> None:
+        self._read = ""  # why, for what is read
+        self._why_not: dict[int, str] = {}  # why, for each optimizer that was made; empty if it could
+        self._held: set[int] = set()  # storages of parameters
+        self._between: set[int] = set()  # storages that were read since the backward pass
+        self._is_stepping = self._is_between = False
+        when_optimizers_are_made(self._made)
+        register_optimizer_step_pre_hook(self._about_to_step)
+        register_optimizer_step_post_hook(self._stepped)
+
+    @property
+    def reason(self) -> str:
+        """Why the step stays where it is, in words; empty if nothing was seen."""
+        could = not self._why_not or not all(self._why_not.values())
+        return self._read if could else next(iter(self._why_not.values()))
+
+    def look(self, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._is_between = True
+        elif self._is_between and not self._is_stepping and not self._read:
+            read = storages_of((args, kwargs))
+            self._between |= read
+            if self._held & read:
+                self._read = "parameters are read between the backward pass and the optimizer's step"
+
+    def _made(self, optimizer: Any) -> None:
+        self._why_not[id(optimizer)] = why_not_one_by_one(optimizer)
+
+    def _about_to_step(self, optimizer: Any, *_: Any) -> None:
+        self._is_stepping = True
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self._held |= storages_of(parameters)
+        if self._between & storages_of([one.grad for one in parameters if one.grad is not None]):
+            self._read = "a gradient is read or set between the backward pass and the optimizer's step"
+
+    def _stepped(self, *_: Any) -> None:
+        self._between.clear()
+        self._is_stepping = self._is_between = False
+
+
+Model = tuple[int, list[Block], "weakref.ref[Any]"]
+"""The number of a model, its blocks as the tree of modules has them, and the model."""
+
+
+class RepeatedCalls:
+    """Blocks that only calls of a program show: one that is called again and again, or those the script itself calls.
+
+    To be made before the program begins. Calls are looked at until `blocks` is asked for; nothing is kept alive, and
+    nothing of the device is used. What is found in the tree of modules comes first, unless the script calls a model
+    piece by piece.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[int] = []  # modules that are being called, by id
+        self._counts: Counter[int] = Counter()  # calls within one that the script itself has made
+        self._repeated: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._hooks = [
+            register_module_forward_pre_hook(self._called),
+            register_module_forward_hook(self._returned, always_call=True),
+        ]
+
+    def blocks(self, models: Sequence[Model]) -> list[tuple[int, Block]]:
+        """The blocks of all models, each with the number of its model; watching ends here."""
+        for hook in self._hooks:
+            hook.remove()
+        alive = [(number, blocks, model) for number, blocks, one in models if (model := one()) is not None]
+        kinds = [layers_of(one) if type(one) is torch.nn.Sequential else type(one) for *_, one in alive]
+        found = []
+        for (number, blocks, model), kind in zip(alive, kinds, strict=True):
+            if kinds.count(kind) > 1 and _can_be_block(model) and not holds_layers(model):
+                blocks = [Block(type(model).__name__, model)]
+            elif not is_replicated(model) and not is_compiled(model):
+                blocks = [*blocks, *self._within(model, blocks)]
+            found += [(number, block) for block in blocks]
+        return found
+
+    def _within(self, model: Any, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Modules that one call of a model calls several times, outside of its other blocks."""
+        taken = {id(module) for block in blocks for module in block.module.modules()}
+        for name, module in model.named_modules():
+            parts = {id(one) for one in module.modules()}
+            if name and module in self._repeated and _can_be_block(module) and not parts & taken:
+                taken |= parts
+                yield Block(name, module)
+
+    def _called(self, module: Any, _: Any) -> None:
+        if _is_ours():
+            if not self._open:
+                self._counts.clear()
+            elif torch.is_grad_enabled():
+                self._counts[id(module)] += 1
+                if self._counts[id(module)] > 1:
+                    self._repeated.add(module)
+            self._open.append(id(module))
+
+    def _returned(self, module: Any, *_: Any) -> None:
+        if _is_ours() and id(module) in self._open:
+            while self._open.pop() != id(module):
+                pass
+
+
+def _is_ours() -> bool:
+    """Whether a call is the program's own, not one of a backward pass or of a compiler."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
+def _can_be_block(module: Any) -> bool:
+    """Whether a module, as it is, can be a block."""
+    is_wrapper = type(module).__module__.startswith(("torch.nn.parallel", "torch.nn.modules.container"))
+    is_wrapper = is_wrapper and type(module) is not torch.nn.Sequential
+    return not (is_leaf(module) or is_wrapper or is_compiled(module)) and any(True for _ in module.parameters())

@@ -11,9 +11,8 @@ from stalloc.errors import BadInputError
 from stalloc.fitting import activation_search, tier_search
 from stalloc.fitting.compiled_search import compiled
 from stalloc.fitting.frontier import whole_blocks
-from stalloc.fitting.presets import all_but_attention, core_of_attention, whole
 from stalloc.fitting.proposals import Base, Known, Proposals
-from stalloc.fitting.recompute_search import by_checkmate, cheapest
+from stalloc.fitting.recompute_search import all_but_attention, by_checkmate, cheapest, core_of_attention, whole
 from stalloc.fitting.step_search import step_in_backward
 from stalloc.fitting.systems import SYSTEMS
 from stalloc.integer_program import find_solver

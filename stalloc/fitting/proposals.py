@@ -14,7 +14,7 @@ from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import Proposal, settings_of, whole_blocks
 from stalloc.fitting.observation import ProgramSeen
 from stalloc.fitting.run_seen import Foresight
-from stalloc.fitting.trial_work import TrialWork
+from stalloc.fitting.trials import TrialWork
 from stalloc.techniques.technique_settings import TechniqueSettings
 
 

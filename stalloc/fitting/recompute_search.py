@@ -1,15 +1,28 @@
-"""The cheapest choice of what is recomputed that keeps a budget: by the frontier, or by Checkmate's integer program.
+"""Ways to recompute blocks: the cheapest choice that keeps a budget, and those that are known by name.
 
-Contract: at most ROUNDS proposals are run, each for a target corrected by how far the last one missed the budget.
+Contract: of the cheapest, by the frontier or by Checkmate's integer program, at most ROUNDS proposals are run, each for
+a target corrected by how far the last one missed the budget. One that is known by name is tried whether it is expected
+to fit or not, unless it finds nothing to recompute.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
 
-from stalloc.fitting.block_graph import optimal_blocks
+from stalloc.figures import plural
+from stalloc.fitting.checkmate import optimal_blocks
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.frontier import Proposal, between, describe, frontier, proposal, whole_blocks
+from stalloc.fitting.frontier import (
+    Proposal,
+    between,
+    describe,
+    frontier,
+    keeping,
+    proposal,
+    selective,
+    whole_blocks,
+)
 from stalloc.fitting.proposals import Base, Known, Proposals, Way
+from stalloc.techniques.policy_names import ATTENTION, KEEP_ATTENTION
 
 ROUNDS = 3
 _NONE_FOUND = "checkmate found no choice of whole blocks within the budget in its time: all are recomputed"
@@ -74,4 +87,36 @@ def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal,
         if 0 <= left_bytes <= known.budget_bytes * ENOUGH_LEFT:
             break
         target += left_bytes
+    return None
+
+
+def all_but_attention(known: Known, base: Base) -> Proposals:
+    """All blocks, with the results of attention kept."""
+    choices = keeping(known.step, ATTENTION)
+    if choices:
+        yield Way(base, proposal(known.step, choices), "recompute all but attention", KEEP_ATTENTION[0])
+    elif known.step.has_operation(ATTENTION):
+        yield "results of attention are not kept, as random numbers are drawn after them"
+    return None
+
+
+def core_of_attention(known: Known, base: Base, *, is_named: bool = False) -> Proposals:
+    """The core of attention alone; `is_named`: say why where there is none."""
+    choices = selective(known.step)
+    if choices:
+        yield Way(base, proposal(known.step, choices), "recompute the core of attention", "selective")
+    elif is_named:
+        why = "no block has attention that is written out (a product, softmax, a product)"
+        if known.step.has_operation(ATTENTION):
+            why = "attention is one fused operation here, which does not save scores and probabilities"
+        yield f"selective finds nothing to recompute: {why}"
+    return None
+
+
+def whole(known: Known, base: Base, num_blocks: int | None = None) -> Proposals:
+    """The first blocks, as many as the policy says, or all, each recomputed as a whole."""
+    choices = whole_blocks(known.step, num_blocks)
+    if choices:
+        name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"
+        yield Way(base, proposal(known.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
     return None

@@ -6,21 +6,21 @@ been freed, and the second is not made; what a block makes that is left alone li
 steps of the runs are looked at, the first included.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.fitting.alignment import aligned
 from stalloc.fitting.foreseen_activations import ActivationsRecorded, as_rows, from_rows
-from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
-from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass
+from stalloc.fitting.foreseen_tiers import LayerRecorded, Pass, UpdateRecorded, paged, peak_bytes
 from stalloc.techniques.tier_settings import TierSettings
 
 Span = tuple[int, int]
 """Events of the record [begin, end) during an operation."""
+_AGREE, _MOST_APART = 6, 64  # values that have to agree again; values that may have no pair before they do
+_PIECE = 2048  # values of each that are compared where none agree again
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ def _calls_of(run: RunSeen) -> list[_Call]:
     table = np.array(sorted(spans), np.int64).reshape(-1, 5)
     span = np.searchsorted(table[:, 0], run.start, side="right") - 1
     inside = (span >= 0) & (run.start < table[span, 1]) if len(table) else np.zeros(len(span), bool)
-    rows = np.flatnonzero(inside & _is_freed(run))
+    is_freed = run.end < run.end.max(initial=0)  # one that never is may be a library's, such as a cuBLAS workspace
+    rows = np.flatnonzero(inside & is_freed)
     span = span[rows]
     ordinal = np.arange(len(rows)) - np.searchsorted(span, span)  # rows are in the order of their starts
     of_call: list[tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]] = [({}, {}) for _ in run.calls]
@@ -197,11 +198,6 @@ def _call_of(
     )
 
 
-def _is_freed(run: RunSeen) -> Column:
-    """Whether a request is freed: one that never is may be a library's (a cuBLAS workspace for each thread)."""
-    return run.end < run.end.max(initial=0)
-
-
 def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column, int]:
     """For each request of the run, where it would end in the program as it is and whether that makes no such request;
     and how many requests both make.
@@ -222,3 +218,62 @@ def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Co
     end[same] = np.append(run.start[same], run.end.max(initial=0))[following]
     is_extra[same] = False
     return end, is_extra, len(same)
+
+
+def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The places of equal values in two sequences that are nearly the same, pair by pair; both ascend.
+
+    Where the sequences part, they are joined at the nearest place from which a few values agree again, and as many
+    values as possible between are paired; if there is no such place near, as many as possible of a longer piece.
+    """
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i] == other[j]:
+            yield i, j
+            i, j = i + 1, j + 1
+            continue
+        gap = _gap(one, other, i, j)
+        a, b = gap or (_PIECE, _PIECE)
+        pairs = _most_pairs(one[i : i + a], other[j : j + b])
+        if gap is None and (i + a < len(one) or j + b < len(other)):  # the end of a piece is paired with what is left
+            a, b = a // 2, b // 2
+            pairs = [pair for pair in pairs if pair[0] < a and pair[1] < b]
+            a, b = (pairs[-1][0] + 1, pairs[-1][1] + 1) if pairs else (a, b)
+        yield from ((i + k, j + m) for k, m in pairs)
+        i, j = i + a, j + b
+
+
+def _gap(one: Sequence[int], other: Sequence[int], i: int, j: int) -> tuple[int, int] | None:
+    """How many values to leave out of each sequence, as few as possible, so that the sequences agree again."""
+    for total in range(1, _MOST_APART):
+        for left_out in range(total, -1, -1):
+            a, b = i + left_out, j + total - left_out
+            if a < len(one) and b < len(other) and one[a : a + _AGREE] == other[b : b + _AGREE]:
+                return left_out, total - left_out
+    return None
+
+
+def _most_pairs(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
+    """The longest common subsequence of two sequences, by places (Hyyrö 2004, a column of the table in each number).
+
+    A bit of a column is 0 where the subsequence becomes longer with that value of `one`.
+    """
+    all_places = (1 << len(one)) - 1
+    places: dict[int, int] = {}
+    for place, value in enumerate(one):
+        places[value] = places.get(value, 0) | 1 << place
+    columns = [all_places]
+    for value in other:
+        longer = columns[-1] & places.get(value, 0)
+        columns.append(((columns[-1] + longer) | (columns[-1] - longer)) & all_places)
+    pairs = []
+    i, j = len(one) - 1, len(other)
+    while i >= 0 and j > 0:
+        if columns[j] >> i & 1:
+            i -= 1
+        else:
+            j -= 1
+            if columns[j] >> i & 1:
+                pairs.append((i, j))
+                i -= 1
+    return pairs[::-1]

@@ -1,7 +1,7 @@
-"""Watching a run in which blocks are recomputed: which events of the record belong to which operation.
+"""Watching a run: which events of its record belong to which operation, update, layer with parameters and activation.
 
 Contract: a note costs no memory of the device and changes nothing; the clock is the number of events in the record of
-the runtime.
+the runtime, or for activations estimated seconds since a step began.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +11,185 @@ from typing import Any
 import numpy as np
 import torch
 
-from stalloc.fitting.activation_watch import ActivationWatch
+from stalloc.cost.gpu_rates import GpuRates
+from stalloc.fitting.foreseen_activations import ActivationsRecorded, Kind, as_rows
+from stalloc.fitting.foreseen_tiers import LayerRecorded, UpdateRecorded
+from stalloc.fitting.observer import Timing
 from stalloc.fitting.run_seen import CallRecorded, RunSeen, Span
-from stalloc.fitting.update_watch import UpdateWatch
 from stalloc.sizes import aligned
+from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape, Wanted
+from stalloc.techniques.gradient_access import has_gradient
+from stalloc.techniques.layer_streaming import streamable
+from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.recompute import MakeTape
+from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.state_pager import is_large
 from stalloc.trace import Trace
+
+
+@dataclass
+class _Update:
+    begin: int
+    end: int = -1
+    parameter_bytes: list[int] = field(default_factory=list)
+    is_updated: list[bool] = field(default_factory=list)
+    addresses: list[list[int]] = field(default_factory=list)
+    parameters: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Layer:
+    block: tuple[int, str]
+    appeared: int
+    addresses: list[int]
+    accumulated: list[int] = field(default_factory=list)
+
+
+class UpdateWatch:
+    """The steps of a run. `clock` gives the number of events so far."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self._clock = clock
+        self._updates: list[_Update] = []
+        self._layers: list[_Layer] = []
+        when_models_appear(self._appeared)
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._end(optimizer))
+
+    def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:
+        moment = self._clock()
+        for block in blocks:
+            parameters = [one for one in streamable(model, block)[0] if one.is_cuda]
+            layer = _Layer((number, block.name), moment, [_address_of(one) for one in parameters])
+            self._layers.append(layer)
+            for one in parameters:
+                is_trained = one.requires_grad
+                if one.is_floating_point() or one.is_complex():
+                    one.requires_grad_(True)  # it may be later
+                    one.register_post_accumulate_grad_hook(
+                        lambda _, layer=layer: layer.accumulated.append(self._clock())
+                    )
+                    one.requires_grad_(is_trained)
+
+    def _begin(self, optimizer: Any) -> None:
+        if not why_not_one_by_one(optimizer):
+            self._updates.append(_Update(self._clock()))
+
+    def _end(self, optimizer: Any) -> None:
+        if why_not_one_by_one(optimizer) or not self._updates or self._updates[-1].end >= 0:
+            return
+        update = self._updates[-1]
+        update.end = self._clock()
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            values = optimizer.state.get(parameter, {}).values()
+            large = [one for one in values if is_large(one) and one.is_cuda]
+            update.parameter_bytes.append(parameter.nbytes)
+            update.is_updated.append(has_gradient(parameter))
+            update.addresses.append([_address_of(one) for one in large])
+            update.parameters.append(_address_of(parameter))
+
+    def seen(self, request: Callable[[int, int], int]) -> list[UpdateRecorded]:
+        """The whole steps; `request` gives the row of what lies at an address at a moment."""
+        return [
+            UpdateRecorded(
+                one.begin,
+                one.end,
+                one.parameter_bytes,
+                one.is_updated,
+                [[request(address, one.end) for address in addresses] for addresses in one.addresses],
+                [request(address, one.end) for address in one.parameters],
+            )
+            for one in self._updates
+            if one.end >= 0
+        ]
+
+    def layers(self, request: Callable[[int, int], int], rows: Mapping[tuple[int, str], int]) -> list[LayerRecorded]:
+        """Blocks whose parameters are all known requests; `rows` are those of blocks by model and name."""
+        found = []
+        for layer in self._layers:
+            requests = [request(address, layer.appeared) for address in layer.addresses]
+            if layer.block in rows and requests and min(requests) >= 0:
+                found.append(LayerRecorded(rows[layer.block], layer.appeared, requests, layer.accumulated))
+        return found
+
+
+class ActivationWatch:
+    """A `Watcher` that records what becomes of activations, and when by its clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        self._events: list[tuple[float, int, int]] = []
+        self._number: dict[int, int] = {}  # of each activation, in the order of the record
+        self._sizes: list[int] = []
+        self._saved_at: list[tuple[int, int]] = []  # address, moment
+        self._back_at: list[tuple[int, int]] = []  # address and moment when it was first needed; 0: never
+
+    def saved(self, number: int, storage: Any) -> None:
+        self._number[number] = len(self._sizes)
+        self._sizes.append(storage.nbytes())
+        self._saved_at.append((storage.data_ptr(), int(self._clock())))
+        self._back_at.append((0, 0))
+        self._note(Kind.SAVED, number)
+
+    def needed(self, number: int, storage: Any) -> None:
+        if number in self._number:
+            row = self._number[number]
+            if not self._back_at[row][0]:
+                self._back_at[row] = storage.data_ptr(), int(self._clock())
+            self._note(Kind.NEEDED, number)
+
+    def gone(self, number: int) -> None:
+        if number in self._number:
+            self._note(Kind.GONE, number)
+
+    def _note(self, kind: Kind, number: int) -> None:
+        self._events.append((self._clock(), int(kind), self._number[number]))
+
+    def seen(self, request: Callable[[int, int], int] = lambda *_: -1) -> ActivationsRecorded:
+        """What was seen; `request` gives the row of what lies at an address at a moment."""
+        held = [request(*one) for one in self._saved_at]
+        back = [request(*one) if one[0] else -1 for one in self._back_at]
+        returns = [-1 if one == other else other for one, other in zip(held, back, strict=True)]
+        return ActivationsRecorded(list(self._events), list(self._sizes), held, returns)
+
+
+class TimedStep:
+    """Estimates when activations are saved and needed in the second step, in seconds since it began."""
+
+    def __init__(self, rates: GpuRates) -> None:
+        self._rates, self._seconds, self._num_steps = rates, 0.0, 0
+        self.watch = ActivationWatch(lambda: self._seconds)
+        self._mode = Timing(rates, self._took)
+        self._seen: dict[str, Any] = {}
+
+    def step_ended(self) -> None:
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self.watch.begin()
+            self._seconds = 0.0
+            self._mode.__enter__()
+        elif self._num_steps == 2:
+            self._mode.__exit__(None, None, None)
+            self._seen = {"activations": as_rows(self.watch.seen()), "step_seconds": self._seconds}
+
+    def seen(self) -> dict[str, Any]:
+        return self._seen
+
+    def _took(self, seconds: float, *_: Any) -> None:
+        self._seconds += seconds
 
 
 @dataclass
 class _Call:
     block: tuple[int, str]
     given_at: int
-    addresses: list[int]
+    addresses: list[int]  # of its inputs
     forward: list[Span] = field(default_factory=list)
     again: list[Span] = field(default_factory=list)
     num_times: int = 0
@@ -41,7 +206,8 @@ class RunWatch:
         """Makes the tapes of the blocks of a model."""
 
         def make(block: str, wanted: Wanted, inputs: Sequence[Any] = ()) -> BlockTape:
-            call = _Call((model, block), self._clock(), [address_of(one) for one in inputs])
+            addresses = [_address_of(one) if one.layout == torch.strided else 0 for one in inputs]
+            call = _Call((model, block), self._clock(), addresses)
             self._calls.append(call)
             return _WatchedTape(block, wanted, inputs, call, self._clock)
 
@@ -112,6 +278,6 @@ class _WatchedTape(BlockTape):
         return results
 
 
-def address_of(tensor: Any) -> int:
+def _address_of(tensor: Any) -> int:
     """Where the memory of a tensor of the device begins; 0 for another."""
-    return tensor.untyped_storage().data_ptr() if tensor.is_cuda and tensor.layout == torch.strided else 0
+    return int(tensor.untyped_storage().data_ptr()) if tensor.is_cuda else 0

@@ -4,24 +4,48 @@ Contract: the child is forked from a process that has imported torch on the virt
 costs what the program itself costs. It sees STALLOC_TRIAL=1 and an empty standard input, and what it prints is kept
 away; it ends in the middle of the program after its last step, without what the program does at its end, and it is
 killed, with all that it has started, when its time is over. Whatever becomes of it, this process gets a Measured or a
-reason.
+reason. A step ends where the optimizer that made the first step ends its own; peaks are those of torch's statistics,
+reset at every step.
 """
 
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
 
-from stalloc.errors import SetupError
-from stalloc.fitting.trial_work import TrialWork, measure
+from stalloc.allocator_conf import conf_in_force, conf_text
+from stalloc.errors import BadInputError, SetupError
+from stalloc.files import write_whole
 from stalloc.forked_child import ForkedChild, first_ended
 from stalloc.sandbox import ProgramFiles
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 STEPS = 3  #: of a trial
 TRIAL_VARIABLE = "STALLOC_TRIAL"
+COMPARED_STEPS = 3  #: whose requests say whether a program asks for what another did
+
+
+@dataclass(frozen=True)
+class TrialWork:
+    """What a trial is to run and measure."""
+
+    under: Literal["native", "observed", "timed", "recorded", "planned"]
+    """Under torch's allocator, plainly, observing blocks, or noting when activations are saved and needed; under
+    stalloc, to make a plan; on that plan."""
+    settings: TechniqueSettings = field(default_factory=TechniqueSettings)
+    num_steps: int = 3
+    most_requests: int = 0  #: the trial ends with the first step after so many requests; 0: after num_steps
+    most_processor_seconds: float = 0.0  #: or after so many seconds of the process's own processor time
+    gpu_name: str = ""
+    plan: bytes = b""  #: of a planned trial
+    limit_bytes: int = 0  #: the most that is taken from the device; 0: no limit
+    watched: dict[tuple[int, str], int] | None = None  #: rows of blocks whose operations are noted in a recorded trial
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float,
     """Run a program, a function that gives its exit code, in a child for a trial, with its own view of its files."""
     begun = time.monotonic()
     variables = {TRIAL_VARIABLE: "1", "STALLOC": "", "STALLOC_CACHE": "off"}
-    with ForkedChild(lambda folder: measure(folder, program, work), variables, files.sandbox()) as child:
+    with ForkedChild(lambda folder: _measure(folder, program, work), variables, files.sandbox()) as child:
         in_time = _ends_in_time(child, limit_seconds)
         child.end()
         measured = _result(child, in_time, limit_seconds)
@@ -110,3 +134,211 @@ def _result(child: ForkedChild, in_time: bool, limit_seconds: float) -> dict[str
     found["steps"] = [tuple(step) for step in found["steps"]]
     plan = child.folder / "plan.npz"
     return {**found, "plan": plan.read_bytes() if plan.exists() else b""}
+
+
+def _measure(folder: Path, program: Callable[[], int], work: TrialWork) -> None:
+    """Run the program and write `result.json`, with a plan `plan.npz`; this process ends with the last step."""
+    trial = _Trial(folder, work)
+    trial.begin()
+    code = program()
+    if code != 0:
+        sys.stdout.flush()
+        raise SystemExit(code)
+    trial.end()
+
+
+class _Trial:
+    def __init__(self, folder: Path, work: TrialWork) -> None:
+        self._folder, self._work = folder, work
+        self._steps: list[tuple[int, int]] = []
+        self._asked_events = 0  # of a recorded trial, up to the end of the first steps
+        self._requests: list[tuple[int, int]] = []  # until the end of each step, and bytes asked for at its peak
+        self._begun = time.process_time()
+        self._notes: list[str] = []
+        self._first: Any = None  # the optimizer whose steps count
+        self._observer: Any = None  # of the program as it is, or of when activations are saved
+        self._runtime: Any = None
+        self._watched: Any = None
+        self._updates: Any = None
+        self._activations: Any = None
+        self._in_host: Any = None
+        self._imports: Any = None  # that the program makes first
+
+    def begin(self) -> None:
+        """Prepare before the program begins: torch is imported, and nothing has used the device."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        work = self._work
+        if work.under in ("recorded", "planned"):
+            self._runtime = _install(work)
+        if work.under == "observed":
+            from stalloc.cost.gpu_rates import rates_of
+            from stalloc.fitting.imports_ahead import ImportWatch
+            from stalloc.fitting.observer import Observer
+
+            self._observer = Observer(rates_of(work.gpu_name))
+            self._imports = ImportWatch()
+        elif work.settings != TechniqueSettings() or work.under == "timed":
+            self._apply()
+        if work.watched is not None and not work.settings.step_in_backward:
+            from stalloc.fitting.run_watch import UpdateWatch
+
+            self._updates = UpdateWatch(self._clock)
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _apply(self) -> None:
+        from stalloc.cost.gpu_rates import rates_of
+        from stalloc.fitting.run_watch import ActivationWatch, TimedStep
+        from stalloc.techniques.applying import apply_settings
+        from stalloc.techniques.block_tape import BlockTape
+
+        work = self._work
+        make_tape = (lambda _: BlockTape) if work.watched is None else self._watch().of_model
+        if work.under == "timed":
+            self._observer = TimedStep(rates_of(work.gpu_name))
+            self._activations = self._observer.watch
+        elif work.watched is not None and work.settings.activations:
+            self._activations = ActivationWatch(self._clock)
+        self._in_host = apply_settings(work.settings, self._notes.append, make_tape, self._activations)
+
+    def _clock(self) -> int:
+        """How many events were recorded so far."""
+        return int(self._runtime.controllers[0].state.record.log.num_events)
+
+    def _watch(self) -> Any:
+        from stalloc.fitting.run_watch import RunWatch
+
+        self._watched = RunWatch(self._clock)
+        return self._watched
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
+        if self._first is None:
+            self._first = optimizer
+            if self._imports is not None:
+                self._imports.end()
+        if optimizer is not self._first or not torch.cuda.is_initialized():
+            return
+        self._note()
+        if self._runtime is not None and len(self._steps) == COMPARED_STEPS:
+            self._asked_events = self._clock()
+        if self._observer is not None:
+            self._observer.step_ended()
+        else:
+            torch.cuda.reset_peak_memory_stats()
+        if len(self._steps) == 1:
+            self._begun = time.process_time()  # what comes before, and code that is compiled in it, does not count
+        if self._is_long or len(self._steps) >= self._work.num_steps:
+            self.end(is_whole=False)
+
+    @property
+    def _is_long(self) -> bool:
+        work, spent = self._work, time.process_time() - self._begun
+        return 0 < work.most_requests < self._requests[-1][0] or 0 < work.most_processor_seconds < spent
+
+    def _note(self) -> None:
+        import torch
+
+        self._steps.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        statistics = torch.cuda.memory_stats()
+        num_requests = statistics.get("allocation.all.allocated", 0)
+        self._requests.append((num_requests, statistics.get("requested_bytes.all.peak", 0)))
+
+    def end(self, *, is_whole: bool = True) -> None:
+        """Write what was measured; the process is over. `is_whole`: the program has ended by itself."""
+        import torch
+
+        has_rest = False
+        if is_whole and torch.cuda.is_initialized() and len(self._steps) < self._work.num_steps:
+            self._note()  # what came after the last step, if anything did
+            has_rest = self._requests[-1][0] != (self._requests[-2][0] if len(self._requests) > 1 else 0)
+            if not has_rest:
+                del self._steps[-1], self._requests[-1]
+        told: dict[str, Any] = {
+            "steps": self._steps,
+            "requests": self._requests,
+            "is_whole": is_whole,
+            "has_rest": has_rest,
+            "allocated_bytes": max((allocated for allocated, _ in self._steps), default=0),
+            "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
+            "notes": self._notes,
+        }
+        if self._work.under == "planned":  # whatever the program does to torch's statistics
+            reports = self._runtime.reports()
+            told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
+            dropped = sum(one.plans_dropped for one in reports) if self._work.plan else 0
+            told["num_shortages"] = dropped + sum(one.out_of_memory_errors for one in reports)
+        if self._in_host is not None:
+            told |= self._in_host.told()
+        if self._observer is not None:
+            told["seen"] = self._observer.seen()
+        if self._imports is not None:
+            told["imports"] = self._imports.groups
+        if self._work.watched is not None:
+            told["seen"] = self._run_seen(self._work.watched)
+        if self._work.under == "recorded":
+            told["asked"] = self._asked()
+            told["native_bytes"] = _native_bytes(self._runtime)
+            plan = _plan_of(self._runtime)
+            if plan:
+                write_whole(self._folder / "plan.npz", plan)
+        write_whole(self._folder / "result.json", json.dumps(told))
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _asked(self) -> str:
+        """A digest of the requests of the first steps, tiny ones left out; empty if there were not so many steps."""
+        if not self._asked_events:
+            return ""
+        size, stream, _ = self._runtime.controllers[0].state.recorded_requests(0, self._asked_events)
+        return sha256(size.tobytes() + stream.tobytes()).hexdigest()
+
+    def _run_seen(self, rows: dict[tuple[int, str], int]) -> dict[str, Any]:
+        """What was recorded on the first device, with the calls of blocks."""
+        from stalloc.fitting.run_watch import RunWatch
+
+        watch = self._watched or RunWatch(lambda: 0)
+        trace = self._runtime.controllers[0].recording.trace()
+        seen: dict[str, Any] = watch.seen(trace, rows, self._updates, self._activations).as_json()
+        return seen
+
+
+def _install(work: TrialWork) -> Any:
+    """Install stalloc in this process, only to record, or on a plan within a limit."""
+    from stalloc import integrations
+    from stalloc.planner import plans_from_bytes
+
+    if work.under == "recorded":
+        return integrations.install(device="virtual", settings=integrations.Settings(plan=False, keep_recording=True))
+    plans = plans_from_bytes(work.plan, "the plan of the trial") if work.plan else None
+    runtime = integrations.install(device="virtual", known_plans=plans)
+    if work.limit_bytes:
+        for controller in runtime.controllers:
+            controller.hold_to_budget(work.limit_bytes)
+    return runtime
+
+
+def _native_bytes(runtime: Any) -> int:
+    """What PyTorch's allocator, as the user has set it, would have reserved for what was recorded; 0 if unknown."""
+    from stalloc.integrations.memory_figures import served_controllers
+    from stalloc.replay.simulation import Candidate, simulate
+
+    conf = conf_in_force()[1]
+    conf.pop("backend", None)
+    allocator = Candidate("torch", conf_text(conf))
+    try:
+        devices = [simulate(one.recording.trace(), [allocator])[0] for one in served_controllers(runtime)]
+    except BadInputError:
+        return 0
+    return max((one.peak_reserved_bytes for one in devices), default=0)
+
+
+def _plan_of(runtime: Any) -> bytes:
+    """The plan file of what was recorded; empty if its steps do not repeat."""
+    from stalloc.integrations.memory_figures import served_controllers
+    from stalloc.planner import plan, plans_to_bytes, validate
+
+    plans = [plan(controller.recording.regular_trace()) for controller in served_controllers(runtime)]
+    made = [one for one in plans if one.kind == "program" and validate(one).ok]
+    return plans_to_bytes(made) if made else b""
