@@ -34,8 +34,6 @@ _PLENTY = 1 << 50  # of host memory, in a run that only foresees
 
 @dataclass(frozen=True)
 class _Expected:
-    """What is foreseen of one share and window."""
-
     settings: TechniqueSettings
     offload: Offloaded
     seconds_beside: float  #: that other techniques add to a step
@@ -186,7 +184,6 @@ def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, wind
 
 
 def _is_worth_it(known: Known, found: _Expected) -> bool:
-    """Whether it costs less than every candidate that fits so far."""
     seconds = [one.added_seconds for one in known.candidates if known.fits(one)]
     return found.offload.seconds + found.seconds_beside < min(seconds, default=float("inf"))
 

@@ -72,7 +72,6 @@ class Fitting:
         return cheapest(self.known.candidates, self.known.budget_bytes)
 
     def pursue(self, proposals: Proposals) -> None:
-        """Run what a technique proposes, and send it the outcome of each proposal."""
         answer: object = None
         while True:
             try:
@@ -222,17 +221,14 @@ class Fitting:
         return self.try_once(work) if within.failure and not within.out_of_memory else within
 
     def try_once(self, work: TrialWork) -> Measured:
-        """Run the program once."""
         self.num_trials += 1
         return self.trial(dataclasses.replace(work, num_steps=max(work.num_steps, self.num_steps)))
 
     def _check_repeats(self, one: Measured, other: Measured) -> None:
-        """Say where two trials of the same way to run the program needed different bytes in a step that both ran."""
         both = zip(one.steps, other.steps, strict=False)
         self.note([] if all(first[0] == second[0] for first, second in both) else [_VARIES])
 
     def note(self, notes: list[str]) -> None:
-        """Say what has not been said yet."""
         self.notes += [note for note in notes if note not in self.notes]
 
     def _leave_out(self, measured: Measured) -> None:
@@ -257,7 +253,6 @@ def _why_not_kept(within: Measured) -> str:
 
 
 def _why_too_short(num_steps: int, *, uses_gpu: bool) -> str:
-    """Why a program that has ended cannot be fitted."""
     if not uses_gpu:
         return (
             "the program used no GPU through PyTorch: a budget is kept for what PyTorch trains (what CuPy allocates is "

@@ -39,7 +39,6 @@ class Schedule:
     is_optimal: bool  #: False: the time was over, and a cheaper one may exist
 
     def again(self) -> set[Hashable]:
-        """Nodes that are computed more than once."""
         return {node for node, count in zip(self.nodes, self.computed.sum(0).tolist(), strict=True) if count > 1}
 
 

@@ -99,7 +99,6 @@ class Program:
         return ""
 
     def may_ask_for_the_same(self, other: "Program") -> bool:
-        """Whether the program may ask for the same memory although something differs."""
         return (self.name, self.torch, self.stalloc) == (other.name, other.torch, other.stalloc)
 
 
@@ -121,7 +120,6 @@ class Fit:
 
     @property
     def least_bytes(self) -> int:
-        """The least that any candidate needed."""
         return min((one.needed_bytes for one in self.candidates if one.needed_bytes and not one.refused), default=0)
 
     def save(self, path: str | Path) -> None:
@@ -130,7 +128,6 @@ class Fit:
         write_whole(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The content of a fit file."""
         told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("settings", "plan")}
         header = {
             **told,

@@ -20,8 +20,6 @@ from stalloc.techniques.parts import aligned
 
 
 class Kind(IntEnum):
-    """What became of an activation."""
-
     SAVED = 0
     NEEDED = 1
     GONE = 2
@@ -38,8 +36,6 @@ class ActivationsRecorded:
 
 
 class Does(IntEnum):
-    """What is done with an activation."""
-
     COPY_OUT = 0
     LET_GO = 1
     BRING = 2
@@ -48,8 +44,6 @@ class Does(IntEnum):
 
 
 class Action(NamedTuple):
-    """Something that is done with an activation."""
-
     moment: float
     does: Does
     number: int
@@ -175,11 +169,9 @@ def added_seconds(
 
 
 def as_rows(recorded: ActivationsRecorded) -> list[list[Any]]:
-    """Plain rows, to be sent to another process."""
     return [list(column) for column in vars(recorded).values()]
 
 
 def from_rows(rows: list[list[Any]]) -> ActivationsRecorded:
-    """The activations of which `as_rows` gave the rows."""
     events, sizes, requests, returns = rows
     return ActivationsRecorded([(moment, kind, number) for moment, kind, number in events], sizes, requests, returns)

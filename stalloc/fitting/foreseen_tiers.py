@@ -254,7 +254,6 @@ def _with_copies(
 
 
 def peak_bytes(run: Lifespans) -> int:
-    """The most that is allocated at once."""
     start, end, size = run
     moments = np.concatenate([np.maximum(start, 0), end])
     change = np.concatenate([size, -size])

@@ -15,8 +15,6 @@ from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettin
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to compute a block again."""
-
     keep: tuple[int, ...]  #: positions of operations whose results are kept
     seconds: float  #: by which a call becomes longer, estimated
     kept_bytes: int
@@ -24,14 +22,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings that are worth trying."""
-
     choices: Mapping[int, Choice]  #: by row of the block; other blocks stay as they are
     seconds: float  #: by which a step becomes longer, estimated
 
     @property
     def kept(self) -> dict[int, tuple[int, ...]]:
-        """What is kept of each block that is recomputed."""
         return {row: choice.keep for row, choice in self.choices.items()}
 
 
@@ -73,7 +68,6 @@ def between(step: ProgramSeen, cheap: Proposal, thorough: Proposal) -> list[Prop
 
 
 def proposal(step: ProgramSeen, choices: Mapping[int, Choice]) -> Proposal:
-    """What choices for some blocks are expected to cost."""
     calls = _calls_of(step)
     return Proposal(choices, sum(choice.seconds * calls.get(row, 0) for row, choice in choices.items()))
 
@@ -145,7 +139,6 @@ def settings_of(step: ProgramSeen, choices: Mapping[int, Choice]) -> RecomputeSe
 
 
 def describe(step: ProgramSeen, proposed: Proposal) -> str:
-    """What a proposal does, for people."""
     whole = sum(not choice.keep for choice in proposed.choices.values())
     num_blocks = len({call.block for call in step.calls})
     if whole == len(proposed.choices):
@@ -160,7 +153,6 @@ def describe(step: ProgramSeen, proposed: Proposal) -> str:
 
 
 def _calls_of(step: ProgramSeen) -> dict[int, int]:
-    """Blocks that can be recomputed, with how often each is called in a step."""
     counts: dict[int, int] = {}
     for call in step.calls:
         if not step.blocks[call.block].why_not and step.blocks[call.block].operations:

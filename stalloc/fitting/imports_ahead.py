@@ -32,8 +32,6 @@ _HARMLESS = ("warnings", "logging", "environ")  #: whose functions change nothin
 
 
 class Group(TypedDict):
-    """What one statement imported."""
-
     modules: list[tuple[str, str]]  #: names and files, in the order in which they came
     environment: dict[str, str]  #: variables that the program had set by then
     num_devices: int  #: what torch said when it was asked for GPUs; 0 if it was not
@@ -54,7 +52,6 @@ class ImportWatch:
         builtins.__import__ = self._imported
 
     def end(self) -> None:
-        """Stop noting imports."""
         self._is_over = True
         if builtins.__import__ == self._imported:
             builtins.__import__ = self._import
@@ -205,7 +202,6 @@ def _end_of_head(file: str) -> int:
 
 
 def _only_names(statement: ast.stmt) -> bool:
-    """Whether a statement defines, names or imports, and does nothing else."""
     match statement:
         case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Pass():
             return True

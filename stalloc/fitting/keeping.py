@@ -41,7 +41,6 @@ def fit_file(source: program_source.ProgramSource) -> Path:
 
 
 def check_single_rank() -> None:
-    """Raise BadInputError if this process is one of several ranks."""
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise BadInputError(
             "a budget is kept for programs of one rank so far, and WORLD_SIZE is "
@@ -125,7 +124,6 @@ def find_or_make(
 
 
 def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
-    """What identifies this program, on a GPU of this name, to a fit."""
     torch = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         torch = importlib.metadata.version("torch")  # as installed, whether it is imported or not
@@ -216,12 +214,10 @@ def make(
 
 
 def gpu_text(gpu: VirtualGPU) -> str:
-    """A GPU as `--as-gpu` takes it."""
     return json.dumps([gpu.name, gpu.total_bytes, list(gpu.compute_capability), gpu.num_multiprocessors])
 
 
 def gpu_from_text(text: str) -> VirtualGPU:
-    """The GPU of a text that `gpu_text` gave. Raises BadInputError for any other text."""
     try:
         name, total_bytes, capability, num = json.loads(text)
         return VirtualGPU(

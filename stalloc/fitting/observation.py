@@ -22,8 +22,6 @@ _NO_BLOCKS = (
 
 @dataclass(frozen=True)
 class OperationSeen:
-    """One operation of a block."""
-
     name: str
     seconds: float  #: estimated
     kept_bytes: int  #: what keeping its result takes; 0: it cannot be kept
@@ -34,8 +32,6 @@ class OperationSeen:
 
 @dataclass(frozen=True)
 class BlockSeen:
-    """One repeated block."""
-
     model: int
     name: str
     kind: str
@@ -64,12 +60,10 @@ class ProgramSeen:
     reads_early: str = ""  #: why the optimizer cannot make its step in the backward pass; empty if nothing was seen
 
     def has_operation(self, names: tuple[str, ...]) -> bool:
-        """Whether an operation of a block has one of these in its name."""
         return any(name in one.name for block in self.blocks for one in block.operations for name in names)
 
     @property
     def why_no_blocks(self) -> str:
-        """Why none of the blocks can be recomputed."""
         reasons = [block.why_not for block in self.blocks if block.why_not]
         if not reasons and self.blocks:
             reasons = [f"{self.blocks[0].name} was not called with gradients in the steps that were looked at"]
@@ -104,7 +98,6 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values (JSON) for another process."""
         return {
             "blocks": [{**vars(one), "operations": [list(vars(op).values()) for op in one.operations]}
                        for one in self.blocks],
@@ -117,7 +110,6 @@ class ProgramSeen:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "ProgramSeen":
-        """What was seen, from the values that `as_json` gave."""
         blocks = [
             BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
             for one in told["blocks"]

@@ -61,7 +61,6 @@ class Observer:
         when_models_appear(self._appeared)
 
     def step_ended(self) -> None:
-        """The optimizer has made a step."""
         self._step += 1
         if self._step == 1:
             for model, block in self._repeated.blocks(self._models):
@@ -73,7 +72,6 @@ class Observer:
             self._mode.__exit__(None, None, None)
 
     def seen(self) -> dict[str, Any]:
-        """What was seen so far: a ProgramSeen as JSON."""
         compiled = sys.modules.get("torch._dynamo.utils")
         is_compiled = compiled is not None and compiled.counters["stats"]["unique_graphs"] > 0
         reads_early, seconds = self._early.reason, sum(self._seconds)
@@ -81,7 +79,6 @@ class Observer:
         return seen.as_json()
 
     def took(self, seconds: float, args: Any, kwargs: Any) -> None:
-        """An operation of the second step was made."""
         self._seconds.append(seconds)
         self._early.look(args, kwargs)
 
@@ -177,7 +174,6 @@ def _in_reentrant_checkpoint() -> bool:
 
 
 def _why_nothing(results: Any, saved: set[int], *, checkpointed: bool) -> str:
-    """Why a block saves nothing that could be recomputed."""
     if not any(one.requires_grad for one in tree_leaves(results) if isinstance(one, torch.Tensor)):
         return "has no gradients, so nothing of it is saved for backward"
     if checkpointed:

@@ -78,7 +78,6 @@ def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
 
 
 def _recomputed(policy: str) -> Technique:
-    """The ways to recompute that have this name; none for the name of another technique."""
     if policy.partition(":")[0] == BLOCKS:
         return partial(whole, num_blocks=num_blocks_of(policy))
     return _RECOMPUTED.get(policy, _nothing)

@@ -35,7 +35,6 @@ class Known:
         return TrialWork("recorded", settings, watched=rows)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it was run within the budget."""
         return candidate.fits(self.budget_bytes)
 
 
@@ -58,7 +57,6 @@ class Base:
     offload: Offloaded | None = None
 
     def with_blocks(self, step: ProgramSeen, proposed: Proposal) -> TechniqueSettings:
-        """The base's settings together with the proposed recomputation."""
         return dataclasses.replace(self.settings, recompute=settings_of(step, proposed.choices))
 
     def expected_bytes(self, step: ProgramSeen, proposed: Proposal) -> int:

@@ -91,7 +91,6 @@ def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal,
 
 
 def all_but_attention(known: Known, base: Base) -> Proposals:
-    """All blocks, with the results of attention kept."""
     choices = keeping(known.step, ATTENTION)
     if choices:
         yield Way(base, proposal(known.step, choices), "recompute all but attention", KEEP_ATTENTION[0])
@@ -114,7 +113,6 @@ def core_of_attention(known: Known, base: Base, *, is_named: bool = False) -> Pr
 
 
 def whole(known: Known, base: Base, num_blocks: int | None = None) -> Proposals:
-    """The first blocks, as many as the policy says, or all, each recomputed as a whole."""
     choices = whole_blocks(known.step, num_blocks)
     if choices:
         name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"

@@ -25,8 +25,6 @@ _PIECE = 2048  # values of each that are compared where none agree again
 
 @dataclass(frozen=True)
 class CallRecorded:
-    """One call of a block that was recomputed."""
-
     block: int  #: row of the blocks
     inputs: list[int]  #: requests that hold its inputs; -1: no request holds one
     forward: list[Span]  #: of each operation
@@ -47,7 +45,6 @@ class RunSeen:
 
     @property
     def passes(self) -> list[Pass]:
-        """When each block that was recomputed was called, and when backward reached it."""
         return [
             Pass(call.block, call.forward[0][0], call.forward[-1][1], call.again[0][0] if call.again else -1)
             for call in self.calls
@@ -55,7 +52,6 @@ class RunSeen:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values (JSON) for another process."""
         columns = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
         rows = {
             name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
@@ -64,7 +60,6 @@ class RunSeen:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
-        """The run of which `as_json` gave the values."""
         start, end, size = (np.array(told[name], np.int64) for name in ("start", "end", "size"))
         updates = [UpdateRecorded(*update) for update in told["updates"]]
         layers = [LayerRecorded(*layer) for layer in told["layers"]]
@@ -101,7 +96,6 @@ class Foresight:
 
     @property
     def calls(self) -> list[CallRecorded]:
-        """The calls of the run in which every block is recomputed."""
         return self._run.calls
 
     @property

@@ -203,8 +203,6 @@ class RunWatch:
         self._calls: list[_Call] = []
 
     def of_model(self, model: int) -> MakeTape:
-        """Makes the tapes of the blocks of a model."""
-
         def make(block: str, wanted: Wanted, inputs: Sequence[Any] = ()) -> BlockTape:
             addresses = [_address_of(one) if one.layout == torch.strided else 0 for one in inputs]
             call = _Call((model, block), self._clock(), addresses)
@@ -251,8 +249,6 @@ class RunWatch:
 
 
 class _WatchedTape(BlockTape):
-    """A tape that notes when its operations begin and end."""
-
     def __init__(
         self, block: str, wanted: Wanted, inputs: Sequence[Any], call: _Call, clock: Callable[[], int]
     ) -> None:

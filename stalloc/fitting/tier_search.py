@@ -71,7 +71,6 @@ def _with_tiers(as_it_is: Base, tiers: TierSettings) -> Base:
 
 
 def is_of_tiers(policy: str | None) -> bool:
-    """Whether a policy, with or without a number, is one of POLICIES."""
     return policy is not None and policy.partition(":")[0] in POLICIES
 
 
@@ -145,7 +144,6 @@ def _windows(known: Known, as_it_is: Base) -> list[int]:
 
 
 def what_of(tiers: TierSettings) -> str:
-    """What the tiers do, in words."""
     done = []
     if tiers.processor_share:
         beside = " beside backward" * tiers.updates_beside_backward

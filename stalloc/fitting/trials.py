@@ -33,8 +33,6 @@ COMPARED_STEPS = 3  #: whose requests say whether a program asks for what anothe
 
 @dataclass(frozen=True)
 class TrialWork:
-    """What a trial is to run and measure."""
-
     under: Literal["native", "observed", "timed", "recorded", "planned"]
     """Under torch's allocator, plainly, observing blocks, or noting when activations are saved and needed; under
     stalloc, to make a plan; on that plan."""
@@ -50,8 +48,6 @@ class TrialWork:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one trial gave."""
-
     failure: str = ""  #: why the trial gave nothing else; empty if it did
     refused_block: str = ""  #: a block that cannot be computed twice, where that is the failure
     out_of_memory: bool = False
@@ -202,7 +198,6 @@ class _Trial:
         self._in_host = apply_settings(work.settings, self._notes.append, make_tape, self._activations)
 
     def _clock(self) -> int:
-        """How many events were recorded so far."""
         return int(self._runtime.controllers[0].state.record.log.num_events)
 
     def _watch(self) -> Any:

@@ -49,8 +49,6 @@ _LIBRARIES = tuple(
 
 
 class Owner(NamedTuple):
-    """A block of somebody's."""
-
     address: int
     requested_bytes: int
     rounded_bytes: int
@@ -116,7 +114,6 @@ class Poison:
             say(f"STALLOC_POISON stops checking: {why}")
 
     def raise_found(self) -> None:
-        """Raise CorruptionError for what was found since the last time, if anything was."""
         fresh, self._raised = self.found[self._raised :], len(self.found)
         if fresh:
             more = f" ({len(fresh) - 1} more on standard error)" if len(fresh) > 1 else ""
@@ -321,7 +318,6 @@ class Watch:
         atexit.register(self.at_exit)  # before other handlers of ours, so that it runs after them
 
     def add(self, device: "Device", state: "DeviceState") -> Poison | None:
-        """Watch a device; None, and a sentence, if its memory does not exist."""
         memory = memory_of(device)
         if memory is None:
             say(
@@ -342,7 +338,6 @@ class Watch:
         return 0
 
     def raise_found(self) -> None:
-        """Raise CorruptionError for what was found on any device since the last time."""
         for poison in self.devices.values():
             poison.raise_found()
 

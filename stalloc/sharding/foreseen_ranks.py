@@ -34,14 +34,11 @@ class RankPeaks:
 
     @property
     def needed_bytes(self) -> int:
-        """Allocated at any time."""
         return max(self.step_allocated, self.making_allocated)
 
 
 @dataclass(frozen=True)
 class Foreseen(RankPeaks):
-    """What is foreseen of one rank."""
-
     held_bytes: int = 0  #: between two steps: parts of parameters and state
 
 
@@ -62,14 +59,12 @@ class _RankEvents:
     events: list[int] = field(default_factory=list)  #: the row of an allocation, -1 - row of a free
 
     def make(self, size: int, stream: int = 0) -> int:
-        """Allocate so many bytes; the new row."""
         self.sizes.append(size)
         self.streams.append(stream)
         self.events.append(len(self.sizes) - 1)
         return self.events[-1]
 
     def free(self, *rows: int) -> None:
-        """Free what was allocated."""
         self.events.extend(-1 - row for row in rows)
 
     def counted(self, conf: str) -> tuple[Column, Column]:

@@ -99,7 +99,6 @@ class StepWatch:
                 one.register_post_accumulate_grad_hook(lambda one, row=row: self._gradient(row, one))
 
     def mark(self, kind: MarkKind, place: int = -1) -> None:
-        """Note what happens now; see `MarkKind`."""
         if self.num_steps <= WATCHED_STEP:
             has_gradients = any(one.grad is not None for _, _, one in self._parameters)
             self._marks.append(Mark(kind, place, _moment(), has_gradients))
@@ -208,8 +207,6 @@ class _Requests:
 
 
 class _Inputs(torch.autograd.Function):
-    """The inputs of a unit as they are."""
-
     @staticmethod
     def forward(ctx: Any, watch: StepWatch, row: int, *inputs: Any) -> Any:
         ctx.left = lambda: watch.mark("backwarded", row)

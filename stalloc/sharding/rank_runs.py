@@ -32,8 +32,6 @@ _RESULT = "result.json"
 
 @dataclass(frozen=True)
 class RankWork:
-    """One run."""
-
     gpu: VirtualGPU
     layout: Layout | None = None  #: None: as it is, and marks are recorded
     rank: Rank | None = None
@@ -42,8 +40,6 @@ class RankWork:
 
 @dataclass(frozen=True)
 class RankSeen(RankPeaks):
-    """What one rank held."""
-
     failure: str = ""  #: why there is nothing else
     reserved_bytes: int = 0  #: by PyTorch's own allocator
 
@@ -68,7 +64,6 @@ class ShardRuns:
         return found
 
     def rank(self, work: RankWork) -> RankSeen:
-        """What one rank, run by itself, was seen to need."""
         text, output = self._run(work)
         if text is None:
             return RankSeen(failure=_why(output))
@@ -95,7 +90,6 @@ class ShardRuns:
 
 
 def _why(output: str) -> str:
-    """The last error of a program's output."""
     errors = re.findall(r"^(?:[\w.]*Error|[\w.]*Exception): (.*)", output, re.MULTILINE)
     lines = [line for line in output.splitlines() if line.strip()]
     return (errors or lines or ["it said nothing"])[-1]

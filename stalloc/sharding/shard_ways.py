@@ -22,8 +22,6 @@ NETWORK_BYTES_PER_SECOND = 50e9
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank receives in a step."""
-
     all_gather: int
     reduce_scatter: int
     all_reduce: int
@@ -32,7 +30,6 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds of collectives together."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.broadcast
 
     def seconds(self, within_rate: float, between_rate: float) -> float:
@@ -42,8 +39,6 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Links:
-    """How fast ranks reach each other, in bytes a second to each."""
-
     within: float
     between: float
     per_node: int
@@ -60,8 +55,6 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to shard."""
-
     layout: Layout
     is_recomputed: bool
     foreseen: Foreseen

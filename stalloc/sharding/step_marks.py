@@ -18,16 +18,12 @@ gradient; those of a unit's inputs are there; the whole backward pass is over; t
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the optimizer's on the device."""
-
     parameter: int  #: row of the parameters
     is_alike: bool  #: it has the shape of its parameter
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model."""
-
     name: str
     unit: int  #: row of the units: what is gathered together
     shape: tuple[int, ...]
@@ -38,12 +34,10 @@ class Parameter:
 
     @property
     def num_items(self) -> int:
-        """The items of the whole parameter, on all ranks together."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the whole parameter, on all ranks together."""
         return self.num_items * self.item_bytes
 
     def part_items(self, num_ranks: int) -> int:
@@ -55,8 +49,6 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment."""
-
     kind: MarkKind
     place: int  #: row of the units, of the parameters for "gradient", -1 for the rest
     event: int  #: how many events were before it
@@ -78,8 +70,6 @@ class Program:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The steps; the last is steady."""
-
     units: tuple[str, ...]  #: names: repeated blocks, and last what lies in none
     parameters: tuple[Parameter, ...]
     program: Program
@@ -89,17 +79,14 @@ class StepMarks:
 
     @cached_property
     def num_passes(self) -> int:
-        """Forward passes of a step."""
         root = len(self.units) - 1
         return max(1, sum(mark.kind == "forward" and mark.place == root for mark in self.marks[self.steady :]))
 
     def as_json(self) -> dict[str, Any]:
-        """For another process."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "StepMarks":
-        """What `as_json` gave."""
         parameters = (
             Parameter(**one | {"shape": tuple(one["shape"]), "state_bytes": tuple(one["state_bytes"])})
             for one in told["parameters"]

@@ -35,11 +35,9 @@ class Rank:
 
     @property
     def num_local(self) -> int:
-        """Processes, and GPUs, of a machine."""
         return min(self.num_ranks, RANKS_A_NODE)
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torchrun would set for it."""
         local, node = self.number % self.num_local, self.number // self.num_local
         return {
             "RANK": str(self.number),
@@ -274,7 +272,6 @@ def _receiving(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gathers an object of each rank: copies of this rank's own."""
     function = inspect.unwrap(function)
     signature = inspect.signature(function)
 

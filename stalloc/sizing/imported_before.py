@@ -26,7 +26,6 @@ _READ = {"torch": ("PYTORCH_", "TORCH_"), "cupy": ("CUPY_",)}
 
 
 def put_aside(otherwise: Callable[[dict[str, str]], None]) -> None:
-    """Put aside those libraries that this process has imported."""
     for name in _PACKAGES:
         if name in sys.modules:
             sys.meta_path.insert(0, _Aside(name, otherwise))

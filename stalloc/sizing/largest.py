@@ -52,7 +52,6 @@ class _Search:
         self.notes: list[str] = []
 
     def fitting(self, name: str) -> int:
-        """The largest index that is known to fit."""
         tries = self._tries
         return max((index for index in range(len(tries.values)) if tries.fits(name, index)), default=-1)
 

@@ -102,7 +102,6 @@ def configuration(name: str, *, download: bool = False) -> dict[str, Any]:
 
 
 def _of_hub(name: str, download: bool) -> Path:
-    """Where the configuration of a model of the hub lies."""
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         raise BadInputError(f"there is no model {printable(name)!r}: {_CHOICES}.")
@@ -150,7 +149,6 @@ def add_model_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
-    """The options of `add_model_arguments` and their values, as words of a command line."""
     words = ["--batch", args.batch, "--seq", args.seq]
     words += ["--infer"] if args.infer else ["--train", args.train or "adamw"]
     return [*words, *(["--checkpoint"] if args.checkpoint else []), "--dtype", args.dtype]

@@ -53,8 +53,6 @@ _NET_PEERS = 2  # of a double binary tree: three for half of the channels, one f
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A range of numbers, from the least to the most."""
-
     least: int
     most: int
 
@@ -71,8 +69,6 @@ NONE = Span(least=0, most=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """How the GPUs of one machine reach each other."""
-
     kind: Literal["nvswitch", "mesh", "bridge or PCIe", "PCIe"]
     capability: int  #: ten times the compute capability: 90
     num_nvlinks: int = 0  #: NVLinks of each GPU
@@ -81,12 +77,10 @@ class Links:
 
     @property
     def nvlink_gbps(self) -> float:
-        """GB/s of all NVLinks of a GPU together."""
         return self.num_nvlinks * next(rate for since, rate in _LINK_RATES.items() if self.capability >= since)
 
 
 def links_of(card: str, capability: tuple[int, int]) -> Links:
-    """The links of a card, by its name in `known_gpus`."""
     number = 10 * capability[0] + capability[1]
     if card in _NVLINKS_BY_CARD:
         return Links(kind="nvswitch", capability=number, num_nvlinks=_NVLINKS_BY_CARD[card])
@@ -101,8 +95,6 @@ def links_of(card: str, capability: tuple[int, int]) -> Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Channels:
-    """The channels of one communicator."""
-
     collective: Span
     p2p: Span  #: the channels for send and receive
     p2p_each_peer: Span  #: the channels for send and receive with one other rank
@@ -242,8 +234,6 @@ def _nvls(links: Links, num_local: int, num_nodes: int, settings: Mapping[str, s
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """A communicator, and what one of its ranks does with it."""
-
     num_ranks: int
     rank: int = 0
     num_local: int  #: the number of its ranks on this machine
@@ -261,8 +251,6 @@ class Communicator:
 
 @dataclass(frozen=True, kw_only=True)
 class NcclMemory:
-    """Bytes of one rank for one communicator."""
-
     channels: Channels
     parts: dict[str, Span] = field(default_factory=dict)  #: on the device: ring, tree, switch, sends, network
     pinned: Span = NONE  #: pinned host memory of the proxies that talk to network cards
@@ -271,7 +259,6 @@ class NcclMemory:
 
     @property
     def device(self) -> Span:
-        """All bytes on the device."""
         return sum(self.parts.values(), NONE)
 
 

@@ -16,13 +16,10 @@ from stalloc.sizing.nccl_memory import NONE, Communicator, Links, NcclMemory, Sp
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMemory:
-    """One communicator and what NCCL takes for it."""
-
     used: Communicator
     memory: NcclMemory
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; spans as [least, most]."""
         channels = self.memory.channels
         return {
             "num_ranks": self.used.num_ranks,
@@ -42,8 +39,6 @@ class GroupMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank, or the program if it has none."""
-
     rank: int | None
     allocated_bytes: int  #: allocated peak on the GPU that takes most, as are the next figures
     reserved_bytes: int
@@ -61,7 +56,6 @@ class RankMemory:
 
     @property
     def nccl_pinned(self) -> Span:
-        """Pinned host memory of NCCL's proxies, over all communicators."""
         return sum((group.memory.pinned for group in self.groups), NONE)
 
     @property
@@ -72,13 +66,11 @@ class RankMemory:
 
     @property
     def nvidia_smi(self) -> Span:
-        """What nvidia-smi would show of the process."""
         driver = self.reserved_bytes + self.outside_bytes
         context = Span(least=self.context.least_bytes, most=self.context.most_bytes)
         return Span(least=driver, most=driver) + context + self.nccl
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; spans as [least, most]."""
         return {
             "rank": self.rank,
             "allocated_bytes": self.allocated_bytes,
@@ -138,7 +130,6 @@ class NodeMemory:
         return Span(least=own + shared.least, most=own + loaded + shared.most + self.pinned.most + self.files_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; spans as [least, most]."""
         return {
             "ranks": [one.as_json() for one in self.ranks],
             "machine": {
@@ -155,7 +146,6 @@ class NodeMemory:
 
 
 def card_of(gpu: VirtualGPU) -> str:
-    """The name of a card in `known_gpus`; empty for one that is not there."""
     return next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
 
 

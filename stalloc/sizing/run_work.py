@@ -43,8 +43,6 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, kw_only=True)
 class RunWork:
-    """One run of the program."""
-
     gpu: VirtualGPU
     under: Literal["native", "stalloc"] = "native"
     at_first_use: bool = False  #: stalloc serves the program from its first use of CUDA on, as `stalloc run` does
@@ -156,7 +154,6 @@ class _Run:
             self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
 
     def _tell(self, code: int) -> None:
-        """Write the result."""
         from stalloc.device import virtual
         from stalloc.integrations.installing import current
         from stalloc.integrations.sleep_and_wake import phases_told

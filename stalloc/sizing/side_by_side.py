@@ -55,8 +55,6 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSeen:
-    """What came of one run."""
-
     completes: bool
     devices: list[dict[str, int]]  #: one entry for each device: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`
     findings: dict[str, Any]  #: what it could not know, as in `device.virtual.findings`

@@ -25,8 +25,6 @@ _DONE = (0, 1)  # exit codes of a dry run that has an answer
 
 @dataclass(frozen=True)
 class Swept:
-    """What came of one program."""
-
     program: tuple[str, ...]
     told: dict[str, Any] | None  #: what `stalloc dryrun --json` writes; None: there is no answer
     failure: str = ""  #: why there is none

@@ -162,7 +162,6 @@ class Tries:
         self.num_runs = 0
 
     def label(self, index: int) -> str:
-        """A value as people read it."""
         return self._label(self.values[index])
 
     def needed_bytes(self, index: int) -> int | None:
@@ -177,7 +176,6 @@ class Tries:
         return max((device["allocated_peak_bytes"] for device in seen.devices), default=0)
 
     def fits(self, name: str, index: int) -> bool | None:
-        """Whether a value fits; None if it is not known."""
         seen = self.observed.get(index)
         if seen is not None and not seen.completes:
             return False  # there is no such GPU
@@ -225,7 +223,6 @@ class Tries:
         return name == NEEDED or self._fits_replayed(name, traces)
 
     def do(self, wanted: Iterable[Wanted]) -> None:
-        """Find out what is not known yet, in runs side by side."""
         observe: dict[int, Asked] = {}
         limited: dict[tuple[str, int], Asked] = {}
         failing: dict[tuple[str, int], Asked] = {}
@@ -284,7 +281,6 @@ class Tries:
 
 
 def known_to_replay(candidate: Candidate) -> bool:
-    """Whether there is a model with these settings."""
     from stalloc.replay.registry import make
 
     try:

@@ -48,8 +48,6 @@ class Keeper:
 
 
 class InHost(Keeper):
-    """Pinned host memory, as much as is needed."""
-
     drops = False
 
     def keep(self, runs: Sequence[Run]) -> None:
@@ -63,8 +61,6 @@ class InHost(Keeper):
 
 
 class InFile(Keeper):
-    """A file in a folder."""
-
     drops = False
 
     def __init__(self, folder: Path) -> None:
@@ -142,7 +138,6 @@ class Sleep:
 
     @property
     def held_bytes(self) -> int:
-        """What was given back."""
         return GRANULE * sum(map(len, self.mapped.values()))
 
     def addresses(self) -> set[int]:
@@ -156,7 +151,6 @@ class Sleep:
 
     @property
     def kept_bytes(self) -> int:
-        """What was copied."""
         return sum(size for _, size in self.kept)
 
     @property
