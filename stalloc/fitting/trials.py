@@ -94,7 +94,17 @@ def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float,
     with ForkedChild(lambda folder: _measure(folder, program, work), variables, files.sandbox()) as child:
         in_time = _ends_in_time(child, limit_seconds)
         child.end()
-        measured = _result(child, in_time, limit_seconds)
+        result, plan = child.folder / "result.json", child.folder / "plan.npz"
+        measured: dict[str, Any] = {}
+        if result.exists():
+            measured = json.loads(result.read_text(encoding="utf-8"))
+            measured["steps"] = [tuple(step) for step in measured["steps"]]
+            measured["plan"] = plan.read_bytes() if plan.exists() else b""
+        elif child.overrun or not in_time:
+            late = f"its steps took more than {limit_seconds:g} s, the limit of --trial-seconds"
+            measured["failure"] = child.overrun or late
+        else:
+            measured = _failure(child.output())
     files.note(child.files)
     return Measured(**{**measured, "seconds": time.monotonic() - begun})
 
@@ -108,34 +118,20 @@ def _ends_in_time(child: ForkedChild, limit_seconds: float) -> bool:
     return False
 
 
-def _result(child: ForkedChild, in_time: bool, limit_seconds: float) -> dict[str, Any]:
-    text, result = child.output(), child.folder / "result.json"
-    if not result.exists():
-        if child.overrun:
-            return {"failure": child.overrun}
-        if not in_time:
-            return {"failure": f"its steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
-        needed = re.findall(r"GradientError: (.*)", text)
-        if needed:
-            return {"failure": needed[-1]}
-        refused = re.findall(r"RecomputeError: ((\S+?):? .*)", text)
-        if refused:
-            return {"failure": refused[-1][0], "refused_block": refused[-1][1]}
-        memory = re.findall(r"OutOfMemoryError: (.*)", text)
-        if memory:
-            return {"failure": memory[-1], "out_of_memory": True}
-        lines = [line for line in text.splitlines() if line.strip()]
-        return {"failure": f"the program failed in a trial ({lines[-1] if lines else 'it said nothing'})"}
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    found["steps"] = [tuple(step) for step in found["steps"]]
-    plan = child.folder / "plan.npz"
-    return {**found, "plan": plan.read_bytes() if plan.exists() else b""}
+def _failure(output: str) -> dict[str, Any]:
+    if needed := re.findall(r"GradientError: (.*)", output):
+        return {"failure": needed[-1]}
+    if refused := re.findall(r"RecomputeError: ((\S+?):? .*)", output):
+        return {"failure": refused[-1][0], "refused_block": refused[-1][1]}
+    if memory := re.findall(r"OutOfMemoryError: (.*)", output):
+        return {"failure": memory[-1], "out_of_memory": True}
+    said = [line for line in output.splitlines() if line.strip()] or ["it said nothing"]
+    return {"failure": f"the program failed in a trial ({said[-1]})"}
 
 
 def _measure(folder: Path, program: Callable[[], int], work: TrialWork) -> None:
     """Run the program and write `result.json`, with a plan `plan.npz`; this process ends with the last step."""
     trial = _Trial(folder, work)
-    trial.begin()
     code = program()
     if code != 0:
         sys.stdout.flush()
@@ -144,7 +140,13 @@ def _measure(folder: Path, program: Callable[[], int], work: TrialWork) -> None:
 
 
 class _Trial:
+    """To be made before the program begins, when torch is imported, and nothing has used the device."""
+
     def __init__(self, folder: Path, work: TrialWork) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        from stalloc.cost.gpu_rates import rates_of
+
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
         self._asked_events = 0  # of a recorded trial, up to the end of the first steps
@@ -153,22 +155,13 @@ class _Trial:
         self._notes: list[str] = []
         self._first: Any = None  # the optimizer whose steps count
         self._observer: Any = None  # of the program as it is, or of when activations are saved
-        self._runtime: Any = None
         self._watched: Any = None
         self._updates: Any = None
         self._activations: Any = None
         self._in_host: Any = None
         self._imports: Any = None  # that the program makes first
-
-    def begin(self) -> None:
-        """Prepare before the program begins: torch is imported, and nothing has used the device."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        work = self._work
-        if work.under in ("recorded", "planned"):
-            self._runtime = _install(work)
+        self._runtime: Any = _install(work) if work.under in ("recorded", "planned") else None
         if work.under == "observed":
-            from stalloc.cost.gpu_rates import rates_of
             from stalloc.fitting.imports_ahead import ImportWatch
             from stalloc.fitting.observer import Observer
 
@@ -184,27 +177,23 @@ class _Trial:
 
     def _apply(self) -> None:
         from stalloc.cost.gpu_rates import rates_of
-        from stalloc.fitting.run_watch import ActivationWatch, TimedStep
+        from stalloc.fitting.run_watch import ActivationWatch, RunWatch, TimedStep
         from stalloc.techniques.applying import apply_settings
         from stalloc.techniques.block_tape import BlockTape
 
         work = self._work
-        make_tape = (lambda _: BlockTape) if work.watched is None else self._watch().of_model
+        if work.watched is not None:
+            self._watched = RunWatch(self._clock)
         if work.under == "timed":
             self._observer = TimedStep(rates_of(work.gpu_name))
             self._activations = self._observer.watch
         elif work.watched is not None and work.settings.activations:
             self._activations = ActivationWatch(self._clock)
+        make_tape = (lambda _: BlockTape) if self._watched is None else self._watched.of_model
         self._in_host = apply_settings(work.settings, self._notes.append, make_tape, self._activations)
 
     def _clock(self) -> int:
         return int(self._runtime.controllers[0].state.record.log.num_events)
-
-    def _watch(self) -> Any:
-        from stalloc.fitting.run_watch import RunWatch
-
-        self._watched = RunWatch(self._clock)
-        return self._watched
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         import torch
@@ -224,21 +213,17 @@ class _Trial:
             torch.cuda.reset_peak_memory_stats()
         if len(self._steps) == 1:
             self._begun = time.process_time()  # what comes before, and code that is compiled in it, does not count
-        if self._is_long or len(self._steps) >= self._work.num_steps:
-            self.end(is_whole=False)
-
-    @property
-    def _is_long(self) -> bool:
         work, spent = self._work, time.process_time() - self._begun
-        return 0 < work.most_requests < self._requests[-1][0] or 0 < work.most_processor_seconds < spent
+        is_long = 0 < work.most_requests < self._requests[-1][0] or 0 < work.most_processor_seconds < spent
+        if is_long or len(self._steps) >= work.num_steps:
+            self.end(is_whole=False)
 
     def _note(self) -> None:
         import torch
 
+        found = torch.cuda.memory_stats()
         self._steps.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
-        statistics = torch.cuda.memory_stats()
-        num_requests = statistics.get("allocation.all.allocated", 0)
-        self._requests.append((num_requests, statistics.get("requested_bytes.all.peak", 0)))
+        self._requests.append((found.get("allocation.all.allocated", 0), found.get("requested_bytes.all.peak", 0)))
 
     def end(self, *, is_whole: bool = True) -> None:
         """Write what was measured; the process is over. `is_whole`: the program has ended by itself."""
@@ -271,32 +256,22 @@ class _Trial:
         if self._imports is not None:
             told["imports"] = self._imports.groups
         if self._work.watched is not None:
-            told["seen"] = self._run_seen(self._work.watched)
+            from stalloc.fitting.run_watch import RunWatch
+
+            trace = self._runtime.controllers[0].recording.trace()
+            watch = self._watched or RunWatch(lambda: 0)
+            told["seen"] = watch.seen(trace, self._work.watched, self._updates, self._activations).as_json()
         if self._work.under == "recorded":
-            told["asked"] = self._asked()
+            if self._asked_events:  # tiny requests are left out
+                state = self._runtime.controllers[0].state
+                size, stream, _ = state.recorded_requests(0, self._asked_events)
+                told["asked"] = sha256(size.tobytes() + stream.tobytes()).hexdigest()
             told["native_bytes"] = _native_bytes(self._runtime)
-            plan = _plan_of(self._runtime)
-            if plan:
+            if plan := _plan_of(self._runtime):
                 write_whole(self._folder / "plan.npz", plan)
         write_whole(self._folder / "result.json", json.dumps(told))
         sys.stdout.flush()
         os._exit(0)
-
-    def _asked(self) -> str:
-        """A digest of the requests of the first steps, tiny ones left out; empty if there were not so many steps."""
-        if not self._asked_events:
-            return ""
-        size, stream, _ = self._runtime.controllers[0].state.recorded_requests(0, self._asked_events)
-        return sha256(size.tobytes() + stream.tobytes()).hexdigest()
-
-    def _run_seen(self, rows: dict[tuple[int, str], int]) -> dict[str, Any]:
-        """What was recorded on the first device, with the calls of blocks."""
-        from stalloc.fitting.run_watch import RunWatch
-
-        watch = self._watched or RunWatch(lambda: 0)
-        trace = self._runtime.controllers[0].recording.trace()
-        seen: dict[str, Any] = watch.seen(trace, rows, self._updates, self._activations).as_json()
-        return seen
 
 
 def _install(work: TrialWork) -> Any:
