@@ -60,19 +60,14 @@ def cheapest(candidates: Sequence[Candidate], budget_bytes: int) -> int:
 
 def undominated(candidates: Sequence[Candidate]) -> list[int]:
     """The rows of the Pareto set: no other needs at most as much of device, host, disk and time, and less of one."""
-    costs = {
-        row: (one.needed_bytes, one.host_bytes, one.disk_bytes, one.added_seconds)
-        for row, one in enumerate(candidates)
-        if one.needed_bytes and not one.refused
-    }
-
-    def is_worse(cost: tuple[float, ...]) -> bool:
-        return any(
-            other != cost and all(mine <= its for mine, its in zip(other, cost, strict=True))
-            for other in costs.values()
-        )
-
-    return [row for row, cost in costs.items() if not is_worse(cost)]
+    rows = [row for row, one in enumerate(candidates) if one.needed_bytes and not one.refused]
+    measured = [candidates[row] for row in rows]
+    costs = np.array([(one.needed_bytes, one.host_bytes, one.disk_bytes, one.added_seconds) for one in measured])
+    return [
+        row
+        for row, cost in zip(rows, costs, strict=True)
+        if not ((costs <= cost).all(axis=1) & (costs < cost).any(axis=1)).any()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +195,12 @@ def _fit(header: Any, plan: bytes) -> Fit:
 def _record(kind: Any, told: Any) -> Any:
     if not isinstance(told, dict) or set(told) != {one.name for one in fields(kind)}:
         raise ValueError(f"a {kind.__name__.lower()} is damaged")
-    checks: dict[Any, Callable[[Any], Any]] = {str: _text, int: _count, float: _seconds, tuple[str, ...]: _texts}
+    checks: dict[Any, Callable[[Any], Any]] = {
+        str: _text,
+        int: _count,
+        float: _seconds,
+        tuple[str, ...]: lambda texts: tuple(map(_text, _list(texts, 100_000))),
+    }
     return kind(**{one.name: checks[one.type](told[one.name]) for one in fields(kind)})
 
 
@@ -208,10 +208,6 @@ def _list(value: Any, limit: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > limit:
         raise ValueError("a list is damaged")
     return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(_text(one) for one in _list(value, 100_000))
 
 
 def _text(value: Any) -> str:

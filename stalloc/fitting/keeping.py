@@ -80,25 +80,22 @@ def find_or_make(
     has.
     """
     check_name(file)
-    reason, known = "", False
     output: Path | None = file
+    reason, known = "", False
     try:
         fit = load_fit(file)
         program = program_of(source, gpu.name)
-        reason = difference = program.difference(fit.program)
-        if difference and (same or program.may_ask_for_the_same(fit.program)):
-            known = bool(fit.asked) and not same
-            reason = "" if same or known else difference
+        difference = program.difference(fit.program)
+        known = bool(difference and not same and fit.asked and program.may_ask_for_the_same(fit.program))
+        reason = "" if same or known else difference
         if program.name != fit.program.name:
             output = None  # somebody else's
         if not reason and (fit.best < 0 or budget_bytes < fit.budget_bytes):  # it was tried within no less
             reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
-        if not reason and fit.candidates[fit.best].host_bytes > host_bytes:
-            used = human_bytes(fit.candidates[fit.best].host_bytes)
-            reason = f"it takes {used} of host memory, for which --host has to be given"
-        if not reason and fit.candidates[fit.best].disk_bytes > disk_bytes:
-            used = human_bytes(fit.candidates[fit.best].disk_bytes)
-            reason = f"it takes {used} on disk, for which --disk has to be given"
+        for option, what, may in (("host", "of host memory", host_bytes), ("disk", "on disk", disk_bytes)):
+            used = 0 if reason else getattr(fit.candidates[fit.best], f"{option}_bytes")
+            if used > may:
+                reason = f"it takes {human_bytes(used)} {what}, for which --{option} has to be given"
         if not reason:
             plans_of(fit, file)
             if same and difference:
@@ -193,18 +190,21 @@ def make(
                 file = output
             except BadInputError as error:
                 say(f"the fit is not kept: {error}")
-        words = [sys.executable, "-m", "stalloc", "fit", "--json", str(result), "--output", str(file)]
-        words += [] if budget_bytes is None else ["--budget", f"{budget_bytes}B"]
-        words += [] if gpu is None else ["--as-gpu", gpu_text(gpu)]
-        words += [] if policy is None else ["--policy", policy]
-        words += [] if known is None else ["--as-known", str(known)]
-        words += ["--host", f"{host_bytes}B"] if host_bytes else []
-        words += ["--disk", f".:{disk_bytes}B"] if disk_bytes else []
+        options = {
+            "--json": result,
+            "--output": file,
+            "--budget": None if budget_bytes is None else f"{budget_bytes}B",
+            "--as-gpu": None if gpu is None else gpu_text(gpu),
+            "--policy": policy,
+            "--as-known": known,
+            "--host": f"{host_bytes}B" if host_bytes else None,
+            "--disk": f".:{disk_bytes}B" if disk_bytes else None,
+        }
+        words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
         words += ["--keep-files"] if keep_files else []
         environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
-        done = subprocess.run(
-            [*words, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False
-        )
+        line = [sys.executable, "-m", "stalloc", "fit", *words, *command]
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False)
         if not result.exists():
             raise SetupError(f"the program could not be fitted (exit code {done.returncode}): see above.")
         told = json.loads(result.read_text(encoding="utf-8"))
@@ -299,8 +299,8 @@ def budget(
     file = fit_file(source) if fit is None else Path(fit)
     used = find_or_make(source, command, budget_bytes, gpu_of_this_process(), file, host_bytes, disk_bytes,
                         same=same)  # fmt: skip
-    known = plans_of(used, file)
-    keep(integrations.install(device=device, gpu=gpu, known_plans=known), used, budget_bytes, place)
+    runtime = integrations.install(device=device, gpu=gpu, known_plans=plans_of(used, file))
+    keep(runtime, used, budget_bytes, place)
     return used
 
 

@@ -6,7 +6,7 @@ the begin and the end of blocks, which does not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stalloc.figures import plural
@@ -65,10 +65,9 @@ class ProgramSeen:
     @property
     def why_no_blocks(self) -> str:
         reasons = [block.why_not for block in self.blocks if block.why_not]
-        if not reasons and self.blocks:
-            reasons = [f"{self.blocks[0].name} was not called with gradients in the steps that were looked at"]
-        reason = reasons[0] if reasons else _NO_BLOCKS
-        return f"nothing can be recomputed: {reason}"
+        if self.blocks:
+            reasons.append(f"{self.blocks[0].name} was not called with gradients in the steps that were looked at")
+        return f"nothing can be recomputed: {[*reasons, _NO_BLOCKS][0]}"
 
     @property
     def why_some_stay(self) -> list[str]:
@@ -98,22 +97,12 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "blocks": [{**vars(one), "operations": [list(vars(op).values()) for op in one.operations]}
-                       for one in self.blocks],
-            "calls": [list(vars(one).values()) for one in self.calls],
-            "step_seconds": self.step_seconds,
-            "num_steps": self.num_steps,
-            "is_compiled": self.is_compiled,
-            "reads_early": self.reads_early,
-        }  # fmt: skip
+        return asdict(self)
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "ProgramSeen":
         blocks = [
-            BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
+            BlockSeen(**one | {"operations": [OperationSeen(**operation) for operation in one["operations"]]})
             for one in told["blocks"]
         ]
-        calls = [CallSeen(*one) for one in told["calls"]]
-        rest = {name: told[name] for name in ("step_seconds", "num_steps", "is_compiled", "reads_early")}
-        return cls(blocks, calls, **rest)
+        return cls(**told | {"blocks": blocks, "calls": [CallSeen(**one) for one in told["calls"]]})
