@@ -112,7 +112,8 @@ def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int)
     """Run what is expected to fit, then aim lower by as much as it missed; whether there is nothing more to try."""
     for _ in range(ROUNDS):
         found = _cheapest(known, seen, tiers, target_bytes)
-        if found is None or not _is_worth_it(known, found):
+        least_seconds = min((one.added_seconds for one in known.candidates if known.fits(one)), default=float("inf"))
+        if found is None or found.offload.seconds + found.seconds_beside >= least_seconds:
             return False
         candidate: Candidate = yield _way(seen, found)
         if known.fits(candidate) or (candidate.refused and not candidate.runs_short):
@@ -122,8 +123,12 @@ def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int)
 
 
 def _way(seen: _Seen, found: _Expected) -> Way:
-    base = Base(found.settings, offload=found.offload)
-    return Way(base, seen.proposed, _what(found.settings, len(seen.proposed.choices)), "offload-ratio")
+    activations, num_blocks = found.settings.activations, len(seen.proposed.choices)
+    of = "" if activations.ratio == 1 else f"{activations.ratio:.0%} of "
+    ahead = f", {human_bytes(activations.window_bytes)} ahead" if activations.window_bytes else ""
+    what = [f"recompute {plural(num_blocks, 'whole block')}"] if num_blocks else []
+    what += [f"{of}activations to the host{ahead}", *([what_of(found.settings.tiers)] if found.settings.tiers else [])]
+    return Way(Base(found.settings, offload=found.offload), seen.proposed, ", ".join(what), "offload-ratio")
 
 
 def ratio_of(policy: str) -> float | None:
@@ -167,32 +172,13 @@ def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, wind
         left = dataclasses.replace(tiers, host_bytes=max(0, known.host_bytes - found.host_bytes))
         in_host = paged(lifespans, run.updates, left, run.layers, run.passes)
         lifespans = in_host.lifespans
-        layers = run.layers if tiers.streamed_window else ()
-        streamed_bytes = sum(int(run.size[row]) for layer in layers for row in layer.requests)
-        on_disk = in_host.disk_streamed_bytes
-        moved = Measured(
-            paged_bytes=max(0, in_host.host_bytes - streamed_bytes + on_disk),
-            streamed_bytes=streamed_bytes,
-            disk_streamed_bytes=on_disk,
-        )
+        layers, on_disk = run.layers if tiers.streamed_window else (), in_host.disk_streamed_bytes
+        streamed = sum(int(run.size[row]) for layer in layers for row in layer.requests)
+        paged_bytes = max(0, in_host.host_bytes - streamed + on_disk)
+        moved = Measured(paged_bytes=paged_bytes, streamed_bytes=streamed, disk_streamed_bytes=on_disk)
         beside = tier_seconds(tiers, moved, known.step, known.link_bytes_per_second)
     rate = LINK_SHARE * known.link_bytes_per_second
     seconds = added_seconds(seen.timed, settings, seen.step_seconds, rate, LINK_START)
     whole = TechniqueSettings(tiers=tiers, activations=settings)
     offload = Offloaded(peak_bytes(lifespans), found.host_bytes, seconds)
     return _Expected(whole, offload, seen.proposed.seconds + beside)
-
-
-def _is_worth_it(known: Known, found: _Expected) -> bool:
-    seconds = [one.added_seconds for one in known.candidates if known.fits(one)]
-    return found.offload.seconds + found.seconds_beside < min(seconds, default=float("inf"))
-
-
-def _what(settings: TechniqueSettings, num_blocks: int) -> str:
-    activations = settings.activations
-    parts = [f"recompute {plural(num_blocks, 'whole block')}"] if num_blocks else []
-    of = "" if activations.ratio == 1 else f"{activations.ratio:.0%} of "
-    parts.append(f"{of}activations to the host")
-    if activations.window_bytes:
-        parts[-1] += f", {human_bytes(activations.window_bytes)} ahead"
-    return ", ".join(parts + ([what_of(settings.tiers)] if settings.tiers else []))

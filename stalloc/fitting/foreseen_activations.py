@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
-from stalloc.columns import Column
 from stalloc.cost.queues import Queue, Task, schedule
 from stalloc.fitting.foreseen_tiers import Lifespans
 from stalloc.techniques.activation_settings import ActivationSettings
@@ -35,7 +34,7 @@ class ActivationsRecorded:
     returns: list[int] = field(default_factory=list)  #: requests that held each once it was back; -1: it never left
 
 
-class Does(IntEnum):
+class _Does(IntEnum):
     COPY_OUT = 0
     LET_GO = 1
     BRING = 2
@@ -43,32 +42,26 @@ class Does(IntEnum):
     FORGET = 4
 
 
-class Action(NamedTuple):
-    moment: float
-    does: Does
-    number: int
-
-
-def actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iterator[Action]:
-    """What a run with these settings does with its activations, in order."""
+def _actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iterator[tuple[float, _Does, int]]:
+    """What a run with these settings does with its activations, in order: moment, what, and number."""
     order = OffloadOrder(settings.ratio, settings.window_bytes)
     away: set[int] = set()
     for moment, kind, number in recorded.events:
         if kind == Kind.SAVED:
             if order.is_wanted(recorded.sizes[number]):
-                yield Action(moment, Does.COPY_OUT, number)
+                yield moment, _Does.COPY_OUT, number
                 for one in order.leaves(number, recorded.sizes[number]):
                     away.add(one)
-                    yield Action(moment, Does.LET_GO, one)
+                    yield moment, _Does.LET_GO, one
         elif kind == Kind.NEEDED:
             for one in order.needed(number):
                 if one in away:
                     away.remove(one)
-                    yield Action(moment, Does.BRING, one)
-            yield Action(moment, Does.USE, number)
+                    yield moment, _Does.BRING, one
+            yield moment, _Does.USE, number
         else:
             order.gone(number)
-            yield Action(moment, Does.FORGET, number)
+            yield moment, _Does.FORGET, number
 
 
 @dataclass(frozen=True)
@@ -86,47 +79,32 @@ def offloaded(run: Lifespans, recorded: ActivationsRecorded, settings: Activatio
     copied: set[int] = set()
     held: Counter[int] = Counter()  # places in the host by size, and those of them that are in use
     used: Counter[int] = Counter()
-    for moment, does, number in actions(recorded, settings):
+    for moment, does, number in _actions(recorded, settings):
         place_bytes = aligned(recorded.sizes[number])
-        if does == Does.COPY_OUT:
+        if does == _Does.COPY_OUT:
             copied.add(number)
             used[place_bytes] += 1
             held[place_bytes] = max(held[place_bytes], used[place_bytes])
-        elif does == Does.LET_GO:
+        elif does == _Does.LET_GO:
             let_go[number] = int(moment)
-        elif does == Does.BRING:
+        elif does == _Does.BRING:
             brought[number] = int(moment)
-        elif does == Does.FORGET and number in copied:
+        elif does == _Does.FORGET and number in copied:
             used[place_bytes] -= 1
     start, end, size = (column.copy() for column in run)
     gone = {number: int(moment) for moment, kind, number in recorded.events if kind == Kind.GONE}
     for number, (row, back) in enumerate(zip(recorded.requests, recorded.returns, strict=True)):
-        _change(start, end, size, run[1], _Course(row, back, let_go.get(number), brought.get(number), gone.get(number)))
+        if row < 0:
+            continue
+        held_until = int(run[1][row])  # by others
+        needed_until = int(end[back]) if back >= 0 else max(gone.get(number, 0), held_until)
+        stays = number not in let_go or (number in brought and held_until > brought[number])
+        end[row] = max(end[row], needed_until if stays else let_go[number])
+        if back >= 0 and (stays or number not in brought):
+            size[back] = 0
+        elif back >= 0:
+            start[back] = min(start[back], brought[number])
     return Offloaded((start, end, size), sum(place_bytes * count for place_bytes, count in held.items()))
-
-
-class _Course(NamedTuple):
-    row: int
-    back: int
-    let_go: int | None
-    brought: int | None
-    gone: int | None
-
-
-def _change(start: Column, end: Column, size: Column, held: Column, one: _Course) -> None:
-    """Put the course of one activation in force; `held` is where others let go of requests."""
-    if one.row < 0:
-        return
-    needed_until = int(end[one.back]) if one.back >= 0 else max(one.gone or 0, int(held[one.row]))
-    stays = one.let_go is None or (one.brought is not None and held[one.row] > one.brought)
-    if stays:
-        end[one.row] = max(end[one.row], needed_until)
-    else:
-        end[one.row] = max(end[one.row], one.let_go or 0)
-    if one.back >= 0 and (stays or one.brought is None):
-        size[one.back] = 0
-    elif one.back >= 0 and one.brought is not None:
-        start[one.back] = min(start[one.back], one.brought)
 
 
 def added_seconds(
@@ -151,18 +129,18 @@ def added_seconds(
             now = max(now, moment)
             waits.clear()
 
-    for moment, does, number in actions(recorded, settings):
+    for moment, does, number in _actions(recorded, settings):
         compute(moment)
         seconds = recorded.sizes[number] / bytes_per_second + start_seconds
-        if does == Does.COPY_OUT:
+        if does == _Does.COPY_OUT:
             copy_out[number] = len(tasks)
             tasks.append(Task("save", Queue.TO_HOST, seconds, (computed,)))
-        elif does == Does.LET_GO:
+        elif does == _Does.LET_GO:
             waits.add(copy_out[number])
-        elif does == Does.BRING:
+        elif does == _Does.BRING:
             copy_back[number] = len(tasks)
             tasks.append(Task("bring", Queue.TO_DEVICE, seconds, (computed, copy_out[number])))
-        elif does == Does.USE and number in copy_back:
+        elif does == _Does.USE and number in copy_back:
             waits.add(copy_back[number])
     compute(max(now, step_seconds))
     return max(0.0, schedule(tasks).seconds - step_seconds)

@@ -5,6 +5,8 @@ the ones that save most bytes for a second come first (the convex hull of each b
 earlier ones first, as what they save is held longest).
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -58,24 +60,20 @@ def between(step: ProgramSeen, cheap: Proposal, thorough: Proposal) -> list[Prop
         return [thorough]
     row, before = changed[0], cheap.choices.get(changed[0])
     after = thorough.choices[row]
-    found = [
-        choice
-        for choice in _choices(step.blocks[row])
-        if after.kept_bytes < choice.kept_bytes and (before.seconds if before else 0.0) < choice.seconds < after.seconds
-    ]
-    ordered = sorted(found, key=lambda choice: choice.seconds)
-    return [proposal(step, {**thorough.choices, row: choice}) for choice in (*ordered, after)]
+    least = before.seconds if before else 0.0
+    more = (one for one in _choices(step.blocks[row]) if one.kept_bytes > after.kept_bytes)
+    finer = sorted((one for one in more if least < one.seconds < after.seconds), key=lambda choice: choice.seconds)
+    return [proposal(step, {**thorough.choices, row: choice}) for choice in (*finer, after)]
 
 
 def proposal(step: ProgramSeen, choices: Mapping[int, Choice]) -> Proposal:
     calls = _calls_of(step)
-    return Proposal(choices, sum(choice.seconds * calls.get(row, 0) for row, choice in choices.items()))
+    return Proposal(choices, sum(choice.seconds * calls[row] for row, choice in choices.items()))
 
 
 def whole_blocks(step: ProgramSeen, num_blocks: int | None = None) -> dict[int, Choice]:
     """The first `num_blocks` blocks, or all that can be recomputed, with nothing kept."""
-    rows = [row for row in _calls_of(step) if step.blocks[row].operations]
-    return {row: _choice(step.blocks[row], ()) for row in rows[:num_blocks]}
+    return {row: _choice(step.blocks[row], ()) for row in list(_calls_of(step))[:num_blocks]}
 
 
 def keeping(step: ProgramSeen, names: tuple[str, ...]) -> dict[int, Choice]:
@@ -100,42 +98,30 @@ def selective(step: ProgramSeen) -> dict[int, Choice]:
     drawn at random, which is drawn again."""
     choices = {}
     for row in _calls_of(step):
-        block = step.blocks[row]
-        core = _cores(block)
+        operations, core = step.blocks[row].operations, set[int]()
+        products = [place for place, one in enumerate(operations) if "bmm" in one.name]
+        for place in (place for place, one in enumerate(operations) if "softmax" in one.name):
+            after = bisect_left(products, place)
+            if 0 < after < len(products):
+                core |= set(range(products[after - 1], products[after]))
         if core:
             kept = [
                 place
-                for place, one in enumerate(block.operations)
+                for place, one in enumerate(operations)
                 if one.is_saved and one.kept_bytes and not one.is_random and not one.is_lasting and place not in core
             ]
-            choices[row] = _choice(block, tuple(kept))
+            choices[row] = _choice(step.blocks[row], tuple(kept))
     return choices
-
-
-def _cores(block: BlockSeen) -> set[int]:
-    """Positions from the product before each softmax up to the product after it."""
-    names = [one.name for one in block.operations]
-    products = [place for place, name in enumerate(names) if "bmm" in name]
-    found: set[int] = set()
-    for place, name in enumerate(names):
-        before = [one for one in products if one < place]
-        after = [one for one in products if one > place]
-        if "softmax" in name and before and after:
-            found |= set(range(before[-1], after[0]))
-    return found
 
 
 def settings_of(step: ProgramSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
     """These choices, by the row of their block, as settings that can be applied."""
-    blocks = [(step.blocks[row], choice) for row, choice in sorted(choices.items())]
-    return RecomputeSettings(
-        tuple(
-            BlockSettings(
-                block.model, block.name, block.kind, tuple((i, block.operations[i].name) for i in choice.keep)
-            )
-            for block, choice in blocks
-        )
-    )
+    blocks = []
+    for row, choice in sorted(choices.items()):
+        one = step.blocks[row]
+        keep = tuple((place, one.operations[place].name) for place in choice.keep)
+        blocks.append(BlockSettings(one.model, one.name, one.kind, keep))
+    return RecomputeSettings(tuple(blocks))
 
 
 def describe(step: ProgramSeen, proposed: Proposal) -> str:
@@ -144,20 +130,16 @@ def describe(step: ProgramSeen, proposed: Proposal) -> str:
     if whole == len(proposed.choices):
         return f"recompute {whole} of {plural(num_blocks, 'block')}"
     kept = sum(len(choice.keep) for choice in proposed.choices.values())
-    all_operations = sum(
-        sum(one.seconds > 0 for one in step.blocks[row].operations[: step.blocks[row].num_needed])
-        for row in proposed.choices
+    blocks = [step.blocks[row] for row in proposed.choices]
+    num = sum(one.seconds > 0 for block in blocks for one in block.operations[: block.num_needed])
+    return f"recompute {num - kept} of {num} operations in {len(blocks)} of {num_blocks} blocks"
+
+
+def _calls_of(step: ProgramSeen) -> Counter[int]:
+    """How often each block that can be recomputed is called in a step."""
+    return Counter(
+        call.block for call in step.calls if not step.blocks[call.block].why_not and step.blocks[call.block].operations
     )
-    num_again = all_operations - kept
-    return f"recompute {num_again} of {all_operations} operations in {len(proposed.choices)} of {num_blocks} blocks"
-
-
-def _calls_of(step: ProgramSeen) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for call in step.calls:
-        if not step.blocks[call.block].why_not and step.blocks[call.block].operations:
-            counts[call.block] = counts.get(call.block, 0) + 1
-    return counts
 
 
 def _choices(block: BlockSeen) -> list[Choice]:
@@ -172,30 +154,24 @@ def _choices(block: BlockSeen) -> list[Choice]:
 
 
 def _choice(block: BlockSeen, keep: tuple[int, ...]) -> Choice:
-    lasting = [one for one in block.operations if one.is_lasting]
-    again = [
-        one.seconds
-        for place, one in enumerate(block.operations[: block.num_needed])
-        if place not in keep and not one.is_lasting
-    ]
-    kept_bytes = sum(block.operations[place].kept_bytes for place in keep) + sum(one.kept_bytes for one in lasting)
-    return Choice(keep, sum(again), kept_bytes)
+    needed = enumerate(block.operations[: block.num_needed])
+    again = [one.seconds for place, one in needed if place not in keep and not one.is_lasting]
+    kept = [block.operations[place] for place in keep] + [one for one in block.operations if one.is_lasting]
+    return Choice(keep, sum(again), sum(one.kept_bytes for one in kept))
 
 
 def _hull(choices: list[Choice], saved_bytes: int) -> list[Choice]:
     """The choices that save anything and that no mixture of others beats, from cheap to thorough."""
     points: list[tuple[float, int, Choice | None]] = [(0.0, 0, None)]
+
+    def slope(to: tuple[float, int, Choice | None], since: int) -> float:
+        return (to[1] - points[since][1]) / max(to[0] - points[since][0], 1e-12)
+
     for choice in sorted(choices, key=lambda one: (one.seconds, one.kept_bytes)):
-        gained = saved_bytes - choice.kept_bytes
-        if gained <= points[-1][1]:
+        new = choice.seconds, saved_bytes - choice.kept_bytes, choice
+        if new[1] <= points[-1][1]:
             continue
-        while len(points) > 1 and _slope(points[-2], points[-1]) <= _slope(
-            points[-2], (choice.seconds, gained, choice)
-        ):
+        while len(points) > 1 and slope(points[-1], -2) <= slope(new, -2):
             points.pop()
-        points.append((choice.seconds, gained, choice))
+        points.append(new)
     return [choice for _, _, choice in points if choice is not None]
-
-
-def _slope(one: tuple[float, int, Choice | None], other: tuple[float, int, Choice | None]) -> float:
-    return (other[1] - one[1]) / max(other[0] - one[0], 1e-12)

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,21 +76,27 @@ def _save_alone() -> None:
 def _consolidate_alone() -> None:
     """Let an optimizer that is divided among ranks use its own part as that of every rank."""
     module: Any = sys.modules["torch.distributed.optim.zero_redundancy_optimizer"]
-    optimizer, send = module.ZeroRedundancyOptimizer, module._broadcast_object
-    consolidate = optimizer.consolidate_state_dict
+    consolidate, send = module.ZeroRedundancyOptimizer.consolidate_state_dict, module._broadcast_object
 
     @functools.wraps(consolidate)
     def consolidate_state_dict(self: Any, *args: Any, **named: Any) -> None:
         def send_own(*_: Any, group: Any, device: Any, **__: Any) -> Any:
             return send(self.optim.state_dict(), _own_rank(), group=group, device=device)
 
-        module._broadcast_object = send_own
-        try:
+        with _replaced(module, "_broadcast_object", send_own):
             consolidate(self, *args, **named)
-        finally:
-            module._broadcast_object = send
 
-    optimizer.consolidate_state_dict = consolidate_state_dict
+    module.ZeroRedundancyOptimizer.consolidate_state_dict = consolidate_state_dict
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
 
 
 def _replace() -> None:
@@ -284,8 +290,7 @@ def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-@contextmanager
-def _answering(c10d: Any, objects: list[Any]) -> Iterator[None]:
+def _answering(c10d: Any, objects: list[Any]) -> AbstractContextManager[None]:
     """A block in which received tensors are read, one after the other, as copies of these objects."""
     import torch
 
@@ -295,8 +300,4 @@ def _answering(c10d: Any, objects: list[Any]) -> Iterator[None]:
         tensor.cpu()  # as it would be read
         return read(*c10d._object_to_tensor(next(left), torch.device("cpu"), *more), *more)
 
-    c10d._tensor_to_object = answer
-    try:
-        yield
-    finally:
-        c10d._tensor_to_object = read
+    return _replaced(c10d, "_tensor_to_object", answer)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ class _Run:
     def _imports_otherwise(self, variables: dict[str, str]) -> None:
         """End, unless the libraries have been imported anew with such variables, or a child of the program imports."""
         if os.getpid() == self._process and STARTED_ANEW not in os.environ:
-            self._write({"imports_with": variables})
+            write_whole(self._folder / RESULT, json.dumps({"imports_with": variables}))
             os._exit(0)
 
     def _count_steps(self) -> None:
@@ -166,6 +167,8 @@ class _Run:
         more |= {"sleeps": True} if installation.was_to_sleep else {}
         sleep = phases_told(runtime, failed=code != 0)
         refused = refused or (sleep is not None and sleep["ran_out"] is not None)
+        traces = self._history.traces("run", self._refused) if code != 0 and self._refused is not None else []
+        ran_out = [made for trace in traces if (made := _ran_out(trace, self._refused_at)) is not None]
         told = {
             "exit_code": code,
             "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
@@ -175,26 +178,17 @@ class _Run:
             "process": process,
             "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
             "server": self._server.told(failed=code != 0) if self._server is not None else None,
-            "ran_out": self._place_and_holders() if code != 0 else None,
+            "ran_out": dataclasses.asdict(max(ran_out, key=lambda one: one.allocated_bytes)) if ran_out else None,
             "sleep": sleep,
         }
-        self._write(told)
-
-    def _write(self, told: dict[str, Any]) -> None:
         write_whole(self._folder / RESULT, json.dumps(told))
 
     def _peaks(self, runtime: "Runtime | None") -> tuple[list[dict[str, int]], bool]:
         if self._work.under == "native":
             return native_peaks(), False
         reports = runtime.reports() if runtime is not None else []
-        figures = [
-            {
-                "device": one.device,
-                "allocated_peak_bytes": one.run_allocated_peak_bytes,
-                "reserved_peak_bytes": one.run_reserved_peak_bytes,
-            }
-            for one in reports
-        ]
+        names = ("allocated_peak_bytes", "reserved_peak_bytes")
+        figures = [{"device": one.device, **{name: getattr(one, f"run_{name}") for name in names}} for one in reports]
         return figures, any(one.out_of_memory_errors for one in reports)
 
     def _keep_history(self, devices: list[dict[str, int]]) -> bool:
@@ -208,13 +202,8 @@ class _Run:
         save_traces(self._folder / HISTORY, traces)
         return True
 
-    def _place_and_holders(self) -> dict[str, Any] | None:
-        traces = self._history.traces("run", self._refused) if self._refused is not None else []
-        told = [made for trace in traces if (made := ran_out(trace, self._refused_at)) is not None]
-        return dataclasses.asdict(max(told, key=lambda one: one.allocated_bytes)) if told else None
 
-
-def ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
+def _ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
     """What the last out-of-memory error of a trace was about; None if there is none.
 
     Autograd's threads have no lines of their own: then it is the one at which the main thread was waiting.
@@ -235,10 +224,6 @@ def ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
 
 
 def _line_of_main_thread() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = []
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OURS):
-            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return site_name(frames)
+    frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    named = (Frame(one.f_code.co_filename, line, one.f_code.co_name) for one, line in frames)
+    return site_name([one for one in named if not one.filename.startswith(_OURS)])
