@@ -16,7 +16,7 @@ from stalloc.fitting.frontier import proposal, whole_blocks
 from stalloc.fitting.imports_ahead import import_ahead
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.policy_search import check_policy, propose
-from stalloc.fitting.proposals import Base, Foresee, Known, Proposals, Wanted, Way
+from stalloc.fitting.proposals import Base, Foresee, Known, Proposals, Way
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.tier_search import with_host
 from stalloc.fitting.trials import STEPS, Measured, TrialWork
@@ -63,7 +63,14 @@ class Fitting:
         """
         check_policy(policy)
         self._observe()
-        self._look_ahead()
+        if self.num_steps:
+            if not self.try_once(TrialWork("native", num_steps=self.num_steps + 1)).is_whole:
+                self.note([f"each run has {self.num_steps} steps, and {_LATER}"])
+        else:
+            self.tell("looking at later steps of the program")
+            ahead = _look_ahead(self.try_once, STEPS)
+            self.num_steps, self.num_within = ahead.num_steps, ahead.num_within
+            self.note([ahead.note])
         foreseen = self._foresee(self.as_it_is.settings)
         base = Base(foresight=None if isinstance(foreseen, str) else foreseen)
         first = self.measure(Way(base, proposal(self.known.step, {}), "as it is", "none"))
@@ -78,21 +85,16 @@ class Fitting:
                 wanted = proposals.send(answer)
             except StopIteration:
                 return
-            answer = self._answer(wanted)
-
-    def _answer(self, wanted: Wanted) -> object:
-        match wanted:
-            case Way():
-                return self.measure(wanted)
-            case Foresee():
-                return self._foresee(wanted.settings)
-            case TrialWork(under="recorded"):
-                return self._watch(wanted)
-            case TrialWork():
-                return self.try_once(wanted)
-            case str():
-                self.note([wanted])
-        return None
+            answer = None
+            match wanted:
+                case Way():
+                    answer = self.measure(wanted)
+                case Foresee():
+                    answer = self._foresee(wanted.settings)
+                case TrialWork():
+                    answer = self._watch(wanted) if wanted.under == "recorded" else self.try_once(wanted)
+                case str():
+                    self.note([wanted])
 
     def _observe(self) -> None:
         self.tell("looking at a step of the program")
@@ -100,18 +102,21 @@ class Fitting:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
         import_ahead(measured.imports)
         self.known.step = step = ProgramSeen.from_json(measured.seen)
+        if not measured.steps and step.num_steps <= MEMORY_STEP:
+            raise BadInputError(
+                "the program used no GPU through PyTorch: a budget is kept for what PyTorch trains (what CuPy "
+                "allocates is planned by stalloc run, without a budget)."
+            )
+        if not step.num_steps:
+            raise BadInputError(
+                "no optimizer of PyTorch made a step in the program, which is how its steps are told: nothing was "
+                "fitted."
+            )
         if step.num_steps <= MEMORY_STEP:
-            raise BadInputError(_why_too_short(step.num_steps, uses_gpu=bool(measured.steps)))
-
-    def _look_ahead(self) -> None:
-        if self.num_steps:
-            if not self.try_once(TrialWork("native", num_steps=self.num_steps + 1)).is_whole:
-                self.note([f"each run has {self.num_steps} steps, and {_LATER}"])
-            return
-        self.tell("looking at later steps of the program")
-        ahead = _look_ahead(self.try_once, STEPS)
-        self.num_steps, self.num_within = ahead.num_steps, ahead.num_within
-        self.note([ahead.note])
+            raise BadInputError(
+                f"the program ended after {plural(step.num_steps, 'step')}, and three are looked at: give it arguments "
+                "with which it trains longer."
+            )
 
     def _foresee(self, settings: TechniqueSettings) -> Foresight | str:
         """Run the program as it is and with all blocks recomputed, so that other choices can be foreseen.
@@ -199,7 +204,8 @@ class Fitting:
                 planned = within
             elif planned.reserved_bytes <= budget_bytes and (within.failure or not planned.num_shortages):
                 refused = reason  # else no plan of it is kept, whatever there is
-        self._check_repeats(recorded, planned)
+        if any(one[0] != other[0] for one, other in zip(recorded.steps, planned.steps, strict=False)):
+            self.note([_VARIES])
         how = f"run, {plural(len(planned.steps), 'step')}" + ("" if recorded.plan else ", no plan")
         return dataclasses.replace(
             candidate,
@@ -224,10 +230,6 @@ class Fitting:
         self.num_trials += 1
         return self.trial(dataclasses.replace(work, num_steps=max(work.num_steps, self.num_steps)))
 
-    def _check_repeats(self, one: Measured, other: Measured) -> None:
-        both = zip(one.steps, other.steps, strict=False)
-        self.note([] if all(first[0] == second[0] for first, second in both) else [_VARIES])
-
     def note(self, notes: list[str]) -> None:
         self.notes += [note for note in notes if note not in self.notes]
 
@@ -250,20 +252,6 @@ def _why_not_kept(within: Measured) -> str:
     if within.out_of_memory or within.num_shortages:
         return _RUNS_SHORT
     return within.failure
-
-
-def _why_too_short(num_steps: int, *, uses_gpu: bool) -> str:
-    if not uses_gpu:
-        return (
-            "the program used no GPU through PyTorch: a budget is kept for what PyTorch trains (what CuPy allocates is "
-            "planned by stalloc run, without a budget)."
-        )
-    if not num_steps:
-        return (
-            "no optimizer of PyTorch made a step in the program, which is how its steps are told: nothing was fitted."
-        )
-    done = plural(num_steps, "step")
-    return f"the program ended after {done}, and three are looked at: give it arguments with which it trains longer."
 
 
 @dataclass(frozen=True)
@@ -317,18 +305,12 @@ def steps_to_try(kinds: Sequence[_Kind], least: int, *, is_whole: bool, has_rest
     later = "" if is_whole else f"; {_LATER}"
     left = [number for number in new if number >= num_steps]
     if not left:
-        unlike = (
-            f"; {len(new)} of them unlike the first {least}, or after others, so each run has {num_steps}"
-            if new
-            else ""
-        )
-        return Ahead(num_steps, num_within, f"{looked}{unlike}{later}")
+        unlike = f"; {len(new)} of them unlike the first {least}, or after others, so each run has {num_steps}"
+        return Ahead(num_steps, num_within, f"{looked}{unlike * bool(new)}{later}")
     largest = max(left, key=lambda number: kinds[number][1])
     which = f"step {largest + 1}, which" if largest < num_seen else "what follows them, which"
-    told = f"{which} allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried"
-    return Ahead(
-        num_steps,
-        num_within,
-        f"{looked}, and {told}, or after another: only the run within the budget has it; --trial-steps {max(left) + 1} "
-        f"has all runs try it{later}",
+    told = (
+        f"{looked}, and {which} allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried, or after "
+        f"another: only the run within the budget has it; --trial-steps {max(left) + 1} has all runs try it{later}"
     )
+    return Ahead(num_steps, num_within, told)

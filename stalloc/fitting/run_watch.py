@@ -5,17 +5,18 @@ the runtime, or for activations estimated seconds since a step began.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.fitting.foreseen_activations import ActivationsRecorded, Kind, as_rows
 from stalloc.fitting.foreseen_tiers import LayerRecorded, UpdateRecorded
 from stalloc.fitting.observer import Timing
-from stalloc.fitting.run_seen import CallRecorded, RunSeen, Span
+from stalloc.fitting.run_seen import CallRecorded, RunSeen
 from stalloc.sizes import aligned
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape, Wanted
@@ -27,34 +28,18 @@ from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.state_pager import is_large
 from stalloc.trace import Trace
 
-
-@dataclass
-class _Update:
-    begin: int
-    end: int = -1
-    parameter_bytes: list[int] = field(default_factory=list)
-    is_updated: list[bool] = field(default_factory=list)
-    addresses: list[list[int]] = field(default_factory=list)
-    parameters: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _Layer:
-    block: tuple[int, str]
-    appeared: int
-    addresses: list[int]
-    accumulated: list[int] = field(default_factory=list)
+_Request = Callable[[int, int], int]
+"""Gives the request that an address is of at a moment; -1: none."""
 
 
 class UpdateWatch:
-    """The steps of a run. `clock` gives the number of events so far."""
+    """The optimizers' steps of a run, and its layers. `clock` gives the number of events so far."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
         self._clock = clock
-        self._updates: list[_Update] = []
-        self._layers: list[_Layer] = []
+        self._begun = -1
+        self._updates: list[UpdateRecorded] = []  # addresses in the place of requests, as in layers
+        self._layers: list[tuple[tuple[int, str], LayerRecorded]] = []
         when_models_appear(self._appeared)
         register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._end(optimizer))
@@ -63,11 +48,11 @@ class UpdateWatch:
         moment = self._clock()
         for block in blocks:
             parameters = [one for one in streamable(model, block)[0] if one.is_cuda]
-            layer = _Layer((number, block.name), moment, [_address_of(one) for one in parameters])
-            self._layers.append(layer)
+            layer = LayerRecorded(-1, moment, [_address_of(one) for one in parameters], [])
+            self._layers.append(((number, block.name), layer))
             for one in parameters:
-                is_trained = one.requires_grad
                 if one.is_floating_point() or one.is_complex():
+                    is_trained = one.requires_grad
                     one.requires_grad_(True)  # it may be later
                     one.register_post_accumulate_grad_hook(
                         lambda _, layer=layer: layer.accumulated.append(self._clock())
@@ -76,43 +61,42 @@ class UpdateWatch:
 
     def _begin(self, optimizer: Any) -> None:
         if not why_not_one_by_one(optimizer):
-            self._updates.append(_Update(self._clock()))
+            self._begun = self._clock()
 
     def _end(self, optimizer: Any) -> None:
-        if why_not_one_by_one(optimizer) or not self._updates or self._updates[-1].end >= 0:
+        if why_not_one_by_one(optimizer) or self._begun < 0:
             return
-        update = self._updates[-1]
-        update.end = self._clock()
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            values = optimizer.state.get(parameter, {}).values()
-            large = [one for one in values if is_large(one) and one.is_cuda]
-            update.parameter_bytes.append(parameter.nbytes)
-            update.is_updated.append(has_gradient(parameter))
-            update.addresses.append([_address_of(one) for one in large])
-            update.parameters.append(_address_of(parameter))
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        states = (optimizer.state.get(one, {}).values() for one in parameters)
+        update = UpdateRecorded(
+            self._begun,
+            self._clock(),
+            [one.nbytes for one in parameters],
+            [has_gradient(one) for one in parameters],
+            [[_address_of(one) for one in state if is_large(one) and one.is_cuda] for state in states],
+            [_address_of(one) for one in parameters],
+        )
+        self._updates.append(update)
+        self._begun = -1
 
-    def seen(self, request: Callable[[int, int], int]) -> list[UpdateRecorded]:
-        """The whole steps; `request` gives the row of what lies at an address at a moment."""
+    def seen(self, request: _Request) -> list[UpdateRecorded]:
+        """The whole steps."""
         return [
-            UpdateRecorded(
-                one.begin,
-                one.end,
-                one.parameter_bytes,
-                one.is_updated,
-                [[request(address, one.end) for address in addresses] for addresses in one.addresses],
-                [request(address, one.end) for address in one.parameters],
+            replace(
+                one,
+                states=[[request(address, one.end) for address in addresses] for addresses in one.states],
+                parameters=[request(address, one.end) for address in one.parameters],
             )
             for one in self._updates
-            if one.end >= 0
         ]
 
-    def layers(self, request: Callable[[int, int], int], rows: Mapping[tuple[int, str], int]) -> list[LayerRecorded]:
+    def layers(self, request: _Request, rows: Mapping[tuple[int, str], int]) -> list[LayerRecorded]:
         """Blocks whose parameters are all known requests; `rows` are those of blocks by model and name."""
         found = []
-        for layer in self._layers:
-            requests = [request(address, layer.appeared) for address in layer.addresses]
-            if layer.block in rows and requests and min(requests) >= 0:
-                found.append(LayerRecorded(rows[layer.block], layer.appeared, requests, layer.accumulated))
+        for block, layer in self._layers:
+            requests = [request(address, layer.appeared) for address in layer.requests]
+            if block in rows and requests and min(requests) >= 0:
+                found.append(replace(layer, block=rows[block], requests=requests))
         return found
 
 
@@ -151,8 +135,7 @@ class ActivationWatch:
     def _note(self, kind: Kind, number: int) -> None:
         self._events.append((self._clock(), int(kind), self._number[number]))
 
-    def seen(self, request: Callable[[int, int], int] = lambda *_: -1) -> ActivationsRecorded:
-        """What was seen; `request` gives the row of what lies at an address at a moment."""
+    def seen(self, request: _Request = lambda *_: -1) -> ActivationsRecorded:
         held = [request(*one) for one in self._saved_at]
         back = [request(*one) if one[0] else -1 for one in self._back_at]
         returns = [-1 if one == other else other for one, other in zip(held, back, strict=True)]
@@ -185,28 +168,18 @@ class TimedStep:
         self._seconds += seconds
 
 
-@dataclass
-class _Call:
-    block: tuple[int, str]
-    given_at: int
-    addresses: list[int]  # of its inputs
-    forward: list[Span] = field(default_factory=list)
-    again: list[Span] = field(default_factory=list)
-    num_times: int = 0
-
-
 class RunWatch:
     """The calls of a run. `clock` gives the number of events so far."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[tuple[int, str], int, CallRecorded]] = []  # block, moment, addresses as inputs
 
     def of_model(self, model: int) -> MakeTape:
         def make(block: str, wanted: Wanted, inputs: Sequence[Any] = ()) -> BlockTape:
             addresses = [_address_of(one) if one.layout == torch.strided else 0 for one in inputs]
-            call = _Call((model, block), self._clock(), addresses)
-            self._calls.append(call)
+            call = CallRecorded(-1, addresses, [], [])
+            self._calls.append(((model, block), self._clock(), call))
             return _WatchedTape(block, wanted, inputs, call, self._clock)
 
         return make
@@ -219,10 +192,8 @@ class RunWatch:
         activations: ActivationWatch | None = None,
     ) -> RunSeen:
         """The run, of the record's trace; `rows` are those of blocks by model and name."""
-        sizes = aligned(trace.size).tolist()
         by_address: dict[int, list[int]] = {}
-        addresses = trace.address[trace.start.clip(0)].tolist()
-        for row, address in enumerate(addresses):
+        for row, address in enumerate(trace.address[trace.start.clip(0)].tolist()):
             by_address.setdefault(address, []).append(row)
         start, end = trace.start.tolist(), trace.end.tolist()
 
@@ -231,16 +202,11 @@ class RunWatch:
             return found[-1] if found else -1
 
         calls = [
-            CallRecorded(
-                rows[call.block],
-                [request(address, call.given_at) for address in call.addresses],
-                call.forward,
-                call.again,
-            )
-            for call in self._calls
-            if call.block in rows
+            replace(call, block=rows[block], inputs=[request(address, moment) for address in call.inputs])
+            for block, moment, call in self._calls
+            if block in rows
         ]
-        run = RunSeen(trace.start, trace.end, np.array(sizes, np.int64), calls)
+        run = RunSeen(trace.start, trace.end, aligned(trace.size).astype(np.int64), calls)
         if updates is not None:
             run = replace(run, updates=updates.seen(request), layers=updates.layers(request, rows))
         if activations is not None:
@@ -250,14 +216,14 @@ class RunWatch:
 
 class _WatchedTape(BlockTape):
     def __init__(
-        self, block: str, wanted: Wanted, inputs: Sequence[Any], call: _Call, clock: Callable[[], int]
+        self, block: str, wanted: Wanted, inputs: Sequence[Any], call: CallRecorded, clock: Callable[[], int]
     ) -> None:
         super().__init__(block, wanted, inputs)
-        self._call, self._clock = call, clock
+        self._call, self._clock, self._num_times = call, clock, 0
 
     def begin_again(self) -> None:
         super().begin_again()
-        self._call.num_times += 1
+        self._num_times += 1
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         begin = self._clock()
@@ -268,8 +234,8 @@ class _WatchedTape(BlockTape):
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         begin, before = self._clock(), self._position
         results = super().repeat(operator, args, kwargs)
-        if self._call.num_times == 1 and self._position > before:  # else a weight was cast that was cast before
-            self._call.again += [(begin, begin)] * (self._position - before - 1)
+        if self._num_times == 1 and self._position > before:  # else a weight was cast that was cast before
+            self._call.again.extend([(begin, begin)] * (self._position - before - 1))
             self._call.again.append((begin, self._clock()))
         return results
 

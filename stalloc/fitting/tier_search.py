@@ -94,8 +94,7 @@ def _keep_some(known: Known, base: Base, name: str, most: float) -> Proposals:
     """Keep as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
     nothing, kept = proposal(known.step, {}), base
     for number in range(1, _FRACTIONS + (most < 1)):  # all of it is the program as it is
-        tiers = dataclasses.replace(base.settings.tiers, device_share=most * number / _FRACTIONS)
-        more = _with_tiers(base, tiers)
+        more = _with_tiers(base, dataclasses.replace(base.settings.tiers, device_share=most * number / _FRACTIONS))
         if not 0 < more.expected_bytes(known.step, nothing) <= known.budget_bytes:
             break
         kept = more
