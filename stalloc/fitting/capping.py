@@ -33,11 +33,10 @@ class Cap:
     ) -> None:
         from stalloc.imports import after_import
 
-        self.cap_bytes, self._host_bytes, self._policy = cap_bytes, host_bytes, policy
-        self._caches = caches
-        self._idle: IdleMemory | None = None
+        self.cap_bytes, self._host_bytes, self._policy, self._caches = cap_bytes, host_bytes, policy, caches
         self._runtime = runtime
         self._memory: EvictableMemory | None = None
+        self._idle: IdleMemory | None = None
         if cap_bytes:
             for controller in runtime.controllers:
                 controller.memory.keep_within(cap_bytes)
@@ -95,11 +94,6 @@ class Cap:
             controller.end_cap()
 
 
-def parse_cap(text: str | int) -> int:
-    """Bytes of a cap, 0 for "auto". Raises BadInputError for anything else."""
-    return 0 if text == AUTO else parse_memory(text)
-
-
 def cap(
     size: str | int,
     *,
@@ -121,7 +115,8 @@ def cap(
 
     Raises BadInputError for a size or a policy that is none, SetupError where CUDA was used.
     """
-    cap_bytes, host_bytes = parse_cap(size), None if host is None else parse_memory(host, at_least=0)
+    cap_bytes = 0 if size == AUTO else parse_memory(size)
+    host_bytes = None if host is None else parse_memory(host, at_least=0)
     policy_named(policy)
     if os.environ.get(TRIAL_VARIABLE):
         return None

@@ -73,7 +73,7 @@ class ImportWatch:
 
     def _noted(self, name: str, globals: Any, locals: Any, fromlist: Any) -> Any:
         threads, self._inside, self._has_effects = threading.active_count(), True, False
-        counts: list[int] = []
+        counts = [0]
 
         def count(ask: Callable[[], int]) -> int:
             counts.append(ask())
@@ -87,16 +87,14 @@ class ImportWatch:
             modules = [(one, _origin(module)) for one, module in list(sys.modules.items()) if one not in self._known]
             modules = [(one, file) for one, file in modules if os.path.isabs(file) and not one.startswith("stalloc")]
             self._known.update(sys.modules)
-            if (
-                self._has_effects
-                or threading.active_count() != threads
-                or _uses_gpu()
-                or not all(_is_library(file) for _, file in modules)
-            ):
+            torch = sys.modules.get("torch")
+            uses_gpu = torch is not None and torch.cuda.is_initialized()
+            acts = self._has_effects or threading.active_count() != threads or uses_gpu
+            if acts or not all(_is_library(file) for _, file in modules):
                 self.end()
             elif modules:
                 changed = {key: value for key, value in os.environ.items() if self._environment.get(key) != value}
-                self.groups.append({"modules": modules, "environment": changed, "num_devices": max(counts, default=0)})
+                self.groups.append({"modules": modules, "environment": changed, "num_devices": max(counts)})
 
     def _is_as_left(self) -> bool:
         """Whether all modules present were imported, and none was put in place by hand."""
@@ -121,21 +119,14 @@ def import_ahead(groups: Sequence[Group]) -> None:
     for group in groups:
         os.environ.update(group["environment"])
         with _counting(lambda _: group["num_devices"]):  # noqa: B023  (it is called in here alone)
-            for name, file in group["modules"]:
-                if name not in sys.modules and not _is_imported(name, file):
+            for name, file in (one for one in group["modules"] if one[0] not in sys.modules):
+                try:
+                    spec = importlib.util.find_spec(name)
+                    if spec is None or spec.origin != file:  # another lies before it on the path of this process
+                        return
+                    importlib.import_module(name)
+                except Exception:  # the trials will say what is wrong
                     return
-
-
-def _is_imported(name: str, file: str) -> bool:
-    """Whether a module could be imported from a file; the trials will say what is wrong if not."""
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin != file:  # another lies before it on the path of this process
-            return False
-        importlib.import_module(name)
-    except Exception:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -180,11 +171,6 @@ def _spec(module: Any) -> Any:
         return object.__getattribute__(module, "__dict__").get("__spec__")
     except AttributeError:
         return None
-
-
-def _uses_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
 
 
 def _is_at_head(function: str, file: str, line: int) -> bool:

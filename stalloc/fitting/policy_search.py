@@ -26,10 +26,7 @@ _RECOMPUTED: dict[str, Technique] = {
     "selective": partial(core_of_attention, is_named=True),
 }
 _OTHERS = ("step-in-backward", "compile-budget")
-_IS = {
-    "executes": "executes", "in part": "executes in part", "emulates": "is emulated", "replays": "is replayed",
-    "reports": "is reported",
-}  # fmt: skip
+_IS = {"in part": "executes in part", "emulates": "is emulated", "replays": "is replayed", "reports": "is reported"}
 
 
 def check_policy(policy: str | None) -> None:
@@ -46,7 +43,8 @@ def check_policy(policy: str | None) -> None:
     elif policy is not None and policy not in _RECOMPUTED and policy not in _OTHERS:
         for system in SYSTEMS:
             if system.name == policy:
-                raise BadInputError(f"{policy} is not tried by a fit: it {_IS[system.status]} with `{system.where}`.")
+                does = _IS.get(system.status, system.status)
+                raise BadInputError(f"{policy} is not tried by a fit: it {does} with `{system.where}`.")
         raise BadInputError(f"no fit takes the policy {policy[:40]!r}: `stalloc policies` lists those there are.")
 
 
@@ -63,7 +61,10 @@ def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
     if not whole_blocks(known.step):
         yield known.step.why_no_blocks
     elif policy is not None:
-        yield from _recomputed(policy)(known, base)
+        if policy.partition(":")[0] == BLOCKS:
+            yield from whole(known, base, num_blocks_of(policy))
+        elif policy in _RECOMPUTED:
+            yield from _RECOMPUTED[policy](known, base)
     elif is_short:
         yield from known.step.why_some_stay
         for recomputed in (cheapest, all_but_attention, core_of_attention, whole):
@@ -75,14 +76,3 @@ def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
     if (policy or "").startswith("offload-ratio") or (is_tried and known.host_bytes):
         yield from activation_search.with_activations(known, policy)
     return base
-
-
-def _recomputed(policy: str) -> Technique:
-    if policy.partition(":")[0] == BLOCKS:
-        return partial(whole, num_blocks=num_blocks_of(policy))
-    return _RECOMPUTED.get(policy, _nothing)
-
-
-def _nothing(known: Known, base: Base) -> Proposals:
-    yield from ()
-    return None

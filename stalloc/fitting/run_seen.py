@@ -52,11 +52,10 @@ class RunSeen:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        columns = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
-        rows = {
-            name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
-        }
-        return {**columns, **rows, "activations": as_rows(self.activations)}
+        told: dict[str, Any] = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
+        for name in ("calls", "updates", "layers"):
+            told[name] = [list(vars(one).values()) for one in getattr(self, name)]
+        return told | {"activations": as_rows(self.activations)}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
@@ -85,6 +84,7 @@ class Foresight:
 
     def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
         self._run, self._as_is = run, as_is
+        self.calls = run.calls
         self._calls = _calls_of(run)
         self._end_as_is, self._is_extra, num_pairs = _as_is(run, as_is, self._calls)
         self.unlike = 1 - num_pairs / max(len(as_is.size), 1)  #: share of the program's requests that the run lacks
@@ -93,10 +93,6 @@ class Foresight:
             for request in call.inputs:
                 if request >= 0:
                     self._holders.setdefault(request, []).append(number)
-
-    @property
-    def calls(self) -> list[CallRecorded]:
-        return self._run.calls
 
     @property
     def layer_bytes(self) -> dict[int, int]:

@@ -20,7 +20,8 @@ def step_in_backward(known: Known, base: Base, *, is_named: bool) -> Proposals:
     if isinstance(now, str):
         reason = now
     else:
-        gains = _is_less(known, now, base.foresight)
+        every, before = proposal(known.step, whole_blocks(known.step)).kept, base.foresight
+        gains = before is not None and any(now.peak_bytes(kept) < before.peak_bytes(kept) for kept in ({}, every))
         reason = "" if gains else "nothing is gained by making it earlier"
         if gains or is_named:
             alone = Base(settings, now)
@@ -30,11 +31,3 @@ def step_in_backward(known: Known, base: Base, *, is_named: bool) -> Proposals:
                 return dataclasses.replace(alone, alone=first)
     yield f"the optimizer's step stays after the backward pass: {reason.split('. ')[0].rstrip('.')}"
     return None
-
-
-def _is_less(known: Known, now: Foresight, before: Foresight | None) -> bool:
-    """Whether less is foreseen than before, for the program as it is or with all blocks recomputed."""
-    if before is None:
-        return False
-    again = proposal(known.step, whole_blocks(known.step)).kept
-    return any(now.peak_bytes(kept) < before.peak_bytes(kept) for kept in ({}, again))

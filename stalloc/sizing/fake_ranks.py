@@ -23,6 +23,8 @@ from stalloc.imports import after_import
 
 RANKS_A_NODE = 8  #: GPUs of a machine, at the most
 _ABSENT = "absent"  # the backend for tensors of the host
+_SENT = {"broadcast_object_list": 0, "scatter_object_list": 0, "recv_object_list": -1}
+"""Functions that hand on one rank's objects, and which rank's if the program names none."""
 _STAND_INS = {"gloo", "mpi", "ucc"}  # backends that need the other ranks
 
 
@@ -103,69 +105,65 @@ def _replace() -> None:
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not hasattr(c10d, "ProcessGroup"):
         return  # built without
-    store = _store_without_others(c10d)
-
-    def initializer(init: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(init)
-
-        @functools.wraps(init)
-        def init_process_group(*args: Any, **named: Any) -> None:
-            given = signature.bind(*args, **named).arguments
-            given.pop("init_method", None)
-            _register_absent(c10d)
-            init(**given | {"rank": _own_rank(), "world_size": int(os.environ["WORLD_SIZE"]), "store": store})
-
-        return init_process_group
-
-    def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def new_process_group_helper(*args: Any, **named: Any) -> Any:
-            given = signature.bind(*args, **named)
-            backend = given.arguments["backend"]
-            ranks = given.arguments["global_ranks_in_group"] or range(given.arguments["group_size"])
-            backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
-            communicators().note_group(str(given.arguments["group_name"]), ranks, backends.get("cuda", "nccl"))
-            if _STAND_INS & set(backends.values()):
-                given.arguments["backend"] = f"cpu:{_ABSENT},cuda:nccl"
-            made = function(*given.args, **given.kwargs)
-            if made[0] in c10d._world.pg_map:  # it goes by the name that the program gave it
-                c10d._world.pg_map[made[0]] = (c10d.Backend(str(backend)), made[1])
-            return made
-
-        return new_process_group_helper
-
-    def splitter(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def split_group(*args: Any, **named: Any) -> Any:
-            given = signature.bind(*args, **named).arguments
-            parent = given.get("parent_pg") or c10d.group.WORLD
-            own = [ranks for ranks in given["split_ranks"] if c10d.get_rank(parent) in ranks]
-            in_all = [c10d.get_global_rank(parent, one) for one in sorted(own[0])] if own else []
-            return c10d.new_group(in_all) if own else None
-
-        return split_group
-
-    makers: dict[str, Maker] = {
-        "init_process_group": initializer,
-        "split_group": splitter,
-        "_new_process_group_helper": helper,
+    does = {
+        "init_process_group": _init_process_group,
+        "split_group": _split_group,
+        "_new_process_group_helper": _new_process_group,
+        "all_gather_object": _gather,
+        "gather_object": _gather,
+        **dict.fromkeys(_SENT, _receive),
+    }
+    makers: dict[str, Maker] = {name: functools.partial(_bound, c10d, do) for name, do in does.items()}
+    makers |= {
         "_store_based_barrier": lambda _: lambda *_, **__: None,
         "monitored_barrier": lambda function: functools.wraps(function)(lambda *_, **__: None),
         "send_object_list": inspect.unwrap,
     }
-    makers |= dict.fromkeys(_SENT, functools.partial(_receiving, c10d))
-    makers |= dict.fromkeys(("all_gather_object", "gather_object"), functools.partial(_gathering, c10d))
     replace(c10d, makers)
+
+
+def _bound(c10d: Any, does: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that hands its bound arguments to `does`, after the module and the function in whose place it is."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **named: Any) -> Any:
+        return does(c10d, function, signature.bind(*args, **named))
+
+    return called
+
+
+def _init_process_group(c10d: Any, init: Callable[..., Any], bound: inspect.BoundArguments) -> None:
+    bound.arguments.pop("init_method", None)
+    _register_absent(c10d)
+    own = {"rank": _own_rank(), "world_size": int(os.environ["WORLD_SIZE"]), "store": _store_without_others(c10d)}
+    init(**bound.arguments | own)
+
+
+def _new_process_group(c10d: Any, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    given = bound.arguments
+    backend, ranks = given["backend"], given["global_ranks_in_group"] or range(given["group_size"])
+    backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+    communicators().note_group(str(given["group_name"]), ranks, backends.get("cuda", "nccl"))
+    if _STAND_INS & set(backends.values()):
+        given["backend"] = f"cpu:{_ABSENT},cuda:nccl"
+    made = function(*bound.args, **bound.kwargs)
+    if made[0] in c10d._world.pg_map:  # it goes by the name that the program gave it
+        c10d._world.pg_map[made[0]] = (c10d.Backend(str(backend)), made[1])
+    return made
+
+
+def _split_group(c10d: Any, _: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    parent = bound.arguments.get("parent_pg") or c10d.group.WORLD
+    own = [ranks for ranks in bound.arguments["split_ranks"] if c10d.get_rank(parent) in ranks]
+    return c10d.new_group([c10d.get_global_rank(parent, one) for one in sorted(own[0])]) if own else None
 
 
 def _own_rank() -> int:
     return int(os.environ["RANK"])
 
 
+@functools.cache
 def _store_without_others(c10d: Any) -> Any:
     """A store that answers zeros, as many bytes as NCCL's identifiers have, for whatever another rank would write."""
 
@@ -242,52 +240,35 @@ def _reduced(tensors: list[Any], *_: Any) -> tuple[list[Any], Any]:
     return tensors, torch._C._distributed_c10d._create_work_from_future(future).boxed()
 
 
-_SENT = {"broadcast_object_list": 0, "scatter_object_list": 0, "recv_object_list": -1}
-"""Functions that hand on one rank's objects, and which rank's if the program names none."""
+def _receive(c10d: Any, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    """Receive objects; if only another rank makes them, it raises an error of one sentence."""
+    given, name = bound.arguments, function.__name__
+    source, in_group = given.get("src"), given.get("group_src")
+    group = given.get("group") or c10d.group.WORLD
+    if source is None and in_group is not None:
+        source = c10d.get_global_rank(group, in_group)
+    source, rank = _SENT[name] if source is None else source, _own_rank()
+    own: Any = given.get("scatter_object_input_list") or given.get("object_list") or []
+    if source == rank:
+        objects = [own[c10d.get_rank(group)]] if name == "scatter_object_list" else list(own)
+        with _answering(c10d, objects):
+            return inspect.unwrap(function)(*bound.args, **bound.kwargs)
+    if all(one is None for one in own):
+        whom = f"rank {source}" if source >= 0 else "another rank"
+        raise MissingRankError(
+            f"rank {rank} waits in {name} for objects of {whom}, which is not there in a dry run: let every rank "
+            "make them itself where STALLOC_DRYRUN is set."
+        )
+    if name == "scatter_object_list":
+        given["scatter_object_output_list"][0] = own[c10d.get_rank(group)]
+    return None if name != "recv_object_list" else max(source, 0)
 
 
-def _receiving(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that receives objects; if only another rank makes them, it raises an error of one sentence."""
-    function = inspect.unwrap(function)
-    name, signature = function.__name__, inspect.signature(function)
-
-    @functools.wraps(function)
-    def receive(*args: Any, **named: Any) -> Any:
-        given = signature.bind(*args, **named).arguments
-        source, in_group = given.get("src"), given.get("group_src")
-        group = given.get("group") or c10d.group.WORLD
-        if source is None and in_group is not None:
-            source = c10d.get_global_rank(group, in_group)
-        source, rank = _SENT[name] if source is None else source, _own_rank()
-        own: Any = given.get("scatter_object_input_list") or given.get("object_list") or []
-        if source == rank:
-            objects = [own[c10d.get_rank(group)]] if name == "scatter_object_list" else list(own)
-            with _answering(c10d, objects):
-                return function(*args, **named)
-        if all(one is None for one in own):
-            whom = f"rank {source}" if source >= 0 else "another rank"
-            raise MissingRankError(
-                f"rank {rank} waits in {name} for objects of {whom}, which is not there in a dry run: let every rank "
-                "make them itself where STALLOC_DRYRUN is set."
-            )
-        if name == "scatter_object_list":
-            given["scatter_object_output_list"][0] = own[c10d.get_rank(group)]
-        return None if name != "recv_object_list" else max(source, 0)
-
-    return receive
-
-
-def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    function = inspect.unwrap(function)
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def gather(*args: Any, **named: Any) -> Any:
-        given = signature.bind(*args, **named).arguments
-        with _answering(c10d, [given["obj"]] * c10d.get_world_size(given.get("group"))):
-            return function(*args, **named)
-
-    return gather
+def _gather(c10d: Any, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    """Gather an object of each rank: copies of this rank's own."""
+    objects = [bound.arguments["obj"]] * c10d.get_world_size(bound.arguments.get("group"))
+    with _answering(c10d, objects):
+        return inspect.unwrap(function)(*bound.args, **bound.kwargs)
 
 
 def _answering(c10d: Any, objects: list[Any]) -> AbstractContextManager[None]:
