@@ -30,8 +30,7 @@ from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
 from stalloc.sizing.fake_ranks import Rank
 from stalloc.sizing.node import node_memory
-from stalloc.sizing.run_work import RunWork
-from stalloc.sizing.side_by_side import Asked, RunSeen, run_all, side_by_side, warm
+from stalloc.sizing.side_by_side import Asked, RunSeen, RunWork, run_all, side_by_side, warm
 from stalloc.sizing.tries import NEEDED, Contender, Tries, Wanted, known_to_replay
 from stalloc.trace.sites import UNKNOWN
 

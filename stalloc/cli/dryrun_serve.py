@@ -29,9 +29,8 @@ from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sizes import MIB
 from stalloc.sizing.parameter import Parameter, last_enough
-from stalloc.sizing.run_work import RunWork
 from stalloc.sizing.served import Served, read_served
-from stalloc.sizing.side_by_side import Asked, RunSeen
+from stalloc.sizing.side_by_side import Asked, RunSeen, RunWork
 from stalloc.trace.sites import UNKNOWN
 
 #: vLLM is run in this process, where it is seen, and without what nvcc would have to compile

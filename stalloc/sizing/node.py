@@ -145,10 +145,6 @@ class NodeMemory:
         }
 
 
-def card_of(gpu: VirtualGPU) -> str:
-    return next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
-
-
 def node_memory(
     gpu: VirtualGPU,
     seen: Mapping[int | None, tuple[Sequence[Mapping[str, int]], Mapping[str, Any]]],
@@ -157,7 +153,7 @@ def node_memory(
     files_bytes: int = 0,
 ) -> NodeMemory:
     """The memory of a node, from what was seen of each rank: its devices, and what its process told."""
-    card = card_of(gpu)
+    card = next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
     links = links_of(card, gpu.compute_capability)
     ranks = [_rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()]
     machines: dict[int, list[RankMemory]] = {}
@@ -175,10 +171,10 @@ def _rank_memory(
     process: Mapping[str, Any],
     num_local: int,
 ) -> RankMemory:
-    largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=None)
-    index = largest["device"] if largest is not None else 0
-    reserved = largest["reserved_peak_bytes"] if largest is not None else 0
-    peaks = process["driver_peak_bytes"]
+    nothing = {"device": 0, "allocated_peak_bytes": 0, "reserved_peak_bytes": 0}
+    largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=nothing)
+    reserved, peaks = largest["reserved_peak_bytes"], process["driver_peak_bytes"]
+    driver = peaks[largest["device"]] if largest["device"] < len(peaks) else 0
     groups = [
         GroupMemory(used=used, memory=nccl_memory(links, used, settings=process["nccl_settings"]))
         for told in process["communicators"]
@@ -186,9 +182,9 @@ def _rank_memory(
     ]
     return RankMemory(
         rank=rank,
-        allocated_bytes=largest["allocated_peak_bytes"] if largest is not None else 0,
+        allocated_bytes=largest["allocated_peak_bytes"],
         reserved_bytes=reserved,
-        outside_bytes=max(0, (peaks[index] if index < len(peaks) else 0) - reserved),
+        outside_bytes=max(0, driver - reserved),
         context=context_of(card),
         groups=groups,
         host=dict(process["host"]),
@@ -198,8 +194,7 @@ def _rank_memory(
 
 def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:
     """Where a communicator's ranks are; if its group is gone, its ranks are taken to be consecutive."""
-    num, own = told["num_ranks"], told["rank"]
-    ranks = told["ranks"]
+    num, own, ranks = told["num_ranks"], told["rank"], told["ranks"]
     if ranks is None or len(ranks) != num:
         ranks = list(range(num))
     nodes = [rank // per_node for rank in ranks]

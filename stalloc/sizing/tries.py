@@ -24,8 +24,7 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
-from stalloc.sizing.run_work import RunWork
-from stalloc.sizing.side_by_side import Asked, RunSeen
+from stalloc.sizing.side_by_side import Asked, RunSeen, RunWork
 from stalloc.trace import Trace
 
 NEEDED = "needed"

@@ -1,21 +1,33 @@
-"""The largest value of a range with which a program fits, for each allocator.
+"""The largest value of a range with which a program fits, or the smallest card on which it does, for each allocator.
 
 Contract: the answer is that of running every value one by one. With the value itself the program was run and completed
 in the memory offered; with the next one it ran out. No value above the largest whose live memory fits can fit, if live
 memory grows with the value; each value between was run, or two runs that make the same requests tell that it is too
 large. Where that cannot be said, `notes` has a sentence.
+
+Cards are in the order of their memory. The program was run on the answer itself, with its number of multiprocessors and
+its architecture, and completed; on the next smaller card it ran out, or what is live at a time is clearly more than
+that card has.
 """
 
+import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stalloc.sizing.tries import NEEDED, Tries, Wanted
+from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import PLENTY
+from stalloc.lifespans import lower_bound
+from stalloc.replay.simulation import run_one
+from stalloc.sizing.side_by_side import Asked, RunSeen
+from stalloc.sizing.tries import NEEDED, Contender, Otherwise, Runner, Tries, Wanted
 
 _MOST_GUESSES = 4  # for an allocator, before the range is cut into thirds instead
 _MOST_BETWEEN = 48  # values that are checked one by one
 _MOST_BELOW, _MOST_SHOWN = 16, 4  # values below an answer that are checked; those shown that do not fit
 _MOST_DOWN = 8  # values tried from the top, where only a run can say
+_CLOSE = 0.9  # the least share of one card's need that another card needs: workspaces differ from card to card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +58,7 @@ def find_largest(tries: Tries) -> Largest:
 class _Search:
     def __init__(self, tries: Tries) -> None:
         self._tries = tries
-        self._num_guesses: dict[str, int] = {}
+        self._num_guesses: Counter[str] = Counter()
         self._num_down = 0
         self.top: int | None = None  #: the largest index whose live memory fits, once that is known
         self.notes: list[str] = []
@@ -83,14 +95,14 @@ class _Search:
     def _between(self, name: str, low: int, high: int) -> list[Wanted]:
         """Where to look between a value that fits and one that does not."""
         tries = self._tries
-        self._num_guesses[name] = self._num_guesses.get(name, 0) + 1
+        self._num_guesses[name] += 1
         guess = self._guess(name, low, high) if self._num_guesses[name] <= _MOST_GUESSES else None
         if guess is None:
             third = max((high - low) // 3, 1)
             return [Wanted("find out", name, place) for place in {low + third, high - third} if low < place < high]
         if name == NEEDED:
             return [Wanted("observe", name, place) for place in (guess, guess + 1) if low < place < high]
-        found = [Wanted("confirm", name, guess)] if guess > low or (guess >= 0 and guess not in tries.limited) else []
+        found = [Wanted("confirm", name, guess)] if guess >= 0 else []
         return [*found, Wanted("fail", name, guess + 1)] if guess + 1 < len(tries.values) else found
 
     def _guess(self, name: str, low: int, high: int) -> int | None:
@@ -124,16 +136,13 @@ class _Search:
         between = [index for index in range(self.top or 0, found, -1) if tries.fits(name, index) is None]
         shown = tries.contenders[name].shown
         if len(between) > _MOST_BETWEEN:
-            self._note(
+            note = (
                 f"{shown}: not every value between {tries.label(between[-1])} and {tries.label(between[0])} was looked "
                 "at; one of them may fit although a smaller one does not."
             )
+            self.notes += [note] if note not in self.notes else []
             between = between[-_MOST_BETWEEN:]
         return [Wanted("find out", name, index) for index in between if tries.guess(name, index) is not False]
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def _not_growing(tries: Tries) -> list[str]:
@@ -162,3 +171,70 @@ def _holes(tries: Tries, found: dict[str, int]) -> list[str]:
                 f"({shown}{more}): what a cache takes does not grow evenly."
             )
     return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smallest:
+    """The smallest cards that are large enough, as indices; the number of cards if none is."""
+
+    by_allocator: dict[str, int]
+    seen: dict[tuple[str, int], RunSeen]  #: the runs by allocator and card
+    needed_bytes: int | None  #: the most bytes live at a time, on the largest card; None if that is not known
+    findings: dict[str, object]
+    num_runs: int
+
+
+def find_smallest(
+    cards: Sequence[VirtualGPU], command: list[str], contenders: Sequence[Contender], run: Runner
+) -> Smallest:
+    """Try cards, the smallest first; `total_bytes` of each is what the program may have."""
+    largest = dataclasses.replace(cards[-1], total_bytes=PLENTY)
+    work = dataclasses.replace(contenders[0].work, gpu=largest, keep_history=True)
+    without_limit = Asked(command=command, work=work, name="without a limit")
+    (plenty,) = run([without_limit])
+    otherwise = Otherwise(run)
+    findings = otherwise.findings_of(without_limit, plenty)
+    num_runs = 1
+    needed = max((lower_bound(trace) for trace in plenty.traces), default=0) or None
+    first = next((at for at, card in enumerate(cards) if card.total_bytes >= (needed or 0) * _CLOSE), len(cards))
+    seen: dict[tuple[str, int], RunSeen] = {}
+    answers: dict[str, int] = {}
+    begun = {one.name: _guess(one, cards, plenty, first) for one in contenders}
+
+    def on(card: VirtualGPU, one: Contender) -> Asked:
+        work = dataclasses.replace(one.work, gpu=card, name_holders=True)
+        return Asked(command=command, work=work, name=f"{card.name}, {one.shown}")
+
+    while left := [one for one in contenders if one.name not in answers]:
+        wanted = []  # up from where each began until one is large enough, then down until one is not
+        for one in left:
+            known = {at: seen[one.name, at].completes for at in range(len(cards)) if (one.name, at) in seen}
+            fitting = min((at for at, completes in known.items() if completes), default=len(cards))
+            at = begun[one.name] if not known else fitting - 1 if fitting < len(cards) else max(known) + 1
+            if at < first or at in known or at >= len(cards):
+                answers[one.name] = fitting
+            else:
+                wanted.append((one, at))
+        num_runs += len(wanted)
+        for (one, at), result in zip(wanted, run([on(cards[at], one) for one, at in wanted]), strict=True):
+            seen[one.name, at] = result
+    if shared := findings.get("shared_blocks"):
+        findings["order_decides"] = []
+        for one in contenders:
+            card = cards[at] if (at := answers[one.name]) < len(cards) else None
+            if card is not None and shared["taken_bytes"] > card.total_bytes:
+                told = otherwise.decides(one.name, on(card, one), seen[one.name, at])
+                findings["order_decides"] += [{**told, "of": card.name}] if told is not None else []
+    num_runs += otherwise.num_runs
+    return Smallest(by_allocator=answers, seen=seen, needed_bytes=needed, findings=findings, num_runs=num_runs)
+
+
+def _guess(one: Contender, cards: Sequence[VirtualGPU], plenty: RunSeen, first: int) -> int:
+    """The smallest card with the memory that a replay of the run on the largest one needs; else the first."""
+    if not plenty.traces or one.candidate is None or not one.is_exact:
+        return min(first, len(cards) - 1)
+
+    for at in range(first, len(cards)):
+        if all(run_one(trace, one.candidate, cards[at].total_bytes).fits for trace in plenty.traces):
+            return at
+    return len(cards) - 1
