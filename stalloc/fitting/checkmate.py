@@ -104,9 +104,8 @@ class _Program:
                 self.program.limit([(computed[node], 1), *uses], -np.inf, 0)
                 self.program.limit([(held[node], 1), *uses], -np.inf, 0)
             if held[node] >= 0:
-                self.program.limit(
-                    [(held[node], 1), (computed[node], 1)], -np.inf, 1
-                )  # one that is held is not computed
+                # one that is held is not computed
+                self.program.limit([(held[node], 1), (computed[node], 1)], -np.inf, 1)
                 before = [(self.computed[stage - 1, node], -1), (self.held[stage - 1, node], -1)]
                 self.program.limit([(held[node], 1), *before], -np.inf, 0)
 
@@ -119,17 +118,14 @@ class _Program:
         for node in range(stage + 1):
             work = self._work[node]
             now = self.program.variable(0.0, is_integer=False, highest=self._budget)
-            gained = [(computed[node], -self._size[node])]
-            if before < 0:
-                self.program.limit([(now, 1), *gained, *((column, -size) for column, size in there)], 0, 0)
-            else:
-                self.program.limit([(now, 1), (before, -1), *gained, *freed], 0, 0)
+            former = [(before, -1), *freed] if before >= 0 else [(column, -size) for column, size in there]
+            self.program.limit([(now, 1), (computed[node], -self._size[node]), *former], 0, 0)
             if work:
                 self.program.limit([(now, 1), (computed[node], work)], -np.inf, self._budget)
             freed = []
             for gone in (*self._needs[node], node):
                 column = self.program.variable(0.0, is_integer=False)  # an integer where the others are
-                keeps = [held_on for held_on in (later[gone],) if held_on >= 0]
+                keeps = [later[gone]] if later[gone] >= 0 else []
                 keeps += [computed[user] for user in self._users[gone] if node < user <= stage]
                 self.program.limit([(column, 1), (computed[node], -1)], -np.inf, 0)
                 for kept in keeps:

@@ -28,10 +28,8 @@ def compiled(known: Known, base: Base) -> Proposals:
         some = Base(dataclasses.replace(base.settings, activation_share=share))
         again = Proposal({}, (1 - share) * _FORWARD * known.step.step_seconds)
         found: Candidate = yield Way(some, again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")
-        fits = known.fits(found)
-        left_bytes = known.budget_bytes - found.needed_bytes
-        is_enough = fits and left_bytes <= known.budget_bytes * _ENOUGH_LEFT
-        if is_enough or (found.refused and not found.runs_short):
+        fits, left_bytes = known.fits(found), known.budget_bytes - found.needed_bytes
+        if (fits and left_bytes <= known.budget_bytes * _ENOUGH_LEFT) or (found.refused and not found.runs_short):
             break
         too_much, enough = (too_much, share) if fits else (share, enough)
     return None

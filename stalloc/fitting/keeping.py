@@ -294,11 +294,9 @@ def budget(
     devices.activate(device, gpu)
     if "torch" in sys.modules:
         check_untouched()
-    command = [str(source.path), *source.arguments]
-    disk_bytes = place[1] if place else 0
     file = fit_file(source) if fit is None else Path(fit)
-    used = find_or_make(source, command, budget_bytes, gpu_of_this_process(), file, host_bytes, disk_bytes,
-                        same=same)  # fmt: skip
+    command, shown = [str(source.path), *source.arguments], gpu_of_this_process()
+    used = find_or_make(source, command, budget_bytes, shown, file, host_bytes, place[1] if place else 0, same=same)
     runtime = integrations.install(device=device, gpu=gpu, known_plans=plans_of(used, file))
     keep(runtime, used, budget_bytes, place)
     return used

@@ -71,11 +71,10 @@ class Base:
             return 0
         if self.settings.tiers:
             return self.foresight.peak_bytes_with(proposed.kept, self.settings.tiers)
-        off = 0
-        if self.alone is not None and self.alone.allocated_bytes:
+        off, leaves_some = 0, 0 < len(proposed.choices) < len(whole_blocks(step))
+        if leaves_some and self.alone is not None and self.alone.allocated_bytes:
             off = max(0, self.alone.allocated_bytes - self.alone.expected_bytes)
-        leaves_some = 0 < len(proposed.choices) < len(whole_blocks(step))
-        return self.foresight.peak_bytes(proposed.kept) + off * leaves_some
+        return self.foresight.peak_bytes(proposed.kept) + off
 
 
 @dataclass(frozen=True)

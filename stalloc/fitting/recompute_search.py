@@ -51,21 +51,21 @@ def by_checkmate(known: Known, base: Base) -> Proposals:
     where none fits."""
 
     def propose(target_bytes: int) -> tuple[Proposal, str]:
-        whole = whole_blocks(known.step)
+        blocks = whole_blocks(known.step)
         if base.foresight is None:
-            return proposal(known.step, whole), ""
-        found, is_proven = optimal_blocks(known.step, base.foresight, whole, target_bytes)
+            return proposal(known.step, blocks), ""
+        found, is_proven = optimal_blocks(known.step, base.foresight, blocks, target_bytes)
         note = _NONE_FOUND if found is None else "" if is_proven else _NOT_PROVEN
-        return proposal(known.step, whole if found is None else found), note
+        return proposal(known.step, blocks if found is None else found), note
 
     return _approach(known, base, propose, "checkmate")
 
 
 def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal, str]], technique: str) -> Proposals:
     """Run the proposal for the budget, then for a budget lower by the excess, or higher by what was left."""
-    target, alone = known.budget_bytes, base.alone
-    if alone is not None:
-        target -= max(0, alone.needed_bytes - alone.expected_bytes)
+    target = known.budget_bytes
+    if base.alone is not None:
+        target -= max(0, base.alone.needed_bytes - base.alone.expected_bytes)
     tried: set[tuple[int, float]] = set()
     for _ in range(ROUNDS):
         proposed, note = propose(target)
@@ -77,16 +77,15 @@ def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal,
             break
         tried.add(meant)
         candidate: Candidate = yield Way(base, proposed, describe(known.step, proposed), technique)
+        left_bytes = known.budget_bytes - candidate.needed_bytes
         if candidate.runs_short:
             target -= int(known.budget_bytes * ENOUGH_LEFT)
-            continue
-        if candidate.refused:
+        elif candidate.refused:
             tried.clear()  # blocks of that kind are left out from here on
-            continue
-        left_bytes = known.budget_bytes - candidate.needed_bytes
-        if 0 <= left_bytes <= known.budget_bytes * ENOUGH_LEFT:
+        elif 0 <= left_bytes <= known.budget_bytes * ENOUGH_LEFT:
             break
-        target += left_bytes
+        else:
+            target += left_bytes
     return None
 
 

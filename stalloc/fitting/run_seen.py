@@ -19,6 +19,8 @@ from stalloc.techniques.tier_settings import TierSettings
 
 Span = tuple[int, int]
 """Events of the record [begin, end) during an operation."""
+_Rows = dict[tuple[int, int], int]
+"""Requests by the position of their operation, and their place in it."""
 _AGREE, _MOST_APART = 6, 64  # values that have to agree again; values that may have no pair before they do
 _PIECE = 2048  # values of each that are compared where none agree again
 
@@ -162,17 +164,14 @@ def _calls_of(run: RunSeen) -> list[_Call]:
     rows = np.flatnonzero(inside & is_freed)
     span = span[rows]
     ordinal = np.arange(len(rows)) - np.searchsorted(span, span)  # rows are in the order of their starts
-    of_call: list[tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]] = [({}, {}) for _ in run.calls]
-    for row, (_, _, number, phase, position), place in zip(
-        rows.tolist(), table[span].tolist(), ordinal.tolist(), strict=True
-    ):
+    of_call: list[tuple[_Rows, _Rows]] = [({}, {}) for _ in run.calls]
+    found = zip(rows.tolist(), table[span].tolist(), ordinal.tolist(), strict=True)
+    for row, (_, _, number, phase, position), place in found:
         of_call[number][phase][position, place] = row
-    return [_call_of(run, call, *found) for call, found in zip(run.calls, of_call, strict=True)]
+    return [_call_of(run, call, *both) for call, both in zip(run.calls, of_call, strict=True)]
 
 
-def _call_of(
-    run: RunSeen, call: CallRecorded, forward: dict[tuple[int, int], int], again: dict[tuple[int, int], int]
-) -> _Call:
+def _call_of(run: RunSeen, call: CallRecorded, forward: _Rows, again: _Rows) -> _Call:
     both = sorted(forward.keys() & again.keys())
     first, second = (np.array([rows[key] for key in both], np.int64) for rows in (forward, again))
     position = np.array([key[0] for key in both], np.int64)
