@@ -180,5 +180,4 @@ def _expected(known: Known, seen: _Seen, tiers: TierSettings, ratio: float, wind
     rate = LINK_SHARE * known.link_bytes_per_second
     seconds = added_seconds(seen.timed, settings, seen.step_seconds, rate, LINK_START)
     whole = TechniqueSettings(tiers=tiers, activations=settings)
-    offload = Offloaded(peak_bytes(lifespans), found.host_bytes, seconds)
-    return _Expected(whole, offload, seen.proposed.seconds + beside)
+    return _Expected(whole, Offloaded(peak_bytes(lifespans), found.host_bytes, seconds), seen.proposed.seconds + beside)

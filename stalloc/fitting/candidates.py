@@ -222,8 +222,7 @@ class Fitting:
         """
         self.tell("the same with no more memory than the budget")
         work = dataclasses.replace(work, limit_bytes=self.known.budget_bytes)
-        num_steps = max(self.num_within, _steps_within(self.num_steps))
-        within = self.try_once(dataclasses.replace(work, num_steps=num_steps))
+        within = self.try_once(dataclasses.replace(work, num_steps=max(self.num_within, _steps_within(self.num_steps))))
         return self.try_once(work) if within.failure and not within.out_of_memory else within
 
     def try_once(self, work: TrialWork) -> Measured:

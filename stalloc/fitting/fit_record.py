@@ -153,8 +153,7 @@ def load_fit(path: str | Path) -> Fit:
         if not data.startswith(b"PK"):
             raise ValueError("it is no archive of columns")
         columns = Columns(io.BytesIO(data))
-        header = json.loads(_bytes(columns, "header").decode())
-        return _fit(header, _bytes(columns, "plan"))
+        return _fit(json.loads(_bytes(columns, "header").decode()), _bytes(columns, "plan"))
     except DAMAGE as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) and error.args else str(error)
         reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]

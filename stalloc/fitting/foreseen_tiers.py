@@ -15,15 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.techniques.parts import (
-    Part,
-    Place,
-    aligned,
-    arranged_with_copies,
-    disk_buffers_bytes,
-    disk_chunk_bytes,
-    in_pages,
-)
+from stalloc.techniques import parts as of_update
+from stalloc.techniques.parts import Part, Place, aligned, in_pages
 from stalloc.techniques.tier_settings import TierSettings
 
 Lifespans = tuple[Column, Column, Column]
@@ -47,7 +40,7 @@ class UpdateRecorded:
         """The updated parts of `arranged_with_copies`, and its bytes for copies; `layer_of`: the layer of a request."""
         layers = [layer_of.get(row, -1) for row in self.parameters]
         options = tiers.paged_window_bytes, tiers.shares
-        parts, copied_bytes = arranged_with_copies(
+        parts, copied_bytes = of_update.arranged_with_copies(
             self.parameter_bytes, layers, on_disk, *options, reads_for_processor=reads_for_processor
         )
         updated = [Part(tuple(at for at in part.members if self.is_updated[at]), part.place) for part in parts]
@@ -157,7 +150,9 @@ class _Room:
 
     def __init__(self, tiers: TierSettings, size: Column) -> None:
         self._tiers, self._size = tiers, size
-        self.host_bytes = disk_buffers_bytes(disk_chunk_bytes(tiers.host_bytes)) if tiers.disk_bytes else 0
+        self.host_bytes = (
+            of_update.disk_buffers_bytes(of_update.disk_chunk_bytes(tiers.host_bytes)) if tiers.disk_bytes else 0
+        )
         self.disk_bytes = self._staged_bytes = 0
         self.away: set[int] = set()
 
@@ -211,7 +206,11 @@ def paged(
     for stay in stays(layers, passes, [one.begin for one in updates], tiers.streamed_window):
         added.append((stay.begin * fine, stay.end * fine, layer_bytes[stay.layer]))
     for update in updates:
-        parts, has_room = _with_copies(update, tiers, layer_of, on_disk, room)
+        for reads in (True, False):  # layers on disk are left out first
+            parts, staging = update.parts(tiers, layer_of, on_disk, reads_for_processor=reads)
+            has_room = room.stage(staging)  # for what the processor copies
+            if has_room:
+                break
         members = [list(part.members) for part in parts]
         held = [[row for at in part for row in update.states[at] if row >= 0] for part in members]
         made = _made_for_parts(run, update, members, {row for rows in held for row in rows})
@@ -240,17 +239,6 @@ def paged(
         np.append(size[kept], more[:, 2]),
     )
     return Paged(spans, room.host_bytes, room.disk_bytes, found.disk_bytes)
-
-
-def _with_copies(
-    update: UpdateRecorded, tiers: TierSettings, layer_of: Mapping[int, int], on_disk: Set[int], room: _Room
-) -> tuple[list[Part], bool]:
-    """The parts of an update, and whether what the processor copies has room; layers on disk are left out first."""
-    for reads in (True, False):
-        parts, staging = update.parts(tiers, layer_of, on_disk, reads_for_processor=reads)
-        if room.stage(staging):
-            return parts, True
-    return parts, False
 
 
 def peak_bytes(run: Lifespans) -> int:
@@ -332,7 +320,8 @@ def _flight(
                 begun[following] = tick
                 in_flight += waiting[following]
         tick += 1
-        yield tick, tick + 1, _most_at_once(made[number], run)
+        own = np.array(made[number], np.int64)
+        yield tick, tick + 1, peak_bytes((start[own], end[own], size[own]))
         for row in held[number]:
             if start[row] >= update.begin and row not in away:
                 yield tick, int(end[row]) * fine, int(size[row])
@@ -341,8 +330,3 @@ def _flight(
     tick += 1
     while leaving:
         yield from let_go()
-
-
-def _most_at_once(rows: list[int], run: Lifespans) -> int:
-    chosen = np.array(rows, np.int64)
-    return peak_bytes((run[0][chosen], run[1][chosen], run[2][chosen]))

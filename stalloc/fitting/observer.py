@@ -58,7 +58,7 @@ class Observer:
         self._early = _EarlyReads()
         self._models: list[Model] = []
         self._repeated = RepeatedCalls()
-        when_models_appear(self._appeared)
+        when_models_appear(lambda number, blocks, model: self._models.append((number, blocks, weakref.ref(model))))
 
     def step_ended(self) -> None:
         self._step += 1
@@ -81,9 +81,6 @@ class Observer:
     def took(self, seconds: float, args: Any, kwargs: Any) -> None:
         self._seconds.append(seconds)
         self._early.look(args, kwargs)
-
-    def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:
-        self._models.append((number, blocks, weakref.ref(model)))
 
     def _watch(self, row: int, block: Block) -> None:
         forward = block.module.forward

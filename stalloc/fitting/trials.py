@@ -263,8 +263,7 @@ class _Trial:
             told["seen"] = watch.seen(trace, self._work.watched, self._updates, self._activations).as_json()
         if self._work.under == "recorded":
             if self._asked_events:  # tiny requests are left out
-                state = self._runtime.controllers[0].state
-                size, stream, _ = state.recorded_requests(0, self._asked_events)
+                size, stream, _ = self._runtime.controllers[0].state.recorded_requests(0, self._asked_events)
                 told["asked"] = sha256(size.tobytes() + stream.tobytes()).hexdigest()
             told["native_bytes"] = _native_bytes(self._runtime)
             if plan := _plan_of(self._runtime):

@@ -242,22 +242,14 @@ class Poison:
             if count and self._live.get(owner.address) is owner:
                 self._name_owner(memory, owner, "at the end of a step")
         served = self.state.record.total.num_allocs
-        free = self._free_ranges()
+        blocks = [one for each in segments(self.state) if each.kind < PRIVATE_KINDS for one in each.blocks]
+        ends = ((one.address + one.size_bytes, one.address + aligned(one.requested_bytes)) for one in blocks)
+        free = [(used, end - used) for end, used in ends if used < end]
         counts = memory.mismatches(free, FREED, None)
         if self.state.record.total.num_allocs == served:  # else some of it is another thread's by now
             for (address, size), count in zip(free, counts, strict=True):
                 if count:
                     self._name_writer(memory, address, size, "at the end of a step")
-
-    def _free_ranges(self) -> list[tuple[int, int]]:
-        ranges = []
-        for segment in segments(self.state):
-            if segment.kind < PRIVATE_KINDS:
-                for block in segment.blocks:
-                    used = aligned(block.requested_bytes)
-                    if used < block.size_bytes:
-                        ranges.append((block.address + used, block.size_bytes - used))
-        return ranges
 
     # --- sentences
 

@@ -156,8 +156,7 @@ class StepWatch:
             moment = self._marks[-1].event
             for row, (*_named, one) in enumerate(self._parameters):
                 for value in _on_device(self._optimizer.state.get(one, {})):
-                    told = StateTensor(row, value.shape == one.shape)
-                    self._state.append((moment, _address(value), told))
+                    self._state.append((moment, _address(value), StateTensor(row, value.shape == one.shape)))
             self.num_steps += 1
 
 

@@ -62,16 +62,14 @@ class _Aside:
         sys.meta_path.remove(self)
         sys.modules.update(self._modules)
         tell_imported([name for name in self._modules if name != self._name])
-        if changed := self._changed():
-            self._otherwise(changed)
-
-    def _changed(self) -> dict[str, str]:
-        """What the library would have read otherwise; a variable that is gone is empty."""
         now = os.environ
-        names = [name for name in (*self._before, *now) if name.startswith(_READ[self._name])]
-        return {
-            name: now.get(name, "")
-            for name in names
+        changed = {
+            name: now.get(name, "")  # empty: it is gone
+            for name in (*self._before, *now)
             # of the allocator's settings only which allocator it is: the others are read with the first request
-            if now.get(name) != self._before.get(name) and (name not in VARIABLES or "backend" in now.get(name, ""))
+            if name.startswith(_READ[self._name])
+            and now.get(name) != self._before.get(name)
+            and (name not in VARIABLES or "backend" in now.get(name, ""))
         }
+        if changed:
+            self._otherwise(changed)

@@ -121,8 +121,13 @@ def channels_of(
         found = Span(least=most, most=most)  # of itself nothing limits it
     else:
         found = (_within_machine if num_nodes == 1 else _between_machines)(links, num_local)
-    collective = _limited(found, settings, most)
-    p2p = _p2p(collective, settings)
+    # each with an older and a newer name
+    highest = number(settings, "NCCL_MAX_NCHANNELS", "NCCL_MAX_NRINGS", "NCCL_MAX_CTAS", default=most)
+    lowest = number(settings, "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MIN_CTAS", default=0)
+    collective = found.map(lambda num: max(min(num, max(highest, 1), most), min(lowest, most)))
+    most_p2p = max(number(settings, "NCCL_MAX_P2P_NCHANNELS", default=_MOST), 1)
+    least_p2p = min(number(settings, "NCCL_MIN_P2P_NCHANNELS", default=1), _MOST)
+    p2p = collective.map(lambda num: _power_of_two(max(min(num, most_p2p), least_p2p)))
     return Channels(
         collective=collective,
         p2p=p2p,
@@ -197,21 +202,8 @@ def _with_network(links: Links, num_local: int, num_nics: int, nic_gbps: float) 
     return 2 * num if links.capability >= 90 and rate > 45 and num < 16 else num
 
 
-def _limited(found: Span, settings: Mapping[str, str], most: int) -> Span:
-    """A number limited by NCCL_MAX_NCHANNELS, then by NCCL_MIN_NCHANNELS, each with an older and a newer name."""
-    highest = number(settings, "NCCL_MAX_NCHANNELS", "NCCL_MAX_NRINGS", "NCCL_MAX_CTAS", default=most)
-    lowest = number(settings, "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MIN_CTAS", default=0)
-    return found.map(lambda num: max(min(num, max(highest, 1), most), min(lowest, most)))
-
-
 def _power_of_two(num: int) -> int:
     return 1 << max(num - 1, 0).bit_length()
-
-
-def _p2p(collective: Span, settings: Mapping[str, str]) -> Span:
-    highest = number(settings, "NCCL_MAX_P2P_NCHANNELS", default=_MOST)
-    lowest = number(settings, "NCCL_MIN_P2P_NCHANNELS", default=1)
-    return collective.map(lambda num: _power_of_two(max(min(num, max(highest, 1)), min(lowest, _MOST))))
 
 
 def _each_peer(links: Links, p2p: Span, num_nodes: int, num_ranks: int) -> Span:
@@ -393,8 +385,7 @@ class _Model:
         # within a machine the tree is a chain: its ends have one neighbour, with whom the ring has one direction
         size = self._buffers.receives if is_first else self._buffers.sends if is_last else self._buffers.both
         found = self._within(self._channels.collective, size) if used.num_local > 1 else NONE
-        net = self._at_network()
-        found += Span(least=0, most=2 * _NET_PEERS * net.most * self._buffers.net)
+        found += Span(least=0, most=2 * _NET_PEERS * self._at_network().most * self._buffers.net)
         return self._or_lazily(found, "tree") if used.num_nodes == 1 else Span(least=0, most=found.most)
 
     def switch(self) -> Span:
@@ -465,8 +456,7 @@ def _allows(settings: Mapping[str, str], algorithm: str) -> bool:
     if not text or ";" in text or ":" in text:
         return True  # what differs by collective is not read
     excludes, names = text.startswith("^"), text.lstrip("^").split(",")
-    named = any(name.strip().startswith(algorithm) for name in names)
-    return named != excludes
+    return any(name.strip().startswith(algorithm) for name in names) != excludes
 
 
 def _reaches_peers(links: Links, settings: Mapping[str, str]) -> bool | None:

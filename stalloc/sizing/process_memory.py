@@ -58,6 +58,13 @@ def process_told(use: "HostUse") -> dict[str, Any]:
     gpu = virtual.active_gpu()
     assert gpu is not None
     made = virtual.communicators()
+    carriers = set(made.backends.values())  # of collectives of GPUs; NCCL's figures do not include buffers of others
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and hasattr(c10d, "ProcessGroup"):
+        for config in c10d._world.pg_backend_config.values():  # "cpu:gloo,cuda:nccl"
+            words = dict(word.split(":", 1) for word in str(config).split(",") if ":" in word)
+            carriers.add(words.get("cuda", "nccl"))
+    others = sorted(carriers - {"nccl", "undefined"})
     return {
         "host": use.told(),
         "communicators": [
@@ -67,19 +74,5 @@ def process_told(use: "HostUse") -> dict[str, Any]:
         ],
         "nccl_settings": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         "driver_peak_bytes": [virtual.peak_bytes(device) for device in range(gpu.num_devices)],
-        "outside_nccl": _outside_nccl(),
+        "outside_nccl": [*others, *([_CUSTOM] if virtual.statistics()["shared_handles"] else [])],
     }
-
-
-def _outside_nccl() -> list[str]:
-    """The libraries beside NCCL that carry collectives of GPUs, and whose buffers NCCL's figures do not include."""
-    from stalloc.device import virtual
-
-    found = set(virtual.communicators().backends.values())
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None and hasattr(c10d, "ProcessGroup"):
-        for config in c10d._world.pg_backend_config.values():  # "cpu:gloo,cuda:nccl"
-            words = dict(word.split(":", 1) for word in str(config).split(",") if ":" in word)
-            found.add(words.get("cuda", "nccl"))
-    others = sorted(found - {"nccl", "undefined"})
-    return [*others, *([_CUSTOM] if virtual.statistics()["shared_handles"] else [])]

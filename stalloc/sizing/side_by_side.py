@@ -295,7 +295,10 @@ class _Run:
 
     def _ran_out(self) -> None:
         if self._work.name_holders:
-            self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
+            stack = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+            named = (Frame(one.f_code.co_filename, line, one.f_code.co_name) for one, line in stack)
+            self._refused = self._history.snapshot()
+            self._refused_at = site_name([one for one in named if not one.filename.startswith(_OURS)])
 
     def _tell(self, code: int) -> None:
         from stalloc.device import virtual
@@ -364,9 +367,3 @@ def _ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
         reserved_bytes=found.reserved_bytes or 0,
         holders=[(one.name, one.held_bytes) for one in found.by_site[:_HOLDERS]],
     )
-
-
-def _line_of_main_thread() -> str:
-    frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    named = (Frame(one.f_code.co_filename, line, one.f_code.co_name) for one, line in frames)
-    return site_name([one for one in named if not one.filename.startswith(_OURS)])

@@ -61,8 +61,8 @@ def sweep(
         waiting = list(range(len(programs)))
         while waiting or running:
             for number in waiting:
-                work = list(programs[number]), list(options), len(lost[number])
-                running[pool.submit(_dryrun, *work)] = number
+                future = pool.submit(_dryrun, list(programs[number]), list(options), len(lost[number]))
+                running[future] = number
             waiting = []
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 number = running.pop(future)

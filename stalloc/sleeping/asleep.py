@@ -103,8 +103,7 @@ class InFile(Keeper):
 
 def _placed(runs: Sequence[Run]) -> dict[int, int]:
     """Where the bytes of each address go, one run behind the other."""
-    ends = accumulate((size for _, size in runs), initial=0)
-    return dict(zip((address for address, _ in runs), ends, strict=False))
+    return dict(zip((address for address, _ in runs), accumulate((size for _, size in runs), initial=0), strict=False))
 
 
 def _pinned(size_bytes: int) -> Any:
