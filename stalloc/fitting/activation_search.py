@@ -51,9 +51,7 @@ class _Seen:
 
 def with_activations(known: Known, policy: str | None = None) -> Proposals:
     """Run the program with activations in host memory, beside recomputed blocks, paged state and streamed layers.
-
-    `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none.
-    """
+    `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none."""
     ratio = ratio_of(policy or "")
     if not known.host_bytes:
         yield "nothing is kept in host memory without --host SIZE"

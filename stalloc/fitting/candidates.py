@@ -58,9 +58,7 @@ class Fitting:
 
     def run(self, policy: str | None = None) -> int:
         """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
-
-        `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
-        """
+        `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name."""
         check_policy(policy)
         self._observe()
         if self.num_steps:
@@ -119,10 +117,8 @@ class Fitting:
             )
 
     def _foresee(self, settings: TechniqueSettings) -> Foresight | str:
-        """Run the program as it is and with all blocks recomputed, so that other choices can be foreseen.
-
-        A text says why that cannot be done.
-        """
+        """Run the program as it is and with all blocks recomputed, so that other choices can be foreseen. A text says
+        why that cannot be done."""
         as_is = self._watch(self.known.recorded(settings))
         if as_is.failure:
             return as_is.failure
@@ -216,10 +212,8 @@ class Fitting:
         ), recorded.plan
 
     def _within(self, work: TrialWork) -> Measured:
-        """Run a plan with no more memory than it will have, which decides whether it fits.
-
-        What the program does at its end may fail in a trial for reasons of its own: that is left out then.
-        """
+        """Run a plan with no more memory than it will have, which decides whether it fits. What the program does at its
+        end may fail in a trial for reasons of its own: that is left out then."""
         self.tell("the same with no more memory than the budget")
         work = dataclasses.replace(work, limit_bytes=self.known.budget_bytes)
         within = self.try_once(dataclasses.replace(work, num_steps=max(self.num_within, _steps_within(self.num_steps))))
@@ -263,15 +257,13 @@ class Ahead:
 
 
 def _look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
-    """Run the program as it is for many steps, so that those which need other memory are tried too.
-
-    It runs once, unchanged, under PyTorch's allocator, up to a number of steps or requests, so what is seen does not
-    depend on other work of the machine. Steps are of one kind if they make as many requests and have the same peak of
-    requested bytes (what PyTorch's allocator hands out depends on which blocks are free); requests after the last step
-    count as a step too. Trials have as many steps as it takes to see every kind once after every kind that it follows,
-    as long as these are few: a step finds the memory that the one before left. The run within the budget, which
-    decides, has all steps that were seen to differ. What is left out is said.
-    """
+    """Run the program as it is for many steps, so that those which need other memory are tried too. It runs once,
+    unchanged, under PyTorch's allocator, up to a number of steps or requests, so what is seen does not depend on other
+    work of the machine. Steps are of one kind if they make as many requests and have the same peak of requested bytes
+    (what PyTorch's allocator hands out depends on which blocks are free); requests after the last step count as a step
+    too. Trials have as many steps as it takes to see every kind once after every kind that it follows, as long as these
+    are few: a step finds the memory that the one before left. The run within the budget, which decides, has all steps
+    that were seen to differ. What is left out is said."""
     work = TrialWork("native", num_steps=_LOOK_STEPS, most_requests=_LOOK_REQUESTS)
     seen = trial(dataclasses.replace(work, most_processor_seconds=_LOOK_PROCESSOR_SECONDS))
     if seen.failure:
@@ -288,9 +280,7 @@ def _steps_within(num_steps: int) -> int:
 
 def steps_to_try(kinds: Sequence[_Kind], least: int, *, is_whole: bool, has_rest: bool = False) -> Ahead:
     """How many steps a trial and a run within the budget are to have, given those that were seen; `least` or more.
-
-    `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step.
-    """
+    `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step."""
     first: dict[tuple[_Kind, _Kind], int] = {}
     for number, pair in enumerate(pairwise(kinds), start=1):
         first.setdefault(pair, number)

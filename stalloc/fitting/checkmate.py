@@ -43,12 +43,10 @@ class Schedule:
 
 
 def optimal_schedule(graph: nx.DiGraph, budget_bytes: int, *, limit_seconds: float = 60.0) -> Schedule | None:
-    """The cheapest schedule of a graph of nodes with `seconds`, `size_bytes` and, while they run, `work_bytes`.
-
-    Edges go to a node from those that it needs; the order of nodes is kept where the edges allow it. None: there is no
+    """The cheapest schedule of a graph of nodes with `seconds`, `size_bytes` and, while they run, `work_bytes`. Edges
+    go to a node from those that it needs; the order of nodes is kept where the edges allow it. None: there is no
     schedule within the budget, or none was found in time. Raises SetupError without SciPy, BadInputError for a graph
-    with a cycle.
-    """
+    with a cycle."""
     find_solver()
     if not nx.is_directed_acyclic_graph(graph):
         raise BadInputError("the graph of operations has a cycle: nothing can be computed in any order.")
@@ -66,10 +64,8 @@ def optimal_schedule(graph: nx.DiGraph, budget_bytes: int, *, limit_seconds: flo
 
 
 class _Program:
-    """Variables and constraints, of nodes that are numbered in the order in which they are computed.
-
-    Memory is counted in budgets and time in the time of one computation of everything, so that numbers stay near one.
-    """
+    """Variables and constraints, of nodes that are numbered in the order in which they are computed. Memory is counted
+    in budgets and time in the time of one computation of everything, so that numbers stay near one."""
 
     def __init__(self, graph: nx.DiGraph, budget_bytes: int) -> None:
         num, unit = len(graph), max(1, budget_bytes)
@@ -138,10 +134,8 @@ class _Program:
 def optimal_blocks(
     step: ProgramSeen, foresight: Foresight, whole: Mapping[int, Choice], target_bytes: int
 ) -> tuple[dict[int, Choice] | None, bool]:
-    """The blocks to recompute as a whole that cost least within what may be allocated, and whether that is proven.
-
-    None for the blocks: all of them together are not enough, or no choice was found in time.
-    """
+    """The blocks to recompute as a whole that cost least within what may be allocated, and whether that is proven. None
+    for the blocks: all of them together are not enough, or no choice was found in time."""
     schedule = optimal_schedule(_block_graph(step, foresight, whole), target_bytes)
     if schedule is None:
         return None, True

@@ -17,10 +17,8 @@ _FORWARD = 1 / 3  # of a step that recomputes nothing
 
 
 def compiled(known: Known, base: Base) -> Proposals:
-    """Search for the largest share of saved memory that keeps the budget, between none and all.
-
-    Begun in the middle, since none may need more than some: a whole model in one graph is recomputed all at once.
-    """
+    """Search for the largest share of saved memory that keeps the budget, between none and all. Begun in the middle,
+    since none may need more than some: a whole model in one graph is recomputed all at once."""
     too_much, enough = 1.0, 0.0
     for _ in range(_ROUNDS):
         share = (too_much + enough) / 2

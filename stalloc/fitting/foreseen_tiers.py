@@ -250,10 +250,8 @@ def peak_bytes(run: Lifespans) -> int:
 
 
 def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int]], state: set[int]) -> list[list[int]]:
-    """The tensors that the optimizer makes and frees within its step, by the part of its parameters that they serve.
-
-    It goes through its parameters in their order, once or several times, and makes tensors of their sizes.
-    """
+    """The tensors that the optimizer makes and frees within its step, by the part of its parameters that they serve. It
+    goes through its parameters in their order, once or several times, and makes tensors of their sizes."""
     start, end, size = run
     inside = np.flatnonzero((start >= update.begin) & (end <= update.end))
     part_of = {place: number for number, part in enumerate(parts) for place in part}

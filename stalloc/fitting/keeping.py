@@ -148,10 +148,8 @@ def known_fit(file: Path, trial: Callable[[TrialWork], Measured], program: Progr
 
 
 def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
-    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat.
-
-    Raises BadInputError if it is no plan that can be used.
-    """
+    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat. Raises
+    BadInputError if it is no plan that can be used."""
     from stalloc.planner import plans_from_bytes, validate
 
     if not fit.plan:
@@ -179,9 +177,8 @@ def make(
     keep_files: bool = False,
     known: Path | None = None,
 ) -> Fit:
-    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for the same memory.
-
-    Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
+    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for the same memory. Raises
+    BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
         result, file = Path(folder) / "result.json", Path(folder) / f"made{SUFFIX}"
         if output is not None:
@@ -241,10 +238,8 @@ def gpu_of_this_process() -> VirtualGPU:
 
 
 def keep(runtime: "Runtime", fit: Fit, budget_bytes: int, disk: tuple[Path, int] | None = None) -> None:
-    """Hold this process to a budget, with the settings of a fit; its plan is in force by now.
-
-    `disk` is a folder, and how many bytes may be used there.
-    """
+    """Hold this process to a budget, with the settings of a fit; its plan is in force by now. `disk` is a folder, and
+    how many bytes may be used there."""
     from stalloc.imports import after_import
 
     for controller in runtime.controllers:

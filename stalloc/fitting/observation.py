@@ -84,10 +84,8 @@ class ProgramSeen:
         return replace(self, blocks=blocks)
 
     def with_casts_once(self, num_operations: Mapping[int, set[int]]) -> "ProgramSeen":
-        """What was seen, with nothing kept of blocks some of whose calls find weights cast that other calls cast.
-
-        The number of operations of each call tells; operations of such calls have other positions.
-        """
+        """What was seen, with nothing kept of blocks some of whose calls find weights cast that other calls cast. The
+        number of operations of each call tells; operations of such calls have other positions."""
         blocks = list(self.blocks)
         for row, counts in num_operations.items():
             casts = sum(one.name == _CAST for one in blocks[row].operations)

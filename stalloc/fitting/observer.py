@@ -193,12 +193,10 @@ class Timing(TorchDispatchMode):
 
 
 class _EarlyReads:
-    """Why an optimizer's step cannot be made in the backward pass: because of the optimizer, or of earlier reads.
-
-    A program that reads parameters or gradients between the backward pass and the step that changes them would see
-    other values. All operations are watched but those of backward passes and of the steps themselves; which parameters
-    an optimizer holds is known from its first step on, which gradients from the step after it.
-    """
+    """Why an optimizer's step cannot be made in the backward pass: because of the optimizer, or of earlier reads. A
+    program that reads parameters or gradients between the backward pass and the step that changes them would see other
+    values. All operations are watched but those of backward passes and of the steps themselves; which parameters an
+    optimizer holds is known from its first step on, which gradients from the step after it."""
 
     def __init__(self) -> None:
         self._read = ""  # why, for what is read
@@ -246,11 +244,9 @@ Model = tuple[int, list[Block], "weakref.ref[Any]"]
 
 class RepeatedCalls:
     """Blocks that only calls of a program show: one that is called again and again, or those the script itself calls.
-
     To be made before the program begins. Calls are looked at until `blocks` is asked for; nothing is kept alive, and
     nothing of the device is used. What is found in the tree of modules comes first, unless the script calls a model
-    piece by piece.
-    """
+    piece by piece."""
 
     def __init__(self) -> None:
         self._open: list[int] = []  # modules that are being called, by id

@@ -60,11 +60,8 @@ class Base:
         return dataclasses.replace(self.settings, recompute=settings_of(step, proposed.choices))
 
     def expected_bytes(self, step: ProgramSeen, proposed: Proposal) -> int:
-        """The most that would be allocated, 0 if that is not known.
-
-        What the base alone needed more than was foreseen, as when its runs differ, any way may need that leaves blocks
-        as they are.
-        """
+        """The most that would be allocated, 0 if that is not known. What the base alone needed more than was foreseen,
+        as when its runs differ, any way may need that leaves blocks as they are."""
         if self.offload is not None:
             return self.offload.peak_bytes
         if self.foresight is None:
@@ -89,10 +86,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Foresee:
-    """Run the program with these settings, as it is and with all blocks recomputed.
-
-    A Foresight of other choices comes back, or a text: why there is none.
-    """
+    """Run the program with these settings, as it is and with all blocks recomputed. A Foresight of other choices comes
+    back, or a text: why there is none."""
 
     settings: TechniqueSettings
 

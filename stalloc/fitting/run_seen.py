@@ -189,13 +189,10 @@ def _call_of(run: RunSeen, call: CallRecorded, forward: _Rows, again: _Rows) -> 
 
 def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column, int]:
     """For each request of the run, where it would end in the program as it is and whether that makes no such request;
-    and how many requests both make.
-
-    Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
-    it makes because operations are looked at. What the program as it is frees before a request is freed before it here.
-    Whether they are freed at all says nothing of that: at the end of a program a model goes at once, or when Python
-    looks for cycles.
-    """
+    and how many requests both make. Both make the same requests in the same order, but for those of the second time,
+    and for some of PyTorch's own that it makes because operations are looked at. What the program as it is frees before
+    a request is freed before it here. Whether they are freed at all says nothing of that: at the end of a program a
+    model goes at once, or when Python looks for cycles."""
     once = np.ones(len(run.size), bool)
     for call in calls:
         once[call.again] = False
@@ -210,11 +207,9 @@ def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Co
 
 
 def aligned(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The places of equal values in two sequences that are nearly the same, pair by pair; both ascend.
-
-    Where the sequences part, they are joined at the nearest place from which a few values agree again, and as many
-    values as possible between are paired; if there is no such place near, as many as possible of a longer piece.
-    """
+    """The places of equal values in two sequences that are nearly the same, pair by pair; both ascend. Where the
+    sequences part, they are joined at the nearest place from which a few values agree again, and as many values as
+    possible between are paired; if there is no such place near, as many as possible of a longer piece."""
     i = j = 0
     while i < len(one) and j < len(other):
         if one[i] == other[j]:
@@ -243,10 +238,8 @@ def _gap(one: Sequence[int], other: Sequence[int], i: int, j: int) -> tuple[int,
 
 
 def _most_pairs(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
-    """The longest common subsequence of two sequences, by places (Hyyrö 2004, a column of the table in each number).
-
-    A bit of a column is 0 where the subsequence becomes longer with that value of `one`.
-    """
+    """The longest common subsequence of two sequences, by places (Hyyrö 2004, a column of the table in each number). A
+    bit of a column is 0 where the subsequence becomes longer with that value of `one`."""
     all_places = (1 << len(one)) - 1
     places: dict[int, int] = {}
     for place, value in enumerate(one):

@@ -32,10 +32,8 @@ _FLOAT_BYTES = 4
 
 def in_tiers(known: Known, as_it_is: Base, policy: str | None = None) -> Proposals:
     """Run the program with its optimizer's state elsewhere, and layers streamed, as far as the budget asks for it.
-
     Blocks are recomputed beside that where it is needed. `as_it_is` is the program with no other technique; `policy` is
-    one of POLICIES, where only that is to be tried.
-    """
+    one of POLICIES, where only that is to be tried."""
     name = (policy or "page").partition(":")[0]
     if not known.host_bytes:
         yield "nothing is kept in host memory without --host SIZE"
@@ -100,10 +98,8 @@ def _keep_some(known: Known, base: Base, name: str, most: float) -> Proposals:
 
 
 def _widest(known: Known, as_it_is: Base, streamed_windows: tuple[int, ...], policy: str) -> TierSettings:
-    """The first tiers with which some recomputation is expected to fit, else those that need least.
-
-    Gradients that leave are expected to stay, so it may need less.
-    """
+    """The first tiers with which some recomputation is expected to fit, else those that need least. Gradients that
+    leave are expected to stay, so it may need less."""
     name, least = policy.partition(":")[0], proposal(known.step, whole_blocks(known.step))
     ways = [
         TierSettings(
@@ -127,10 +123,8 @@ def _widest(known: Known, as_it_is: Base, streamed_windows: tuple[int, ...], pol
 
 
 def _windows(known: Known, as_it_is: Base) -> list[int]:
-    """Numbers of layers to hold on the device at once: the fewest that are never waited for (STRONGHOLD), 2, and 1.
-
-    Of a block its forward pass is estimated; its backward pass is taken to be twice that at the least.
-    """
+    """Numbers of layers to hold on the device at once: the fewest that are never waited for (STRONGHOLD), 2, and 1. Of
+    a block its forward pass is estimated; its backward pass is taken to be twice that at the least."""
     sizes = as_it_is.foresight.layer_bytes if as_it_is.foresight else {}
     seconds = {row: sum(one.seconds for one in known.step.blocks[row].operations) for row in sizes}
     layers = [LayerCost(sizes[row], 0, 0, seconds[row], seconds[row]) for row in sorted(sizes)]

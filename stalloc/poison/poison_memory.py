@@ -138,10 +138,8 @@ def _columns(ranges: Ranges) -> tuple[list[int], list[int]]:
 
 
 def _handle(stream: int) -> int | None:
-    """What the driver knows a stream by; None for the default stream of another thread.
-
-    Those have one handle for all threads, and go by a name of the thread's (stalloc.integrations.cupy_allocator).
-    """
+    """What the driver knows a stream by; None for the default stream of another thread. Those have one handle for all
+    threads, and go by a name of the thread's (stalloc.integrations.cupy_allocator)."""
     if not is_per_thread(stream):
         return stream
     return PER_THREAD if stream >> 4 == threading.get_ident() else None

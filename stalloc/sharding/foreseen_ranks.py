@@ -128,10 +128,8 @@ def _give_parts(step: StepMarks, updated: list[tuple[Parameter, int]], sizes: li
 
 
 def owned_parameters(step: StepMarks, num_ranks: int, num_parts: int = 1) -> list[Parameter]:
-    """Those whose state the first rank has under ZeroRedundancyOptimizer: largest first, to who has least.
-
-    `num_parts`: each is in so many parts, of which the first are divided.
-    """
+    """Those whose state the first rank has under ZeroRedundancyOptimizer: largest first, to who has least. `num_parts`:
+    each is in so many parts, of which the first are divided."""
     totals = [0] * num_ranks
     owned = []
     trained = [one for one in step.parameters if one.is_trained]

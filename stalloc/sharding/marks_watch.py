@@ -167,10 +167,8 @@ def _moment() -> int:
 
 
 class _Requests:
-    """Allocations of the history so far, in order; a request's row is its place among them.
-
-    Raises SetupError where the program itself began counts or history anew.
-    """
+    """Allocations of the history so far, in order; a request's row is its place among them. Raises SetupError where the
+    program itself began counts or history anew."""
 
     def __init__(self) -> None:
         traces = torch.cuda.memory._snapshot()["device_traces"] if torch.cuda.is_initialized() else []

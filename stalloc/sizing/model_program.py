@@ -73,12 +73,10 @@ _CHOICES = f"give a config.json, a folder with one, or one of {', '.join(KNOWN)}
 
 
 def configuration(name: str, *, download: bool = False) -> dict[str, Any]:
-    """What transformers' AutoConfig is made of, `model_type` among it.
-
-    `name` is one of KNOWN, a config.json or a folder with one, or a model of the Hugging Face hub: its configuration is
-    read from the user's cache, or fetched if `download` is set. Raises BadInputError where there is none, and
-    SetupError where transformers is missing. No code that comes with a model is run.
-    """
+    """What transformers' AutoConfig is made of, `model_type` among it. `name` is one of KNOWN, a config.json or a
+    folder with one, or a model of the Hugging Face hub: its configuration is read from the user's cache, or fetched if
+    `download` is set. Raises BadInputError where there is none, and SetupError where transformers is missing. No code
+    that comes with a model is run."""
     if find_spec("transformers") is None:
         raise SetupError("--model needs transformers: pip install transformers.")
     if name.lower() in KNOWN:

@@ -110,10 +110,8 @@ def channels_of(
     settings: Mapping[str, str] | None = None,
     version: tuple[int, int, int] = (2, 28, 9),
 ) -> Channels:
-    """The channels of a communicator with so many ranks on this machine, on so many machines.
-
-    settings: NCCL's environment variables. version: of NCCL.
-    """
+    """The channels of a communicator with so many ranks on this machine, on so many machines. settings: NCCL's
+    environment variables. version: of NCCL."""
     settings = settings or {}
     total = num_ranks if num_ranks is not None else num_local * num_nodes
     most = _MOST if version >= (2, 25, 0) else _BEFORE_225
@@ -262,11 +260,9 @@ def nccl_memory(
     version: Version = (2, 28, 9),
     channels: Channels | None = None,
 ) -> NcclMemory:
-    """What NCCL takes for a communicator.
-
-    settings: its environment variables (NCCL_BUFFSIZE and others: docs/node.md lists them). channels: where they are
-    known, as from the log of a run ("24 coll channels, 16 nvls channels, 32 p2p channels, 32 p2p channels per peer").
-    """
+    """What NCCL takes for a communicator. settings: its environment variables (NCCL_BUFFSIZE and others: docs/node.md
+    lists them). channels: where they are known, as from the log of a run ("24 coll channels, 16 nvls channels, 32 p2p
+    channels, 32 p2p channels per peer")."""
     settings = settings or {}
     found = channels or channels_of(
         links,

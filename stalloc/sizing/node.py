@@ -122,10 +122,8 @@ class NodeMemory:
 
     @property
     def cgroup(self) -> Span:
-        """What the machine's ranks add to the memory of their container.
-
-        At the most with pinned memory and libraries: whether the driver has pages charged to it is not known here.
-        """
+        """What the machine's ranks add to the memory of their container. At the most with pinned memory and libraries:
+        whether the driver has pages charged to it is not known here."""
         own, loaded, shared = self.host("own_bytes"), self.host("resident_before_bytes"), self.shared_memory
         return Span(least=own + shared.least, most=own + loaded + shared.most + self.pinned.most + self.files_bytes)
 

@@ -54,10 +54,8 @@ class Parameter:
 
 def last_enough(num: int, enough: Callable[[Sequence[int]], Sequence[bool]]) -> int:
     """The last of `num` places in a row that is enough, -1 if the first is not; `enough` tries several side by side.
-
     That one is enough and the next is not was tried, and no place after one that is not enough may be enough again, as
-    with tokens in a cache whose program's weights and activations grow with the value, or cards by their memory.
-    """
+    with tokens in a cache whose program's weights and activations grow with the value, or cards by their memory."""
     low, high = -1, num
     while high - low > 1:
         third = max((high - low) // 3, 1)

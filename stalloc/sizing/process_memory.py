@@ -16,10 +16,8 @@ _CUSTOM = "its own way between GPUs (CUDA IPC)"
 
 def native_peaks() -> list[dict[str, int]]:
     """For each device that something was reserved on: its index, the peaks of what was allocated and reserved, what is
-    CuPy's of that, and how often PyTorch gave up what it had cached and asked again.
-
-    CuPy keeps no peak, and its pool only grows unless the program empties it: what it has now counts as reserved.
-    """
+    CuPy's of that, and how often PyTorch gave up what it had cached and asked again. CuPy keeps no peak, and its pool
+    only grows unless the program empties it: what it has now counts as reserved."""
     devices: list[dict[str, int]] = []
     torch: Any = sys.modules.get("torch")
     cupy: Any = sys.modules.get("cupy")

@@ -350,10 +350,8 @@ class _Run:
 
 
 def _ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
-    """What the last out-of-memory error of a trace was about; None if there is none.
-
-    Autograd's threads have no lines of their own: then it is the one at which the main thread was waiting.
-    """
+    """What the last out-of-memory error of a trace was about; None if there is none. Autograd's threads have no lines
+    of their own: then it is the one at which the main thread was waiting."""
     from stalloc.analysis.holders import holders
     from stalloc.analysis.moments import last_oom
 

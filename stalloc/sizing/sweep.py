@@ -80,10 +80,8 @@ def sweep(
 
 
 def _dryrun(program: list[str], options: list[str], _: int) -> tuple[dict[str, Any] | None, str]:
-    """What it tells, or why it tells nothing; on the worker.
-
-    The last argument is the try: to Dask the same function of the same arguments is the same work, lost or not.
-    """
+    """What it tells, or why it tells nothing; on the worker. The last argument is the try: to Dask the same function of
+    the same arguments is the same work, lost or not."""
     with tempfile.TemporaryDirectory(prefix="stalloc-sweep-") as folder:
         file = Path(folder) / "told.json"
         command = [sys.executable, "-P", "-m", "stalloc", "dryrun", "--json", str(file), *options, "--", *program]

@@ -71,10 +71,8 @@ class Otherwise:
         return found
 
     def decides(self, name: str, asked: Asked, seen: RunSeen | None) -> dict[str, Any] | None:
-        """What another order of work does to a run that fits if work is done at once; None: nothing.
-
-        `seen`: what came of it with the memory that is offered, if it was made.
-        """
+        """What another order of work does to a run that fits if work is done at once; None: nothing. `seen`: what came
+        of it with the memory that is offered, if it was made."""
         best, worst = _outcome(seen or self._seen(asked, "at-once")), _outcome(self._seen(asked, "at-waits"))
         if not best["fits"] or (worst["fits"] and worst["num_retries"] <= best["num_retries"]):
             return None
@@ -98,11 +96,9 @@ def _outcome(seen: RunSeen) -> dict[str, Any]:
 
 
 class _ScaledTraces:
-    """What a program would ask for at a value that it was not run with, guessed from runs with two other values.
-
-    Most requests grow in proportion to a batch or a length, and two runs that make the same requests in the same order
-    tell by how much each grows. Other pairs of runs tell nothing.
-    """
+    """What a program would ask for at a value that it was not run with, guessed from runs with two other values. Most
+    requests grow in proportion to a batch or a length, and two runs that make the same requests in the same order tell
+    by how much each grows. Other pairs of runs tell nothing."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Sequence[Trace], bytes]] = {}

@@ -195,12 +195,10 @@ def fall_asleep(
     tags: Mapping[int, Tags],
     wanted: Collection[str] | None,
 ) -> list[Sleep]:
-    """Give pages of a device back: all, or those in which nothing lives but what has one of the `wanted` tags.
-
-    In the latter case others can have memory again once this returns, until `wake_up` and, at last, `wake_pools`.
-    `without`: addresses of blocks whose bytes need not be kept; `tags`: those of blocks that have any, by address.
-    Raises SetupError if there is no room for the bytes, or the plan is in the way: the job is awake then.
-    """
+    """Give pages of a device back: all, or those in which nothing lives but what has one of the `wanted` tags. In the
+    latter case others can have memory again once this returns, until `wake_up` and, at last, `wake_pools`. `without`:
+    addresses of blocks whose bytes need not be kept; `tags`: those of blocks that have any, by address. Raises
+    SetupError if there is no room for the bytes, or the plan is in the way: the job is awake then."""
     memory = controller.memory
     with controller.lock:
         memory.wait_for_deferred()
@@ -275,10 +273,8 @@ def _find_pages(
     without: Collection[int],
     wanted: Collection[str] | None,
 ) -> list[Sleep]:
-    """The pages that are mapped, by what lives in them; those at two addresses once, and by whom they are shared.
-
-    All, or those in which nothing lives but what has one of the `wanted` tags.
-    """
+    """The pages that are mapped, by what lives in them; those at two addresses once, and by whom they are shared. All,
+    or those in which nothing lives but what has one of the `wanted` tags."""
     places: dict[int, list[tuple[Any, int]]] = {}  # of each page of memory: where it is mapped
     for owner in controller.memory.source.ranges:
         for page in owner.mapped():
