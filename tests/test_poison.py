@@ -303,7 +303,7 @@ from stalloc.device import VirtualGPU, activate
 activate("virtual", gpu=VirtualGPU(total_bytes=1 << 30, copy_limit_bytes=None))
 import cupy
 import numpy as np
-from stalloc.poison.poison_memory import GpuMemory, HostMemory
+from stalloc.poison.poison import GpuMemory, HostMemory
 if "TRITON_INTERPRET" in __import__("os").environ:
     import torch
     torch.cuda.init()
@@ -408,7 +408,7 @@ def test_the_gpus_way_through_kernels_or_the_host_counts_as_the_hosts_does(run_c
     same, way = run_checks(
         _PROLOGUE
         + """
-from stalloc.poison.poison_memory import GpuMemory, HostMemory
+from stalloc.poison.poison import GpuMemory, HostMemory
 torch.empty(1, device="cuda")
 gpu, host = GpuMemory(0), HostMemory()
 room = new(8 * MIB)
@@ -446,7 +446,7 @@ def test_a_check_by_kernel_takes_nothing_from_the_allocator_that_it_checks(run_c
         _PROLOGUE
         + """
 from stalloc.device import virtual
-from stalloc.poison.poison_memory import GpuMemory
+from stalloc.poison.poison import GpuMemory
 room = new(MIB)
 memory, allocs, launches = GpuMemory(0), STATE.record.total.num_allocs, virtual.statistics()["launches"]
 memory.mismatches([(room.data_ptr() + 512 * nth, 512) for nth in range(2000)], 1, None)

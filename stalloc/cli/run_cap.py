@@ -48,9 +48,8 @@ class Capped:
 
     def put_in_force(self, runtime: "Runtime") -> "Cap":
         """Hold the program to it from here on. Raises BadInputError where the device has less."""
-        from stalloc.fitting.capping import Cap, check_cap
+        from stalloc.fitting.capping import Cap
 
-        check_cap(self.cap_bytes, runtime)
         return Cap(runtime, self.cap_bytes, self.host_bytes, self.policy, caches=self.caches)
 
 

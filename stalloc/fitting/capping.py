@@ -26,7 +26,10 @@ AUTO = "auto"  #: a cap of all that there is: eviction is the last resort before
 
 
 class Cap:
-    """A cap that is in force from the import of torch on; a context, whose end lifts it."""
+    """A cap that is in force from the import of torch on; a context, whose end lifts it. 0 bytes: "auto".
+
+    Raises BadInputError for more than a device has, or less than it gives at once.
+    """
 
     def __init__(
         self, runtime: "Runtime", cap_bytes: int, host_bytes: int | None, policy: str, *, caches: bool
@@ -37,6 +40,18 @@ class Cap:
         self._runtime = runtime
         self._memory: EvictableMemory | None = None
         self._idle: IdleMemory | None = None
+        least = min(controller.device.total_bytes for controller in runtime.controllers)
+        if 0 < cap_bytes < PAGE_BYTES:
+            raise BadInputError(
+                f"a cap of {human_bytes(cap_bytes)} is not possible: the device gives memory by "
+                f"{human_bytes(PAGE_BYTES)}. Give what the parameters, gradients and the optimizer's state need at "
+                "least."
+            )
+        if cap_bytes > least:
+            raise BadInputError(
+                f"a cap of {human_bytes(cap_bytes)} is not possible: the device has {human_bytes(least)}. Give less, "
+                'or "auto" for all there is.'
+            )
         if cap_bytes:
             for controller in runtime.controllers:
                 controller.memory.keep_within(cap_bytes)
@@ -126,21 +141,4 @@ def cap(
         from stalloc.integrations.torch_allocator import check_untouched
 
         check_untouched()
-    runtime = integrations.install(device=device, gpu=gpu)
-    check_cap(cap_bytes, runtime)
-    return Cap(runtime, cap_bytes, host_bytes, policy, caches=caches)
-
-
-def check_cap(cap_bytes: int, runtime: "Runtime") -> None:
-    """Raise BadInputError for a cap that is more than a device has, or less than it gives at once; 0: "auto"."""
-    if 0 < cap_bytes < PAGE_BYTES:
-        raise BadInputError(
-            f"a cap of {human_bytes(cap_bytes)} is not possible: the device gives memory by {human_bytes(PAGE_BYTES)}. "
-            "Give what the parameters, gradients and the optimizer's state need at least."
-        )
-    least = min(controller.device.total_bytes for controller in runtime.controllers)
-    if cap_bytes > least:
-        raise BadInputError(
-            f"a cap of {human_bytes(cap_bytes)} is not possible: the device has {human_bytes(least)}. Give less, or "
-            '"auto" for all there is.'
-        )
+    return Cap(integrations.install(device=device, gpu=gpu), cap_bytes, host_bytes, policy, caches=caches)

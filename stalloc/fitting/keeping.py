@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,16 +108,14 @@ def find_or_make(
     if reason:
         stays = "" if output else ", and the file stays as it is"
         say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew{stays}.")
-    return make(
-        command,
-        budget_bytes=budget_bytes,
-        gpu=gpu,
-        output=output,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        keep_files=keep_files,
-        known=file if known and not reason else None,
-    )
+    options = {
+        "--budget": f"{budget_bytes}B",
+        "--as-gpu": gpu_text(gpu),
+        "--host": f"{host_bytes}B" if host_bytes else None,
+        "--disk": f".:{disk_bytes}B" if disk_bytes else None,
+        "--as-known": file if known and not reason else None,  # to be used if the program asks for the same memory
+    }
+    return _made(command, output, options, keep_files=keep_files)
 
 
 def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
@@ -165,19 +163,10 @@ def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
     return plans
 
 
-def make(
-    command: Sequence[str],
-    *,
-    budget_bytes: int | None,
-    gpu: VirtualGPU | None,
-    output: Path | None,
-    policy: str | None = None,
-    host_bytes: int = 0,
-    disk_bytes: int = 0,
-    keep_files: bool = False,
-    known: Path | None = None,
+def _made(
+    command: Sequence[str], output: Path | None, options: Mapping[str, object], *, keep_files: bool = False
 ) -> Fit:
-    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for the same memory. Raises
+    """Fit a program in a process of its own, with options of `stalloc fit`; those that are None are left out. Raises
     BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
         result, file = Path(folder) / "result.json", Path(folder) / f"made{SUFFIX}"
@@ -187,20 +176,10 @@ def make(
                 file = output
             except BadInputError as error:
                 say(f"the fit is not kept: {error}")
-        options = {
-            "--json": result,
-            "--output": file,
-            "--budget": None if budget_bytes is None else f"{budget_bytes}B",
-            "--as-gpu": None if gpu is None else gpu_text(gpu),
-            "--policy": policy,
-            "--as-known": known,
-            "--host": f"{host_bytes}B" if host_bytes else None,
-            "--disk": f".:{disk_bytes}B" if disk_bytes else None,
-        }
-        words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-        words += ["--keep-files"] if keep_files else []
-        environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
+        words = ["--json", str(result), "--output", str(file), *(["--keep-files"] if keep_files else [])]
+        words += [str(word) for pair in options.items() if pair[1] is not None for word in pair]
         line = [sys.executable, "-m", "stalloc", "fit", *words, *command]
+        environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
         done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False)
         if not result.exists():
             raise SetupError(f"the program could not be fitted (exit code {done.returncode}): see above.")
@@ -317,13 +296,13 @@ def fit(
     """
     from stalloc.device import find_gpu
 
-    return make(
-        list(command),
-        budget_bytes=None if budget is None else parse_memory(budget),
-        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
-        output=None if output is None else Path(output),
-        policy=policy,
-        host_bytes=parse_memory(host, at_least=0),
-        disk_bytes=0 if disk is None else parse_disk(disk)[1],
-        keep_files=keep_files,
-    )
+    shown = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    host_bytes, disk_bytes = parse_memory(host, at_least=0), 0 if disk is None else parse_disk(disk)[1]
+    options = {
+        "--budget": None if budget is None else f"{parse_memory(budget)}B",
+        "--as-gpu": None if shown is None else gpu_text(shown),
+        "--policy": policy,
+        "--host": f"{host_bytes}B" if host_bytes else None,
+        "--disk": f".:{disk_bytes}B" if disk_bytes else None,
+    }
+    return _made(command, None if output is None else Path(output), options, keep_files=keep_files)

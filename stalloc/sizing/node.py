@@ -11,7 +11,7 @@ from typing import Any
 
 from stalloc.device import KNOWN_GPUS, VirtualGPU
 from stalloc.device.context import Context, context_of
-from stalloc.sizing.nccl_memory import NONE, Communicator, Links, NcclMemory, Span, links_of, nccl_memory
+from stalloc.sizing.nccl_memory import NONE, Communicator, NcclMemory, Span, links_of, nccl_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,41 +153,31 @@ def node_memory(
     """The memory of a node, from what was seen of each rank: its devices, and what its process told."""
     card = next((key for key, known in KNOWN_GPUS.items() if known.name == gpu.name), "")
     links = links_of(card, gpu.compute_capability)
-    ranks = [_rank_memory(rank, card, links, devices, process, num_local) for rank, (devices, process) in seen.items()]
     machines: dict[int, list[RankMemory]] = {}
-    for one in ranks:
-        machines.setdefault((one.rank or 0) // num_local, []).append(one)
+    ranks = []
+    for rank, (devices, process) in seen.items():
+        nothing = {"device": 0, "allocated_peak_bytes": 0, "reserved_peak_bytes": 0}
+        largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=nothing)
+        reserved, peaks = largest["reserved_peak_bytes"], process["driver_peak_bytes"]
+        driver = peaks[largest["device"]] if largest["device"] < len(peaks) else 0
+        used = (_communicator(told, num_local) for told in process["communicators"])
+        settings = process["nccl_settings"]
+        one = RankMemory(
+            rank=rank,
+            allocated_bytes=largest["allocated_peak_bytes"],
+            reserved_bytes=reserved,
+            outside_bytes=max(0, driver - reserved),
+            context=context_of(card),
+            groups=[
+                GroupMemory(used=one, memory=nccl_memory(links, one, settings=settings)) for one in used if one.is_used
+            ],
+            host=dict(process["host"]),
+            outside_nccl=list(process["outside_nccl"]),
+        )
+        ranks.append(one)
+        machines.setdefault((rank or 0) // num_local, []).append(one)
     most = max(machines.values(), key=len)
     return NodeMemory(ranks=ranks, num_local=num_local, files_bytes=files_bytes, tried_here=most)
-
-
-def _rank_memory(
-    rank: int | None,
-    card: str,
-    links: Links,
-    devices: Sequence[Mapping[str, int]],
-    process: Mapping[str, Any],
-    num_local: int,
-) -> RankMemory:
-    nothing = {"device": 0, "allocated_peak_bytes": 0, "reserved_peak_bytes": 0}
-    largest = max(devices, key=lambda one: one["reserved_peak_bytes"], default=nothing)
-    reserved, peaks = largest["reserved_peak_bytes"], process["driver_peak_bytes"]
-    driver = peaks[largest["device"]] if largest["device"] < len(peaks) else 0
-    groups = [
-        GroupMemory(used=used, memory=nccl_memory(links, used, settings=process["nccl_settings"]))
-        for told in process["communicators"]
-        if (used := _communicator(told, num_local)).is_used
-    ]
-    return RankMemory(
-        rank=rank,
-        allocated_bytes=largest["allocated_peak_bytes"],
-        reserved_bytes=reserved,
-        outside_bytes=max(0, driver - reserved),
-        context=context_of(card),
-        groups=groups,
-        host=dict(process["host"]),
-        outside_nccl=list(process["outside_nccl"]),
-    )
 
 
 def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:

@@ -205,11 +205,7 @@ def _read(child: ForkedChild, one: Asked) -> RunSeen:
     told = found["ran_out"]
     return RunSeen(
         completes=found["exit_code"] == 0,
-        devices=found["devices"],
-        findings=found["findings"],
-        uses_torch=found["uses_torch"],
-        process=found["process"],
-        sleep=found["sleep"],
+        **{name: found[name] for name in ("devices", "findings", "uses_torch", "process", "sleep")},
         ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
         server=server | {"output": child.output()} if server is not None else None,
         traces=load_traces(child.folder / _HISTORY) if found["is_replayable"] else [],
