@@ -22,21 +22,14 @@ from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
 from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen
+from stalloc.techniques import repeated_blocks
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.program_checkpoints import in_program_checkpoint
 from stalloc.techniques.recompute import in_transform
-from stalloc.techniques.repeated_blocks import (
-    Block,
-    holds_layers,
-    is_compiled,
-    is_leaf,
-    is_replicated,
-    layers_of,
-    why_not,
-)
+from stalloc.techniques.repeated_blocks import Block, is_compiled, layers_of, why_not
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 
 _TRANSFORM = "a transform of torch.func, which lets nobody exchange what is saved for backward"
@@ -265,9 +258,9 @@ class RepeatedCalls:
         kinds = [layers_of(one) if type(one) is torch.nn.Sequential else type(one) for *_, one in alive]
         found = []
         for (number, blocks, model), kind in zip(alive, kinds, strict=True):
-            if kinds.count(kind) > 1 and _can_be_block(model) and not holds_layers(model):
+            if kinds.count(kind) > 1 and _can_be_block(model) and not repeated_blocks.holds_layers(model):
                 blocks = [Block(type(model).__name__, model)]
-            elif not is_replicated(model) and not is_compiled(model):
+            elif not repeated_blocks.is_replicated(model) and not is_compiled(model):
                 blocks = [*blocks, *self._within(model, blocks)]
             found += [(number, block) for block in blocks]
         return found
@@ -306,4 +299,6 @@ def _can_be_block(module: Any) -> bool:
     """Whether a module, as it is, can be a block."""
     is_wrapper = type(module).__module__.startswith(("torch.nn.parallel", "torch.nn.modules.container"))
     is_wrapper = is_wrapper and type(module) is not torch.nn.Sequential
-    return not (is_leaf(module) or is_wrapper or is_compiled(module)) and any(True for _ in module.parameters())
+    return not (repeated_blocks.is_leaf(module) or is_wrapper or is_compiled(module)) and any(
+        True for _ in module.parameters()
+    )

@@ -9,18 +9,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from stalloc.figures import plural
+from stalloc.fitting import frontier
 from stalloc.fitting.checkmate import optimal_blocks
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.frontier import (
-    Proposal,
-    between,
-    describe,
-    frontier,
-    keeping,
-    proposal,
-    selective,
-    whole_blocks,
-)
+from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Proposals, Way
 from stalloc.techniques.policy_names import ATTENTION, KEEP_ATTENTION
 
@@ -38,9 +30,9 @@ def cheapest(known: Known, base: Base) -> Proposals:
             number = bisect_left(proposals, -target_bytes, key=lambda one: -base.expected_bytes(known.step, one))
             return min(number, len(proposals) - 1)
 
-        proposals = frontier(known.step)
+        proposals = frontier.frontier(known.step)
         number = first_that_fits(proposals)
-        finer = between(known.step, proposals[max(0, number - 1)], proposals[number])
+        finer = frontier.between(known.step, proposals[max(0, number - 1)], proposals[number])
         return finer[first_that_fits(finer)], ""
 
     return _approach(known, base, propose, "recompute")
@@ -76,7 +68,7 @@ def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal,
         if not proposed.choices or meant in tried:
             break
         tried.add(meant)
-        candidate: Candidate = yield Way(base, proposed, describe(known.step, proposed), technique)
+        candidate: Candidate = yield Way(base, proposed, frontier.describe(known.step, proposed), technique)
         left_bytes = known.budget_bytes - candidate.needed_bytes
         if candidate.runs_short:
             target -= int(known.budget_bytes * ENOUGH_LEFT)
@@ -90,7 +82,7 @@ def _approach(known: Known, base: Base, propose: Callable[[int], tuple[Proposal,
 
 
 def all_but_attention(known: Known, base: Base) -> Proposals:
-    choices = keeping(known.step, ATTENTION)
+    choices = frontier.keeping(known.step, ATTENTION)
     if choices:
         yield Way(base, proposal(known.step, choices), "recompute all but attention", KEEP_ATTENTION[0])
     elif known.step.has_operation(ATTENTION):
@@ -100,7 +92,7 @@ def all_but_attention(known: Known, base: Base) -> Proposals:
 
 def core_of_attention(known: Known, base: Base, *, is_named: bool = False) -> Proposals:
     """The core of attention alone; `is_named`: say why where there is none."""
-    choices = selective(known.step)
+    choices = frontier.selective(known.step)
     if choices:
         yield Way(base, proposal(known.step, choices), "recompute the core of attention", "selective")
     elif is_named:

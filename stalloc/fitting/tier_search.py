@@ -133,37 +133,33 @@ def _windows(known: Known, as_it_is: Base) -> list[int]:
 
 
 def what_of(tiers: TierSettings) -> str:
-    done = []
+    done, paged_share = list[str](), 1 - tiers.processor_share - tiers.device_share
     if tiers.processor_share:
         beside = " beside backward" * tiers.updates_beside_backward
-        done.append(f"update {_percent(tiers.processor_share)} on the processor{beside}")
+        done.append(f"update {100 * tiers.processor_share:.0f} % on the processor{beside}")
     if tiers.processor_share + tiers.device_share < 1:
-        some = f"{_percent(1 - tiers.processor_share - tiers.device_share)} of " * (tiers.shares != Shares())
+        some = f"{100 * paged_share:.0f} % of " * (tiers.shares != Shares())
         done.append(f"page {some}optimizer state")
     return ", ".join([*done, *["stream layers"] * (tiers.streamed_window > 0)])
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def with_host(known: Known, base: Base, candidate: Candidate, recorded: Measured) -> Candidate:
     """A candidate with the host memory and disk that a recorded run took, and the estimated seconds of its copies."""
     tiers, step, offload = base.settings.tiers, known.step, base.offload
-    candidate = dataclasses.replace(
-        candidate, native_bytes=recorded.native_bytes, host_bytes=recorded.host_bytes, disk_bytes=recorded.disk_bytes
-    )
+    found = {name: getattr(recorded, name) for name in ("native_bytes", "host_bytes", "disk_bytes")}
+    candidate = dataclasses.replace(candidate, **found)
     if not tiers and offload is None:
         return candidate
+    missing = ""
     if tiers and not recorded.num_paged:
-        return dataclasses.replace(candidate, refused=next(iter(recorded.notes), "no optimizer was made"))
-    if tiers.processor_share and not recorded.processor_bytes:
-        reason = next(iter(recorded.notes), "there is no room in host memory for what the processor needs")
-        return dataclasses.replace(candidate, refused=reason)
-    seconds = 0.0 if offload is None else offload.seconds
+        missing = "no optimizer was made"
+    elif tiers.processor_share and not recorded.processor_bytes:
+        missing = "there is no room in host memory for what the processor needs"
+    if missing:
+        return dataclasses.replace(candidate, refused=next(iter(recorded.notes), missing))
+    added = candidate.added_seconds + (0.0 if offload is None else offload.seconds)
     if tiers:
-        seconds += tier_seconds(tiers, recorded, step, known.link_bytes_per_second)
-    added = candidate.added_seconds + seconds
+        added += tier_seconds(tiers, recorded, step, known.link_bytes_per_second)
     factor = 1 + added / step.step_seconds if step.step_seconds else 1.0
     said = candidate.technique in (*POLICIES, "offload-ratio")
     what = candidate.what if said else f"{candidate.what}, {what_of(tiers)}"
@@ -182,9 +178,8 @@ def tier_seconds(tiers: TierSettings, trial: Measured, step: ProgramSeen, link_b
     updated, beside backward is not taken to be hidden there.
     """
     rate = LINK_SHARE * link_bytes_per_second
-    disk = trial.disk_state_bytes * (
-        1 / host_rates.DISK_READ_BYTES_PER_SECOND + 1 / host_rates.DISK_WRITE_BYTES_PER_SECOND
-    )
+    read_rate, write_rate = host_rates.DISK_READ_BYTES_PER_SECOND, host_rates.DISK_WRITE_BYTES_PER_SECOND
+    disk = trial.disk_state_bytes * (1 / read_rate + 1 / write_rate)
     resident_bytes = trial.processor_bytes - trial.processor_streamed_bytes
     to_host = (trial.paged_bytes + trial.processor_bytes + resident_bytes) / rate
     to_device = (trial.paged_bytes + resident_bytes) / rate
@@ -195,10 +190,10 @@ def tier_seconds(tiers: TierSettings, trial: Measured, step: ProgramSeen, link_b
         seconds = to_host + to_device + disk + processor + 2 * LINK_START
     if trial.streamed_bytes:
         num_passes = 2 * max(1, len(step.calls) // max(1, len({call.block for call in step.calls})))
-        from_disk = trial.disk_streamed_bytes / min(rate, host_rates.DISK_READ_BYTES_PER_SECOND)
+        from_disk = trial.disk_streamed_bytes / min(rate, read_rate)
         passes = num_passes * ((trial.streamed_bytes - trial.disk_streamed_bytes) / rate + from_disk)
         seconds += passes if tiers.streamed_window == 1 else max(0.0, passes - step.step_seconds)
         on_device_bytes = trial.streamed_bytes - trial.processor_streamed_bytes
         seconds += on_device_bytes * (1 + tiers.sends_gradients) / rate
-        seconds += from_disk + trial.disk_streamed_bytes / host_rates.DISK_WRITE_BYTES_PER_SECOND
+        seconds += from_disk + trial.disk_streamed_bytes / write_rate
     return seconds

@@ -193,14 +193,8 @@ class _Sharded:
             self.rank.free(*self.step.program.parameters)
         elif mark.kind == "gradient":
             self._gradient(self.step.parameters[mark.place], mark.request)
-        elif mark.kind == "forward":
-            self._forward(mark.place)
-        elif mark.kind == "forwarded":
-            self._forwarded(mark.place)
-        elif mark.kind == "backward":
-            self._backward(mark.place)
-        elif mark.kind == "backwarded":
-            self._backwarded(mark.place)
+        elif mark.kind in ("forward", "forwarded", "backward", "backwarded"):
+            getattr(self, f"_{mark.kind}")(mark.place)
         elif mark.kind == "finished":
             for unit in [self.root, *range(self.root)]:
                 self._backwarded(unit)
@@ -297,16 +291,13 @@ class _Replicated:
                 self._rank.taken.add(mark.request)
                 self._rank.free(mark.request)
         elif mark.kind == "forward" and mark.place == self._root and self._arrived and not self._is_rebuilt:
+            order = list(self._arrived.values())
+            sizes, limit = [0], _FIRST_BUCKET_BYTES
+            for one in [*order, *(one for one in self._trained if one not in order)]:
+                if sizes[-1] >= limit:
+                    limit = _BUCKET_BYTES
+                    sizes.append(0)
+                sizes[-1] += one.size_bytes
             self._is_rebuilt = True
             self._rank.free(*self._buckets)
-            self._buckets = [self._rank.make(size) for size in self._bucket_sizes()]
-
-    def _bucket_sizes(self) -> list[int]:
-        order = list(self._arrived.values())
-        sizes, limit = [0], _FIRST_BUCKET_BYTES
-        for one in [*order, *(one for one in self._trained if one not in order)]:
-            if sizes[-1] >= limit:
-                limit = _BUCKET_BYTES
-                sizes.append(0)
-            sizes[-1] += one.size_bytes
-        return sizes
+            self._buckets = [self._rank.make(size) for size in sizes]

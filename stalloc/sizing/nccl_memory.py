@@ -144,32 +144,27 @@ def number(settings: Mapping[str, str], *names: str, default: int) -> int:
     return default
 
 
-def _rates(table: Mapping[int, tuple[float, ...]], capability: int) -> tuple[float, ...]:
-    return next(rates for since, rates in table.items() if capability >= since)
-
-
-def _channels(num: int, rate: float, capability: int) -> tuple[int, float]:
-    """Channels of so many rings, and their rate: rings that are fast enough are split in two (ncclTopoDupChannels)."""
-    if rate >= 25 and not (capability > 80 and rate < 50 and num > 4):
-        num, rate = 2 * num, rate / 2
-    return 2 * num, rate  # each ring is used twice (ncclTopoPostset)
-
-
-def _rings(rates: tuple[float, ...], nums: list[int]) -> tuple[int, float]:
-    """Rings and the rate of each: the most in all, looked for down to half of the rate that was found (search.cc)."""
-    found = (0, 0.0)
-    for num, rate in zip(nums, rates, strict=True):
-        if found[0] and rate / found[1] <= 0.49:
+def _channels(
+    table: Mapping[int, tuple[float, ...]], capability: int, num_rings: Callable[[float], int]
+) -> tuple[int, float]:
+    """Channels, and the rate of each ring: the most in all, with so many rings of each rate, looked for down to half of
+    the rate that was found (search.cc); rings that are fast enough are split in two (ncclTopoDupChannels)."""
+    rates = next(rates for since, rates in table.items() if capability >= since)
+    num, best = 0, 0.0
+    for rate in rates:
+        if num and rate / best <= 0.49:
             break
-        if num * rate > found[0] * found[1]:
-            found = (num, rate)
-    return found if found[0] else (1, rates[-1])
+        if num_rings(rate) * rate > num * best:
+            num, best = num_rings(rate), rate
+    if not num:
+        num, best = 1, rates[-1]
+    if best >= 25 and not (capability > 80 and best < 50 and num > 4):
+        num, best = 2 * num, best / 2
+    return 2 * num, best  # each ring is used twice (ncclTopoPostset)
 
 
 def _at_rate(links: Links, gbps: float) -> int:
-    rates = _rates(_RATES_INTRA, links.capability)
-    num, rate = _rings(rates, [int(gbps / rate) for rate in rates])
-    return _channels(num, rate, links.capability)[0]
+    return _channels(_RATES_INTRA, links.capability, lambda rate: int(gbps / rate))[0]
 
 
 def _within_machine(links: Links, num_local: int) -> Span:
@@ -191,12 +186,13 @@ def _between_machines(links: Links, num_local: int) -> Span:
 
 
 def _with_network(links: Links, num_local: int, num_nics: int, nic_gbps: float) -> int:
-    rates = _rates(_RATES_INTER, links.capability)
     within = links.nvlink_gbps if links.kind in ("nvswitch", "mesh") else links.pcie_gbps
-    nums = [num_nics * int(nic_gbps / rate) for rate in rates]
-    if num_local > 1:
-        nums = [min(num, int(within / rate)) for num, rate in zip(nums, rates, strict=True)]
-    num, rate = _channels(*_rings(rates, nums), links.capability)
+
+    def num_rings(rate: float) -> int:
+        num = num_nics * int(nic_gbps / rate)
+        return min(num, int(within / rate)) if num_local > 1 else num
+
+    num, rate = _channels(_RATES_INTER, links.capability, num_rings)
     return 2 * num if links.capability >= 90 and rate > 45 and num < 16 else num
 
 
@@ -294,39 +290,6 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // _PAGES) * _PAGES
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """Bytes of one connection's ends on the device."""
-
-    receives: int
-    sends: int
-    net: int  #: either end at a network card that reaches the device's memory
-    host: int  #: either end at one that does not; also what processes share where GPUs do not reach each other
-    host_least: int  #: what an end whose large buffers are on the device has on the host
-
-    @property
-    def both(self) -> int:
-        return self.receives + self.sends
-
-
-def _buffers(links: Links, settings: Mapping[str, str]) -> _Buffers:
-    simple = number(settings, "NCCL_BUFFSIZE", default=_SIMPLE)
-    low = number(settings, "NCCL_LL_BUFFSIZE", default=_LL)
-    low128 = number(settings, "NCCL_LL128_BUFFSIZE", default=_LL128)
-    reads = links.capability == 80 and links.num_nvlinks > 0  # then the sender keeps the large buffer
-    if number(settings, "NCCL_P2P_READ_ENABLE", default=int(reads)):
-        receives, sends = _HEAD + low + low128, _HEAD + simple
-    else:
-        receives, sends = _HEAD + low + low128 + simple, _HEAD
-    return _Buffers(
-        receives=_rounded(receives),
-        sends=_rounded(sends),
-        net=_rounded(low128 + simple),
-        host=low + low128 + simple + 2 * _HEAD,
-        host_least=low + 2 * _HEAD,
-    )
-
-
 class _Model:
     """The parts of one communicator."""
 
@@ -335,9 +298,21 @@ class _Model:
     ) -> None:
         self._links, self._used, self._settings = links, used, settings
         self._version, self._channels = version, channels
-        self._buffers = _buffers(links, settings)
         self._peer_to_peer = _reaches_peers(links, settings)
         self._is_eager = _is_eager(settings, version)
+        simple = number(settings, "NCCL_BUFFSIZE", default=_SIMPLE)
+        low = number(settings, "NCCL_LL_BUFFSIZE", default=_LL)
+        low128 = number(settings, "NCCL_LL128_BUFFSIZE", default=_LL128)
+        reads = links.capability == 80 and links.num_nvlinks > 0  # then the sender keeps the large buffer
+        at_sender = simple * bool(number(settings, "NCCL_P2P_READ_ENABLE", default=int(reads)))
+        # bytes of the ends of a connection on the device
+        self._receives = _rounded(_HEAD + low + low128 + simple - at_sender)
+        self._sends = _rounded(_HEAD + at_sender)
+        self._both = self._receives + self._sends
+        self._net = _rounded(low128 + simple)  # either end at a network card that reaches the device's memory
+        # either end at one that does not; also what processes share where GPUs do not reach each other
+        self._host = low + low128 + simple + 2 * _HEAD
+        self._host_least = low + 2 * _HEAD  # what an end whose large buffers are on the device has on the host
 
     def _uses(self, algorithm: str, collectives: Collection[str]) -> bool:
         """Whether calls that were made may choose an algorithm."""
@@ -361,9 +336,9 @@ class _Model:
             return NONE
         net = self._at_network()
         if used.num_nodes > 1 and used.num_local == 1:
-            return Span(least=0, most=2 * net.most * self._buffers.net)  # none where cards do not reach the device
-        found = self._within(self._channels.collective, self._buffers.both)
-        more = net.most * max(0, 2 * self._buffers.net - self._buffers.both)
+            return Span(least=0, most=2 * net.most * self._net)  # none where cards do not reach the device
+        found = self._within(self._channels.collective, self._both)
+        more = net.most * max(0, 2 * self._net - self._both)
         return Span(least=found.least, most=found.most + more) if net.most else self._or_lazily(found, "ring")
 
     def _or_lazily(self, found: Span, part: str) -> Span:
@@ -379,9 +354,9 @@ class _Model:
             return NONE
         is_first, is_last = used.local_index == 0, used.local_index == used.num_local - 1
         # within a machine the tree is a chain: its ends have one neighbour, with whom the ring has one direction
-        size = self._buffers.receives if is_first else self._buffers.sends if is_last else self._buffers.both
+        size = self._receives if is_first else self._sends if is_last else self._both
         found = self._within(self._channels.collective, size) if used.num_local > 1 else NONE
-        found += Span(least=0, most=2 * _NET_PEERS * self._at_network().most * self._buffers.net)
+        found += Span(least=0, most=2 * _NET_PEERS * self._at_network().most * self._net)
         return self._or_lazily(found, "tree") if used.num_nodes == 1 else Span(least=0, most=found.most)
 
     def switch(self) -> Span:
@@ -398,13 +373,13 @@ class _Model:
         found = self._or_lazily(Span(least=size, most=size), "switch")
         if self._used.num_nodes > 1:  # a tree between the machines, for each channel
             peers = 1 if self._used.num_nodes == 2 else _NET_PEERS
-            found += Span(least=0, most=2 * peers * num * self._buffers.net)
+            found += Span(least=0, most=2 * peers * num * self._net)
         return found
 
     def sends(self) -> Span:
         """Buffers for each other rank on the machine that send and receive were first used with."""
         to, source = self._used.num_local_peers
-        size = to * self._buffers.sends + source * self._buffers.receives
+        size = to * self._sends + source * self._receives
         return self._within(self._channels.p2p_each_peer, size)
 
     def shared_by_peers(self) -> Span:
@@ -427,16 +402,14 @@ class _Model:
             return NONE
         net = self._at_network()
         trees = _NET_PEERS if self._uses("tree", ("all_reduce",)) else 0
-        return Span(
-            least=2 * net.least * self._buffers.host_least, most=2 * (1 + trees) * net.most * self._buffers.host
-        )
+        return Span(least=2 * net.least * self._host_least, most=2 * (1 + trees) * net.most * self._host)
 
     def between_processes(self) -> Span:
         """What GPUs that do not reach each other exchange through: the receiver keeps the buffers (shm.cc)."""
         used = self._used
         if self._peer_to_peer is True or used.num_local < 2:
             return NONE
-        each = self._buffers.host - _HEAD  # what the receiver makes; the sender makes a page
+        each = self._host - _HEAD  # what the receiver makes; the sender makes a page
         num, direct = self._channels.collective, self._channels.p2p_each_peer
         neighbours = 2 if used.num_local > 2 and self._uses("tree", ("all_reduce",)) else 1
         most = (num.most * neighbours if used.collectives else 0) + direct.most * used.num_local_peers[1]
