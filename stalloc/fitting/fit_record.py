@@ -7,7 +7,7 @@ goes through the one door that all plans go through. The same fit is the same by
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -172,19 +172,15 @@ def _fit(header: Any, plan: bytes) -> Fit:
         raise ValueError("its header does not say so")
     if header.get("version") != VERSION:
         raise ValueError(f"its format version is {header.get('version')!r:.20}, this stalloc reads {VERSION}")
-    candidates = _list(header["candidates"], _MAX_CANDIDATES)
+    plain = {"budget_bytes": int, "gpu_bytes": int, "step_seconds": float, "estimate": str, "asked": str}
     fit = Fit(
+        **{name: _checked(kind, header[name]) for name, kind in plain.items()},
         program=_record(Program, header["program"]),
-        budget_bytes=_count(header["budget_bytes"]),
-        gpu_bytes=_count(header["gpu_bytes"]),
-        step_seconds=_seconds(header["step_seconds"]),
-        estimate=_text(header["estimate"]),
-        candidates=tuple(_record(Candidate, one) for one in candidates),
+        candidates=tuple(_record(Candidate, one) for one in _list(header["candidates"], _MAX_CANDIDATES)),
         best=header["best"],
         settings=TechniqueSettings.from_json(header["settings"]),
         plan=plan,
-        notes=tuple(_text(note) for note in _list(header["notes"], _MAX_CANDIDATES)),
-        asked=_text(header["asked"]),
+        notes=tuple(_checked(str, note) for note in _list(header["notes"], _MAX_CANDIDATES)),
     )
     if type(fit.best) is not int or not -1 <= fit.best < len(fit.candidates):
         raise ValueError("its best candidate is none of its candidates")
@@ -194,13 +190,13 @@ def _fit(header: Any, plan: bytes) -> Fit:
 def _record(kind: Any, told: Any) -> Any:
     if not isinstance(told, dict) or set(told) != {one.name for one in fields(kind)}:
         raise ValueError(f"a {kind.__name__.lower()} is damaged")
-    checks: dict[Any, Callable[[Any], Any]] = {
-        str: _text,
-        int: _count,
-        float: _seconds,
-        tuple[str, ...]: lambda texts: tuple(map(_text, _list(texts, 100_000))),
-    }
-    return kind(**{one.name: checks[one.type](told[one.name]) for one in fields(kind)})
+    values = {}
+    for one in fields(kind):
+        if one.type == tuple[str, ...]:
+            values[one.name] = tuple(_checked(str, text) for text in _list(told[one.name], 100_000))
+        else:
+            values[one.name] = _checked(one.type, told[one.name])
+    return kind(**values)
 
 
 def _list(value: Any, limit: int) -> list[Any]:
@@ -209,19 +205,13 @@ def _list(value: Any, limit: int) -> list[Any]:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError("a text is damaged")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a number of bytes is damaged")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise ValueError("a number of seconds is damaged")
-    return float(value)
+def _checked(kind: Any, value: Any) -> Any:
+    """A value that is whole, as one of its kind."""
+    what, is_whole = {
+        str: ("a text", isinstance(value, str) and len(value) <= _MAX_TEXT),
+        int: ("a number of bytes", type(value) is int and 0 <= value < 2**63),
+        float: ("a number of seconds", type(value) in (int, float) and 0 <= value < 1e12),
+    }[kind]
+    if not is_whole:
+        raise ValueError(f"{what} is damaged")
+    return kind(value)

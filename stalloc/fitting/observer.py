@@ -299,6 +299,5 @@ def _can_be_block(module: Any) -> bool:
     """Whether a module, as it is, can be a block."""
     is_wrapper = type(module).__module__.startswith(("torch.nn.parallel", "torch.nn.modules.container"))
     is_wrapper = is_wrapper and type(module) is not torch.nn.Sequential
-    return not (repeated_blocks.is_leaf(module) or is_wrapper or is_compiled(module)) and any(
-        True for _ in module.parameters()
-    )
+    is_none = repeated_blocks.is_leaf(module) or is_wrapper or is_compiled(module)
+    return not is_none and any(True for _ in module.parameters())

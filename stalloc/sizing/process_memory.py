@@ -24,12 +24,11 @@ def native_peaks() -> list[dict[str, int]]:
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             stats = torch.cuda.memory_stats(index)
+            peaks = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "active", "reserved")}
             devices.append(
                 {
                     "device": index,
-                    "allocated_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
-                    "active_peak_bytes": stats.get("active_bytes.all.peak", 0),
-                    "reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
+                    **{f"{name}_peak_bytes": peak for name, peak in peaks.items()},
                     "end_reserved_bytes": stats.get("reserved_bytes.all.current", 0),
                     "cupy_bytes": 0,
                     "num_alloc_retries": stats.get("num_alloc_retries", 0),

@@ -5,7 +5,7 @@ call sites, and the call sites that hold more at the larger one's peak hold the 
 one that takes the same on both has none. Sizes are those of requests, rounded up to 512 bytes.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -36,9 +36,8 @@ class Served:
 def read_served(trace: Trace, larger: Trace) -> Served | None:
     """Divide what a program holds, recorded on a card and on a larger one; None if it takes the same on both."""
     size = trace.aligned_size()
-    rows, keys = _at_peak(trace, size)
-    held, held_larger = _by_site(keys, size[rows]), _by_site(*_sizes(larger))
-    grown = {site for site, num_bytes in held_larger.items() if num_bytes > held.get(site, 0) > 0}
+    rows, keys, held = _at_peak(trace)
+    grown = {site for site, num_bytes in _at_peak(larger)[2].items() if num_bytes > held[site] > 0}
     if not grown:
         return None
     sites = sorted(((site_text(site), held[site]) for site in grown), key=lambda one: -one[1])
@@ -63,24 +62,15 @@ def read_served(trace: Trace, larger: Trace) -> Served | None:
     )
 
 
-def _at_peak(trace: Trace, size: Column) -> tuple[Column, list[Hashable]]:
-    """The requests that are live when most is allocated, and their call sites."""
+def _at_peak(trace: Trace) -> tuple[Column, list[Hashable], Counter[Hashable]]:
+    """The requests that are live when most is allocated, their call sites, and the bytes of each site."""
+    size = trace.aligned_size()
     event = allocated_peak(trace, size).event
     rows = np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
-    return rows, site_keys(trace, rows)
-
-
-def _sizes(trace: Trace) -> tuple[list[Hashable], Column]:
-    size = trace.aligned_size()
-    rows, keys = _at_peak(trace, size)
-    return keys, size[rows]
-
-
-def _by_site(keys: list[Hashable], size: Column) -> dict[Hashable, int]:
-    held: dict[Hashable, int] = defaultdict(int)
-    for key, num_bytes in zip(keys, size.tolist(), strict=True):
+    keys, held = site_keys(trace, rows), Counter[Hashable]()
+    for key, num_bytes in zip(keys, size[rows].tolist(), strict=True):
         held[key] += num_bytes
-    return held
+    return rows, keys, held
 
 
 def _highest(trace: Trace, events: Column, live: Column, begin: int, end: int) -> tuple[int, str]:

@@ -164,9 +164,7 @@ class Tries:
         seen = self.observed.get(index)
         if seen is None or not seen.completes or any(device.get("cupy_bytes") for device in seen.devices):
             return None
-        if seen.traces:
-            if index not in self._needed:
-                self._needed[index] = max(lower_bound(trace) for trace in seen.traces)
+        if index in self._needed:
             return self._needed[index]
         return max((device["allocated_peak_bytes"] for device in seen.devices), default=0)
 
@@ -239,6 +237,7 @@ class Tries:
             self.observed[index] = one = next(seen)
             if one.traces:
                 self._scaled.add(self.values[index], one.traces)
+                self._needed[index] = max(lower_bound(trace) for trace in one.traces)
         self.limited |= {key: next(seen) for key in limited}
         self.failed |= {key: next(seen) for key in failing}
 

@@ -253,19 +253,6 @@ def wake_up(sleep: Sleep) -> None:
         memory.paging.match()  # what was freed meanwhile
 
 
-def _living(controller: Controller, tags: Mapping[int, Tags]) -> dict[int, dict[int, Tags]]:
-    """What lives in each page, by the page's address: the address of each block, and what it is called."""
-    found: dict[int, dict[int, Tags]] = {}
-    for segment in segments(controller.state):
-        for block in segment.blocks:
-            if block.state == BLOCK_FREE and segment.kind < PRIVATE_KINDS:
-                continue
-            for page in range(block.address // GRANULE * GRANULE, block.address + block.size_bytes, GRANULE):
-                named = tags.get(block.address) if segment.kind < PRIVATE_KINDS else None
-                found.setdefault(page, {})[block.address] = named or UNTAGGED
-    return found
-
-
 def _find_pages(
     controller: Controller,
     keeper: Callable[[], Keeper],
@@ -279,7 +266,14 @@ def _find_pages(
     for owner in controller.memory.source.ranges:
         for page in owner.mapped():
             places.setdefault(owner.page_identity(page), []).append((owner, page))
-    living = _living(controller, tags)
+    living: dict[int, dict[int, Tags]] = {}  # in each page: the address of each block, and what it is called
+    for segment in segments(controller.state):
+        for block in segment.blocks:
+            if block.state == BLOCK_FREE and segment.kind < PRIVATE_KINDS:
+                continue
+            for page in range(block.address // GRANULE * GRANULE, block.address + block.size_bytes, GRANULE):
+                its = tags.get(block.address) if segment.kind < PRIVATE_KINDS else None
+                living.setdefault(page, {})[block.address] = its or UNTAGGED
     found: dict[Tags, Sleep] = {}
     kept: set[int] = set()
     for (owner, page), *others in places.values():
