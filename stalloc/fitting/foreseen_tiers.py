@@ -150,9 +150,8 @@ class _Room:
 
     def __init__(self, tiers: TierSettings, size: Column) -> None:
         self._tiers, self._size = tiers, size
-        self.host_bytes = (
-            of_update.disk_buffers_bytes(of_update.disk_chunk_bytes(tiers.host_bytes)) if tiers.disk_bytes else 0
-        )
+        chunk_bytes = of_update.disk_chunk_bytes(tiers.host_bytes)
+        self.host_bytes = of_update.disk_buffers_bytes(chunk_bytes) if tiers.disk_bytes else 0
         self.disk_bytes = self._staged_bytes = 0
         self.away: set[int] = set()
 
@@ -289,7 +288,7 @@ def _flight(
     tick = (update.begin - 1) * fine
     is_new = [[row for row in rows if start[row] >= update.begin and row in away] for rows in held]
     bytes_of = [
-        weight + sum(int(size[row]) for row in rows if row in away) for rows, weight in zip(held, weights, strict=True)
+        more + sum(int(size[row]) for row in rows if row in away) for rows, more in zip(held, weights, strict=True)
     ]
     waiting = [total - sum(int(size[row]) for row in new) for total, new in zip(bytes_of, is_new, strict=True)]
     begun: dict[int, int] = {}

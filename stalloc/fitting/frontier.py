@@ -81,9 +81,7 @@ def keeping(step: ProgramSeen, names: tuple[str, ...]) -> dict[int, Choice]:
     choices = {}
     for row in _calls_of(step):
         block = step.blocks[row]
-        kept = [
-            i for i, one in enumerate(block.operations) if one.kept_bytes and any(name in one.name for name in names)
-        ]
+        kept = [i for i, one in enumerate(block.operations) if one.kept_bytes and any(n in one.name for n in names)]
         # random numbers are drawn again with all that were drawn before them, which cannot be kept then
         drawn_again = [i for i, one in enumerate(block.operations) if one.is_random and i not in kept]
         kept = [i for i in kept if not block.operations[i].is_random or i > max(drawn_again, default=-1)]

@@ -163,9 +163,7 @@ def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
     return plans
 
 
-def _made(
-    command: Sequence[str], output: Path | None, options: Mapping[str, object], *, keep_files: bool = False
-) -> Fit:
+def _made(command: Sequence[str], output: Path | None, options: Mapping[str, Any], *, keep_files: bool = False) -> Fit:
     """Fit a program in a process of its own, with options of `stalloc fit`; those that are None are left out. Raises
     BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:

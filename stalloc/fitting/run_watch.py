@@ -54,9 +54,7 @@ class UpdateWatch:
                 if one.is_floating_point() or one.is_complex():
                     is_trained = one.requires_grad
                     one.requires_grad_(True)  # it may be later
-                    one.register_post_accumulate_grad_hook(
-                        lambda _, layer=layer: layer.accumulated.append(self._clock())
-                    )
+                    one.register_post_accumulate_grad_hook(lambda _, to=layer: to.accumulated.append(self._clock()))
                     one.requires_grad_(is_trained)
 
     def _begin(self, optimizer: Any) -> None:

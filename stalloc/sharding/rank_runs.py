@@ -77,9 +77,7 @@ class ShardRuns:
         variables = {"STALLOC": "", "STALLOC_CACHE": "off", "STALLOC_TRIAL": "1"}
         if work.rank is not None:
             variables |= work.rank.variables()
-        with ForkedChild(
-            lambda folder: _perform(folder, self._program, work), variables, self._files.sandbox()
-        ) as child:
+        with ForkedChild(lambda place: _perform(place, self._program, work), variables, self._files.sandbox()) as child:
             ended = first_ended([child], self._limit_seconds)
             child.end()
             result = child.folder / _RESULT

@@ -232,9 +232,8 @@ def _model(found: dict[str, Any], args: argparse.Namespace, device: Any, *, shar
     try:
         config = AutoConfig.for_model(**found)
         with torch.device("meta" if sharded else device):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, DTYPES[args.dtype]), trust_remote_code=False
-            )
+            dtype = getattr(torch, DTYPES[args.dtype])
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers raises nearly anything for what it does not know

@@ -111,9 +111,8 @@ class NodeMemory:
     @property
     def pinned(self) -> Span:
         """Bytes of pinned host memory of all ranks of the machine, NCCL's proxies included."""
-        return self._of_machine(
-            [Span(least=(own := one.host["pinned_bytes"]), most=own) + one.nccl_pinned for one in self.tried_here]
-        )
+        found = ((one.host["pinned_bytes"], one.nccl_pinned) for one in self.tried_here)
+        return self._of_machine([Span(least=own, most=own) + proxies for own, proxies in found])
 
     @property
     def shared_memory(self) -> Span:

@@ -36,11 +36,7 @@ class _KilledError(Exception):
 
 
 def sweep(
-    programs: Sequence[Sequence[str]],
-    options: Sequence[str] = (),
-    *,
-    executor: Executor | None = None,
-    tries: int = 3,
+    programs: Sequence[Sequence[str]], options: Sequence[str] = (), *, executor: Executor | None = None, tries: int = 3
 ) -> list[Swept]:
     """Ask `stalloc dryrun`, with `options`, of each program: a list of words, such as ["train.py", "--batch", "4"].
 

@@ -112,10 +112,8 @@ class _ScaledTraces:
         alike = [pair for pair in itertools.combinations(known, 2) if self._runs[pair[0]][1] == self._runs[pair[1]][1]]
         if not alike:
             return None
-        low, high = min(
-            (sorted(pair) for pair in alike),
-            key=lambda pair: (not pair[0] < value < pair[1], pair[1] - pair[0]),
-        )
+        around = (sorted(pair) for pair in alike)
+        low, high = min(around, key=lambda pair: (not pair[0] < value < pair[1], pair[1] - pair[0]))
         share = (value - low) / (high - low)
         pairs = zip(self._runs[low][0], self._runs[high][0], strict=True)
         sizes = ((one, one.size + (other.size - one.size) * share) for one, other in pairs)
