@@ -13,7 +13,7 @@ from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, from_rows, offloaded
+from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, offloaded
 from stalloc.fitting.foreseen_tiers import paged, peak_bytes
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Offloaded, Proposals, Wanted, Way
@@ -103,7 +103,7 @@ def _look(known: Known, proposed: Proposal) -> Generator[Wanted, Any, _Seen | No
         yield f"activations are not kept in host memory: {failure.rstrip('.')}"
         return None
     run, step = RunSeen.from_json(recorded.seen), timed.seen
-    return _Seen(proposed, run, from_rows(step["activations"]), step["step_seconds"])
+    return _Seen(proposed, run, ActivationsRecorded(*step["activations"]), step["step_seconds"])
 
 
 def _approach(known: Known, seen: _Seen, tiers: TierSettings, target_bytes: int) -> Generator[Wanted, Any, bool]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 from stalloc.cost.queues import Queue, Task, schedule
 from stalloc.fitting.foreseen_tiers import Lifespans
@@ -144,12 +143,3 @@ def added_seconds(
             waits.add(copy_back[number])
     compute(max(now, step_seconds))
     return max(0.0, schedule(tasks).seconds - step_seconds)
-
-
-def as_rows(recorded: ActivationsRecorded) -> list[list[Any]]:
-    return [list(column) for column in vars(recorded).values()]
-
-
-def from_rows(rows: list[list[Any]]) -> ActivationsRecorded:
-    events, sizes, requests, returns = rows
-    return ActivationsRecorded([(moment, kind, number) for moment, kind, number in events], sizes, requests, returns)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, as_rows, from_rows
+from stalloc.fitting.foreseen_activations import ActivationsRecorded
 from stalloc.fitting.foreseen_tiers import LayerRecorded, Pass, UpdateRecorded, paged, peak_bytes
 from stalloc.techniques.tier_settings import TierSettings
 
@@ -57,7 +57,7 @@ class RunSeen:
         told: dict[str, Any] = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
         for name in ("calls", "updates", "layers"):
             told[name] = [list(vars(one).values()) for one in getattr(self, name)]
-        return told | {"activations": as_rows(self.activations)}
+        return told | {"activations": list(vars(self.activations).values())}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
@@ -65,7 +65,7 @@ class RunSeen:
         updates = [UpdateRecorded(*update) for update in told["updates"]]
         layers = [LayerRecorded(*layer) for layer in told["layers"]]
         calls = [CallRecorded(*call) for call in told["calls"]]
-        return cls(start, end, size, calls, updates, layers, from_rows(told["activations"]))
+        return cls(start, end, size, calls, updates, layers, ActivationsRecorded(*told["activations"]))
 
 
 @dataclass(frozen=True)

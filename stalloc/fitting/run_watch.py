@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, Kind, as_rows
+from stalloc.fitting.foreseen_activations import ActivationsRecorded, Kind
 from stalloc.fitting.foreseen_tiers import LayerRecorded, UpdateRecorded
 from stalloc.fitting.observer import Timing
 from stalloc.fitting.run_seen import CallRecorded, RunSeen
@@ -157,7 +157,7 @@ class TimedStep:
             self._mode.__enter__()
         elif self._num_steps == 2:
             self._mode.__exit__(None, None, None)
-            self._seen = {"activations": as_rows(self.watch.seen()), "step_seconds": self._seconds}
+            self._seen = {"activations": list(vars(self.watch.seen()).values()), "step_seconds": self._seconds}
 
     def seen(self) -> dict[str, Any]:
         return self._seen
