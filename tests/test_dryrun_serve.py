@@ -10,7 +10,7 @@ import pytest
 from warm_programs import run_stalloc
 
 from stalloc.device.known_gpus import KNOWN_GPUS, PLENTY, takes_what_is_free
-from stalloc.sizing.parameter import last_enough
+from stalloc.sizing.searches import last_enough
 
 pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
 

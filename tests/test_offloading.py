@@ -10,8 +10,7 @@ from warm_programs import run_stalloc, told_by_file
 
 import stalloc
 from stalloc.fitting.fit_record import load_fit
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, offloaded
-from stalloc.fitting.foreseen_tiers import peak_bytes
+from stalloc.fitting.foreseen_host import ActivationsRecorded, added_seconds, offloaded, peak_bytes
 from stalloc.techniques.activation_settings import ActivationSettings, activations_from_json
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")

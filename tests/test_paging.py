@@ -9,7 +9,7 @@ import pytest
 from warm_programs import run_stalloc, told_by_file
 
 from stalloc.fitting.fit_record import load_fit
-from stalloc.fitting.foreseen_tiers import UpdateRecorded, paged, peak_bytes
+from stalloc.fitting.foreseen_host import UpdateRecorded, paged, peak_bytes
 from stalloc.techniques.tier_settings import TierSettings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")

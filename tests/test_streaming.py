@@ -12,7 +12,7 @@ from warm_programs import run_stalloc, told_by_file
 
 import stalloc
 from stalloc.fitting.fit_record import load_fit
-from stalloc.fitting.foreseen_tiers import Homes, LayerRecorded, Pass, Stay, homes, stays
+from stalloc.fitting.foreseen_host import Homes, LayerRecorded, Pass, Stay, homes, stays
 from stalloc.trace import load_traces
 from stalloc.trace.activity import Activity, Link, read_activity
 

@@ -14,8 +14,7 @@ from stalloc.device import DEFAULT_GPU
 from stalloc.device.known_gpus import KNOWN_GPUS, MEMORY_SOURCES
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
-from stalloc.sizing.parameter import Parameter
-from stalloc.sizing.searches import Largest, Smallest, find_largest, find_smallest
+from stalloc.sizing.searches import Largest, Parameter, Smallest, find_largest, find_smallest
 from stalloc.sizing.side_by_side import RunSeen
 from stalloc.sizing.tries import Tries
 

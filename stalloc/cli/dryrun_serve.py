@@ -28,7 +28,7 @@ from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.sizes import MIB
-from stalloc.sizing.parameter import Parameter, last_enough
+from stalloc.sizing.searches import Parameter, last_enough
 from stalloc.sizing.served import Served, read_served
 from stalloc.sizing.side_by_side import Asked, RunSeen, RunWork
 from stalloc.trace.sites import UNKNOWN

@@ -13,8 +13,7 @@ from stalloc.cost.gpu_rates import LINK_SHARE, LINK_START
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, offloaded
-from stalloc.fitting.foreseen_tiers import paged, peak_bytes
+from stalloc.fitting.foreseen_host import ActivationsRecorded, added_seconds, offloaded, paged, peak_bytes
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
 from stalloc.fitting.proposals import Base, Known, Offloaded, Proposals, Wanted, Way
 from stalloc.fitting.recompute_search import ENOUGH_LEFT

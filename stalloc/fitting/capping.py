@@ -88,11 +88,11 @@ class Cap:
         return {
             "cap_bytes": self.cap_bytes,
             "evictions": evicted.num_evictions,
-            "dropped_bytes": evicted.dropped_bytes,
             "recomputed_blocks": evicted.num_recomputed,
-            "recomputed_bytes": evicted.recomputed_bytes,
-            "moved_bytes": evicted.moved_bytes,
-            "brought_bytes": evicted.brought_bytes,
+            **{
+                f"{how}_bytes": getattr(evicted, f"{how}_bytes")
+                for how in ("dropped", "recomputed", "moved", "brought")
+            },
             "estimated_seconds": evicted.seconds,
             "host_bytes": store.peak_bytes,
         }

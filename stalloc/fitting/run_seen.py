@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.fitting.foreseen_activations import ActivationsRecorded
-from stalloc.fitting.foreseen_tiers import LayerRecorded, Pass, UpdateRecorded, paged, peak_bytes
+from stalloc.fitting.foreseen_host import ActivationsRecorded, LayerRecorded, Pass, UpdateRecorded, paged, peak_bytes
 from stalloc.techniques.tier_settings import TierSettings
 
 Span = tuple[int, int]

@@ -13,8 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.fitting.foreseen_activations import ActivationsRecorded, Kind
-from stalloc.fitting.foreseen_tiers import LayerRecorded, UpdateRecorded
+from stalloc.fitting.foreseen_host import ActivationsRecorded, Kind, LayerRecorded, UpdateRecorded
 from stalloc.fitting.observer import Timing
 from stalloc.fitting.run_seen import CallRecorded, RunSeen
 from stalloc.sizes import aligned

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 import numpy as np
 
 from stalloc import kernels
-from stalloc.core import records
 from stalloc.core.constants import BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.device import Device
@@ -263,7 +262,7 @@ class Poison:
     def free(self, address: int) -> None:
         """Free a block; while a graph is captured, which must not learn of our fills, after the capture."""
         self._free_waiting()
-        block = self._owner(address) if address else None
+        block = owner_of(self.state.address, address) if address else None
         if self.memory is None or block is None or block.is_private:
             self.state.free(address)
         elif self.state.record.hot.private_kind:
@@ -272,7 +271,7 @@ class Poison:
             self._free([address])
 
     def _free(self, addresses: list[int]) -> None:
-        owners = {address: self._owner(address) for address in addresses}
+        owners = {address: owner_of(self.state.address, address) for address in addresses}
         self.ending([address for address, owner in owners.items() if owner and owner.state == BLOCK_LIVE])
         for address in addresses:
             self.state.free(address)  # shared with others: `ending` comes when those are done
@@ -287,7 +286,7 @@ class Poison:
 
     @_looking
     def _begin(self, memory: PoisonMemory, address: int, requested: int, place: str) -> None:
-        block = self._owner(address)
+        block = owner_of(self.state.address, address)
         if block is None or block.is_private:
             return
         rounded, stream = block.size_bytes, block.raw_stream
@@ -307,7 +306,7 @@ class Poison:
         """Blocks that nobody uses any more, other streams neither, are about to be free."""
         by_stream: dict[int, list[tuple[int, int]]] = {}
         for address in addresses:
-            block = self._owner(address)
+            block = owner_of(self.state.address, address)
             if block is not None and not block.is_private:
                 if block.is_loan:
                     self._lent[address] = block.size_bytes
@@ -414,9 +413,6 @@ class Poison:
         self.found.append(sentence)
         if len(self.found) <= _MAX_SAID:
             say(f"memory corruption: {sentence}")
-
-    def _owner(self, address: int) -> records.Owner | None:
-        return owner_of(self.state.address, address)
 
 
 def _calling_line() -> str:
