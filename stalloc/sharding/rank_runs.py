@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stalloc.device import VirtualGPU
+from stalloc.device import VirtualGPU, virtual
 from stalloc.errors import SetupError
 from stalloc.files import write_whole
 from stalloc.forked_child import ForkedChild, first_ended
 from stalloc.sandbox import ProgramFiles
-from stalloc.sharding.foreseen_ranks import RankPeaks
+from stalloc.sharding.shard_ways import RankPeaks
 from stalloc.sharding.step_marks import StepMarks
 from stalloc.sizing.fake_ranks import Rank, be_rank
 from stalloc.techniques.shard_settings import Layout
@@ -94,10 +94,7 @@ def _why(output: str) -> str:
 
 
 def _perform(folder: Path, program: Callable[[], int], work: RankWork) -> None:
-    from stalloc.device import virtual
-
-    num_devices = work.rank.num_local if work.rank is not None else 1
-    virtual.become(replace(work.gpu, num_devices=num_devices))
+    virtual.become(replace(work.gpu, num_devices=work.rank.num_local if work.rank is not None else 1))
     if work.rank is not None:
         be_rank()
     if work.is_whole_blocks:

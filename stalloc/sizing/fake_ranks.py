@@ -208,8 +208,7 @@ def _store_without_others(c10d: Any) -> Any:
 
 def _note_group(key: str) -> None:
     """Note the group of the next communicator, whose identifier is stored under "GROUP//cuda//NUMBER"."""
-    words = key.split("//")
-    if len(words) > 2 and words[-2] == "cuda":
+    if (words := key.split("//"))[-2:-1] == ["cuda"] and len(words) > 2:
         communicators().next_is_of(words[-3])
 
 

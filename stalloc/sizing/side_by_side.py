@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stalloc import device
 from stalloc.analysis.error_search import find_errors
-from stalloc.device import VirtualGPU
+from stalloc.device import VirtualGPU, virtual
 from stalloc.device.completion import Completion
 from stalloc.device.cudnn import Workspaces
 from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.forked_child import ForkedChild, first_ended
+from stalloc.imports import after_import
 from stalloc.integrations.installation import installation
 from stalloc.integrations.sleep_phases import SleepPhases
 from stalloc.patient_threads import patient_threads
@@ -226,9 +227,6 @@ class _Run:
         self._host: Any = None
 
     def perform(self, program: Callable[[], int]) -> None:
-        from stalloc.device import virtual
-        from stalloc.imports import after_import
-
         work = self._work
         virtual.become(work.gpu)
         virtual.complete(work.completion)
@@ -297,7 +295,6 @@ class _Run:
             self._refused_at = site_name([one for one in named if not one.filename.startswith(_OURS)])
 
     def _tell(self, code: int) -> None:
-        from stalloc.device import virtual
         from stalloc.integrations.installing import current
         from stalloc.integrations.sleep_and_wake import phases_told
 
