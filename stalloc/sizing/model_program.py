@@ -85,24 +85,22 @@ def configuration(name: str, *, download: bool = False) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise BadInputError(f"{printable(name)} is a folder without a config.json: {_CHOICES}.")
+            raise _no_model(f"{printable(name)} is a folder without a config.json")
     elif not path.is_file():
         path = _of_hub(name, download)
     try:
         found = json.loads(read_input(path, "a model's configuration"))
     except ValueError as error:
-        raise BadInputError(f"{printable(str(path))} is not JSON ({printable(str(error))}): {_CHOICES}.") from None
+        raise _no_model(f"{printable(str(path))} is not JSON ({printable(str(error))})") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise BadInputError(
-            f"{printable(str(path))} has no model_type, so it is no configuration of transformers: {_CHOICES}."
-        )
+        raise _no_model(f"{printable(str(path))} has no model_type, so it is no configuration of transformers")
     return found
 
 
 def _of_hub(name: str, download: bool) -> Path:
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
-        raise BadInputError(f"there is no model {printable(name)!r}: {_CHOICES}.")
+        raise _no_model(f"there is no model {printable(name)!r}")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -117,14 +115,14 @@ def _of_hub(name: str, download: bool) -> Path:
             )
         return Path(hf_hub_download(name, "config.json"))
     except HFValidationError as error:
-        raise BadInputError(
-            f"{printable(name)!r} is no name of the hub ({printable(str(error))}): {_CHOICES}."
-        ) from None
+        raise _no_model(f"{printable(name)!r} is no name of the hub ({printable(str(error))})") from None
     except (OSError, RuntimeError) as error:  # what requests and the hub raise: no such model, no access, no network
         reason = printable(str(error).strip().partition("\n")[0])
-        raise BadInputError(
-            f"the configuration of {printable(name)} cannot be fetched ({reason}): {_CHOICES}."
-        ) from None
+        raise _no_model(f"the configuration of {printable(name)} cannot be fetched ({reason})") from None
+
+
+def _no_model(why: str) -> BadInputError:
+    return BadInputError(f"{why}: {_CHOICES}.")
 
 
 def add_model_arguments(parser: argparse._ActionsContainer) -> None:
