@@ -93,9 +93,6 @@ class Program:
                 return f"it was made for {what} {its}, and this is {getattr(self, what)}"
         return ""
 
-    def may_ask_for_the_same(self, other: "Program") -> bool:
-        return (self.name, self.torch, self.stalloc) == (other.name, other.torch, other.stalloc)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:

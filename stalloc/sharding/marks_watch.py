@@ -7,6 +7,7 @@ before it. Source of what is marked: the hooks of FSDP2 (torch.distributed.fsdp.
 
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class StepWatch:
         self._addresses = _moment(), [_address(one) for _, _, one in self._parameters]
         self.mark("called")
         for row, (_, module) in enumerate(self._units):
-            module.register_forward_pre_hook(self._forward(row), with_kwargs=True)
-            module.register_forward_hook(self._forwarded(row))
+            module.register_forward_pre_hook(partial(self._forward, row), with_kwargs=True)
+            module.register_forward_hook(partial(self._forwarded, row))
         for row, (_, _, one) in enumerate(self._parameters):
             if one.requires_grad:
                 one.register_post_accumulate_grad_hook(lambda one, row=row: self._gradient(row, one))
@@ -107,30 +108,24 @@ class StepWatch:
         self._gradients[len(self._marks)] = _address(parameter.grad)
         self.mark("gradient", row)
 
-    def _forward(self, row: int) -> Any:
-        def before(_: Any, args: Any, kwargs: Any) -> Any:
-            self.mark("forward", row)
-            if not torch.is_grad_enabled() or self._units[row][1] is self._model:
-                return args, kwargs  # of the whole, the gradients are there when backward is over
-            flat, form = tree_flatten((args, kwargs))
-            places = [at for at, one in enumerate(flat) if torch.is_tensor(one) and one.requires_grad]
-            if not places:
-                return args, kwargs
-            for at, one in zip(places, _Inputs.apply(self, row, *(flat[at] for at in places)), strict=True):
-                flat[at] = one
-            return tree_unflatten(flat, form)
+    def _forward(self, row: int, _: Any, args: Any, kwargs: Any) -> Any:
+        self.mark("forward", row)
+        if not torch.is_grad_enabled() or self._units[row][1] is self._model:
+            return args, kwargs  # of the whole, the gradients are there when backward is over
+        flat, form = tree_flatten((args, kwargs))
+        places = [at for at, one in enumerate(flat) if torch.is_tensor(one) and one.requires_grad]
+        if not places:
+            return args, kwargs
+        for at, one in zip(places, _Inputs.apply(self, row, *(flat[at] for at in places)), strict=True):
+            flat[at] = one
+        return tree_unflatten(flat, form)
 
-        return before
-
-    def _forwarded(self, row: int) -> Any:
-        def after(_: Any, __: Any, output: Any) -> None:
-            self.mark("forwarded", row)
-            self._entered.discard(row)
-            for one in tree_flatten(output)[0]:
-                if torch.is_tensor(one) and one.requires_grad:
-                    one.register_hook(lambda _: self._backward(row))
-
-        return after
+    def _forwarded(self, row: int, _: Any, __: Any, output: Any) -> None:
+        self.mark("forwarded", row)
+        self._entered.discard(row)
+        for one in tree_flatten(output)[0]:
+            if torch.is_tensor(one) and one.requires_grad:
+                one.register_hook(lambda _: self._backward(row))
 
     def _backward(self, row: int) -> None:
         if not self._is_ending:
