@@ -242,9 +242,7 @@ def _is_of_base(failed: Measured, base: Base) -> bool:
 def _why_not_kept(within: Measured) -> str:
     """Why a run within the budget does not count: without its plan, or with another algorithm where memory was short, a
     later step may need more. Empty if it does."""
-    if within.out_of_memory or within.num_shortages:
-        return _RUNS_SHORT
-    return within.failure
+    return _RUNS_SHORT if within.out_of_memory or within.num_shortages else within.failure
 
 
 @dataclass(frozen=True)

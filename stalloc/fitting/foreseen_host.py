@@ -28,6 +28,8 @@ from stalloc.techniques.offload_order import OffloadOrder
 from stalloc.techniques.parts import Part, Place, aligned, in_pages
 from stalloc.techniques.tier_settings import TierSettings
 
+Kind = IntEnum("Kind", "SAVED NEEDED GONE", start=0)  #: what became of an activation
+_Does = IntEnum("_Does", "COPY_OUT LET_GO BRING USE FORGET")  # what is done with one
 Lifespans = tuple[Column, Column, Column]
 """Begin, end and bytes of requests, (n,) each."""
 
@@ -136,10 +138,8 @@ def stays(layers: Sequence[LayerRecorded], passes: Sequence[Pass], ends: Sequenc
     for (again, place), following in zip(reached, [*reached[1:], (1 << 62, -1)], strict=False):
         over = ends[min(bisect_left(ends, again), len(ends) - 1)] if ends else again
         gradients = [at for at in layers[place].accumulated if again <= at <= over]
-        if following[0] <= over:  # what it was given has its gradient, which a frozen layer waits for alone
-            done = max([following[0], *gradients])
-        else:
-            done = max(gradients, default=over)
+        # what it was given has its gradient, which a frozen layer waits for alone
+        done = max([following[0], *gradients]) if following[0] <= over else max(gradients, default=over)
         actions += [(again, 1, place, -1), (done, 0, place, 0)]
     actions += [(at, 2, place, 0) for at in ends for place in range(len(layers))]
     here: dict[int, int] = {}
@@ -338,12 +338,6 @@ def _flight(
         yield from let_go()
 
 
-class Kind(IntEnum):
-    SAVED = 0
-    NEEDED = 1
-    GONE = 2
-
-
 @dataclass(frozen=True)
 class ActivationsRecorded:
     """What a run saved: events (moment, kind, number), and the facts of each activation, by its number."""
@@ -352,14 +346,6 @@ class ActivationsRecorded:
     sizes: list[int] = field(default_factory=list)  #: bytes
     requests: list[int] = field(default_factory=list)  #: that held each; -1: no request did
     returns: list[int] = field(default_factory=list)  #: requests that held each once it was back; -1: it never left
-
-
-class _Does(IntEnum):
-    COPY_OUT = 0
-    LET_GO = 1
-    BRING = 2
-    USE = 3
-    FORGET = 4
 
 
 def _actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iterator[tuple[float, _Does, int]]:

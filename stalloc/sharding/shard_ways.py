@@ -54,11 +54,8 @@ class Foreseen(RankPeaks):
     held_bytes: int = 0  #: between two steps: parts of parameters and state
 
 
-class _Side(enum.IntEnum):
-    """Streams that are not the program's, each of which has a cache of its own."""
-
-    GATHERING = -2
-    REDUCING = -1
+_Side = enum.IntEnum("_Side", "GATHERING REDUCING", start=-2)
+"""Streams that are not the program's, each of which has a cache of its own."""
 
 
 @dataclass

@@ -296,8 +296,6 @@ def _guess(one: Contender, cards: Sequence[VirtualGPU], plenty: RunSeen, first: 
     """The smallest card with the memory that a replay of the run on the largest one needs; else the first."""
     if not plenty.traces or one.candidate is None or not one.is_exact:
         return min(first, len(cards) - 1)
-
-    for at in range(first, len(cards)):
-        if all(run_one(trace, one.candidate, cards[at].total_bytes).fits for trace in plenty.traces):
-            return at
-    return len(cards) - 1
+    sizes = enumerate(card.total_bytes for card in cards[first:])
+    enough = (at for at, size in sizes if all(run_one(trace, one.candidate, size).fits for trace in plenty.traces))
+    return first + next(enough, len(cards) - 1 - first)
