@@ -15,13 +15,7 @@ if TYPE_CHECKING:  # a program that has no budget pays for nothing
 
 __all__ = ["Candidate", "Cap", "Fit", "budget", "cap", "fit"]
 
-_MODULES = {
-    "Candidate": ".fit_record",
-    "Fit": ".fit_record",
-    "Cap": ".capping",
-    "cap": ".capping",
-    "budget": ".keeping",
-    "fit": ".keeping",
-}
+_MODULES = {"Candidate": ".fit_record", "Fit": ".fit_record", "Cap": ".capping", "cap": ".capping"}
+_MODULES |= {"budget": ".keeping", "fit": ".keeping"}
 
 __getattr__ = loaded_on_use(__name__, _MODULES)

@@ -30,10 +30,8 @@ class GroupMemory:
             "p2p_channels": _pair(channels.p2p),
             "p2p_channels_each_peer": _pair(channels.p2p_each_peer),
             "nvls_channels": channels.nvls,
-            "device_bytes": _pair(self.memory.device),
             "parts": {name: _pair(span) for name, span in self.memory.parts.items()},
-            "pinned_bytes": _pair(self.memory.pinned),
-            "shared_memory_bytes": _pair(self.memory.shared_memory),
+            **_pairs(self.memory, "device_bytes", "pinned_bytes", "shared_memory_bytes"),
         }
 
 
@@ -78,10 +76,7 @@ class RankMemory:
             "outside_allocator_bytes": self.outside_bytes,
             "context_bytes": [self.context.least_bytes, self.context.most_bytes],
             "context_source": self.context.source,
-            "nccl_bytes": _pair(self.nccl),
-            "nvidia_smi_bytes": _pair(self.nvidia_smi),
-            "nccl_pinned_bytes": _pair(self.nccl_pinned),
-            "shared_memory_bytes": _pair(self.shared_memory),
+            **_pairs(self, "nccl_bytes", "nvidia_smi_bytes", "nccl_pinned_bytes", "shared_memory_bytes"),
             "communicators": [group.as_json() for group in self.groups],
             "host": self.host,
             "outside_nccl": self.outside_nccl,
@@ -132,12 +127,10 @@ class NodeMemory:
             "machine": {
                 "num_ranks": self.num_local,
                 "num_tried": len(self.tried_here),
-                "pinned_bytes": _pair(self.pinned),
                 "registered_bytes": self.host("registered_bytes"),
                 "own_bytes": self.host("own_bytes"),
-                "shared_memory_bytes": _pair(self.shared_memory),
                 "files_bytes": self.files_bytes,
-                "cgroup_bytes": _pair(self.cgroup),
+                **_pairs(self, "pinned_bytes", "shared_memory_bytes", "cgroup_bytes"),
             },
         }
 
@@ -206,3 +199,7 @@ def _communicator(told: Mapping[str, Any], per_node: int) -> Communicator:
 
 def _pair(span: Span) -> list[int]:
     return [span.least, span.most]
+
+
+def _pairs(of: object, *names: str) -> dict[str, list[int]]:
+    return {name: _pair(getattr(of, name.removesuffix("_bytes"))) for name in names}
