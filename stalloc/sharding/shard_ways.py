@@ -387,19 +387,15 @@ def traffic(step: StepMarks, layout: Layout, num_ranks: int, per_node: int) -> T
     return Traffic(**{kind: round(value) for kind, value in counted.items()}, between=round(between))
 
 
-def factors_of(num_ranks: int, per_node: int, *, every: bool = False) -> tuple[int, ...]:
-    """1, the ranks of a node and all ranks; or `every` divisor of the number of ranks."""
-    if every:
-        return tuple(one for one in range(1, num_ranks + 1) if num_ranks % one == 0)
-    return tuple(sorted({1, per_node, num_ranks} if num_ranks % per_node == 0 else {1, num_ranks}))
-
-
 def all_ways(
     recorded: Sequence[Recorded], num_ranks: int, links: Links, *, every: bool = False, only: Layout | None = None
 ) -> list[Way]:
-    """Every valid triple, or `only` one, with every recorded step, the cheapest first."""
+    """Every valid triple of 1, the ranks of a node and all ranks (`every`: of all divisors of their number), or `only`
+    one, with every recorded step, the cheapest first."""
     found = []
-    valid = list(valid_layouts(factors_of(num_ranks, links.per_node, every=every), num_ranks))
+    divisors = [one for one in range(1, num_ranks + 1) if num_ranks % one == 0]
+    factors = divisors if every else [one for one in divisors if one in (1, links.per_node, num_ranks)]
+    valid = list(valid_layouts(tuple(factors), num_ranks))
     for step in recorded:
         for layout in valid if only is None else [only]:
             sent = traffic(step.marks, layout, num_ranks, links.per_node)
