@@ -24,7 +24,7 @@ from stalloc.files import write_whole
 from stalloc.integrations.installation import installation
 from stalloc.notices import say
 from stalloc.sandbox import SandboxedRun, leave
-from stalloc.sizing.process_memory import native_peaks
+from stalloc.sizing.native_peaks import native_peaks
 
 _MAX_STEPS = 256  #: steps after each of which reserved is noted
 _EXPANDABLE = "expandable_segments"

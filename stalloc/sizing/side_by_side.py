@@ -27,6 +27,7 @@ from stalloc.analysis.error_search import find_errors
 from stalloc.device import VirtualGPU, virtual
 from stalloc.device.completion import Completion
 from stalloc.device.cudnn import Workspaces
+from stalloc.device.host_use import HostUse
 from stalloc.device.known_gpus import takes_what_is_free
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
@@ -39,7 +40,7 @@ from stalloc.private import STARTED_ANEW
 from stalloc.sandbox import ProgramFiles, end_as_python
 from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.imported_before import put_aside
-from stalloc.sizing.process_memory import native_peaks, process_told
+from stalloc.sizing.native_peaks import native_peaks
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
 
@@ -110,7 +111,7 @@ class RunSeen:
     findings: dict[str, Any]  #: what it could not know, as in `device.virtual.findings`
     uses_torch: bool = True
     process: dict[str, Any] = field(default_factory=dict)
-    """The memory that the process took beside its allocators, as `process_memory` tells it."""
+    """The memory that the process took beside its allocators, once the program had ended."""
     ran_out: RanOut | None = None
     server: dict[str, Any] | None = None
     """What `ServerWatch` saw, and as `output` all that was printed; None unless that was asked for."""
@@ -298,7 +299,7 @@ class _Run:
         from stalloc.integrations.installing import current
         from stalloc.integrations.sleep_and_wake import phases_told
 
-        process = process_told(self._host)
+        process = _process_told(self._host)
         runtime = current() if self._work.under == "stalloc" else None
         devices, refused = self._peaks(runtime)
         taken = max((device["reserved_peak_bytes"] for device in devices), default=0)
@@ -358,3 +359,29 @@ def _ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
         reserved_bytes=found.reserved_bytes or 0,
         holders=[(one.name, one.held_bytes) for one in found.by_site[:_HOLDERS]],
     )
+
+
+def _process_told(use: HostUse) -> dict[str, Any]:
+    """Memory of the host, communicators of NCCL, and what each device gave in all."""
+    gpu = virtual.active_gpu()
+    assert gpu is not None
+    made = virtual.communicators()
+    carriers = set(made.backends.values())  # of collectives of GPUs; NCCL's figures do not include buffers of others
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and hasattr(c10d, "ProcessGroup"):
+        for config in c10d._world.pg_backend_config.values():  # "cpu:gloo,cuda:nccl"
+            words = dict(word.split(":", 1) for word in str(config).split(",") if ":" in word)
+            carriers.add(words.get("cuda", "nccl"))
+    others = sorted(carriers - {"nccl", "undefined"})
+    others += ["its own way between GPUs (CUDA IPC)"] if virtual.statistics()["shared_handles"] else []
+    return {
+        "host": use.told(),
+        "communicators": [
+            dataclasses.asdict(one) | {"ranks": made.ranks.get(one.group or "")}
+            for one in made.seen()
+            if made.backends.get(one.group or "", "nccl") == "nccl"  # a dry run has NCCL in the place of others
+        ],
+        "nccl_settings": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+        "driver_peak_bytes": [virtual.peak_bytes(device) for device in range(gpu.num_devices)],
+        "outside_nccl": others,
+    }

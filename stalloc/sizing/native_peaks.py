@@ -1,17 +1,7 @@
-"""What one process took: by the libraries' own allocators, and in a dry run beside them, as plain values.
+"""What the libraries' own allocators held at the most in this process: torch's caching allocator and CuPy's pool."""
 
-Contract: it is asked when the program has ended, before anything is written of it. Importing this imports no device.
-"""
-
-import os
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from stalloc.device.host_use import HostUse
-
-_CUSTOM = "its own way between GPUs (CUDA IPC)"
+from typing import Any
 
 
 def native_peaks() -> list[dict[str, int]]:
@@ -46,30 +36,3 @@ def native_peaks() -> list[dict[str, int]]:
             devices[index]["end_reserved_bytes"] += total
             devices[index]["cupy_bytes"] = total
     return [entry for entry in devices if entry["reserved_peak_bytes"]]
-
-
-def process_told(use: "HostUse") -> dict[str, Any]:
-    """Memory of the host, communicators of NCCL, and what each device gave in all."""
-    from stalloc.device import virtual
-
-    gpu = virtual.active_gpu()
-    assert gpu is not None
-    made = virtual.communicators()
-    carriers = set(made.backends.values())  # of collectives of GPUs; NCCL's figures do not include buffers of others
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None and hasattr(c10d, "ProcessGroup"):
-        for config in c10d._world.pg_backend_config.values():  # "cpu:gloo,cuda:nccl"
-            words = dict(word.split(":", 1) for word in str(config).split(",") if ":" in word)
-            carriers.add(words.get("cuda", "nccl"))
-    others = sorted(carriers - {"nccl", "undefined"})
-    return {
-        "host": use.told(),
-        "communicators": [
-            asdict(one) | {"ranks": made.ranks.get(one.group or "")}
-            for one in made.seen()
-            if made.backends.get(one.group or "", "nccl") == "nccl"  # a dry run has NCCL in the place of others
-        ],
-        "nccl_settings": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-        "driver_peak_bytes": [virtual.peak_bytes(device) for device in range(gpu.num_devices)],
-        "outside_nccl": [*others, *([_CUSTOM] if virtual.statistics()["shared_handles"] else [])],
-    }
