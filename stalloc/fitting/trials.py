@@ -146,6 +146,8 @@ class _Trial:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         from stalloc.cost.gpu_rates import rates_of
+        from stalloc.fitting.imports_ahead import ImportWatch
+        from stalloc.fitting.observer import Observer, UpdateWatch
 
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
@@ -162,22 +164,17 @@ class _Trial:
         self._imports: Any = None  # that the program makes first
         self._runtime: Any = _install(work) if work.under in ("recorded", "planned") else None
         if work.under == "observed":
-            from stalloc.fitting.imports_ahead import ImportWatch
-            from stalloc.fitting.observer import Observer
-
             self._observer = Observer(rates_of(work.gpu_name))
             self._imports = ImportWatch()
         elif work.settings != TechniqueSettings() or work.under == "timed":
             self._apply()
         if work.watched is not None and not work.settings.step_in_backward:
-            from stalloc.fitting.run_watch import UpdateWatch
-
             self._updates = UpdateWatch(self._clock)
         register_optimizer_step_post_hook(self._stepped)
 
     def _apply(self) -> None:
         from stalloc.cost.gpu_rates import rates_of
-        from stalloc.fitting.run_watch import ActivationWatch, RunWatch, TimedStep
+        from stalloc.fitting.observer import ActivationWatch, RunWatch, TimedStep
         from stalloc.techniques.applying import apply_settings
         from stalloc.techniques.block_tape import BlockTape
 
@@ -256,7 +253,7 @@ class _Trial:
         if self._imports is not None:
             told["imports"] = self._imports.groups
         if self._work.watched is not None:
-            from stalloc.fitting.run_watch import RunWatch
+            from stalloc.fitting.observer import RunWatch
 
             trace = self._runtime.controllers[0].recording.trace()
             watch = self._watched or RunWatch(lambda: 0)
