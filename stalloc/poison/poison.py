@@ -26,6 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
@@ -313,10 +314,8 @@ class Poison:
                 by_stream.setdefault(block.raw_stream, []).append((address, block.size_bytes))
         for stream, blocks in by_stream.items():
             owners = [owner for address, _ in blocks if (owner := self._live.pop(address, None)) is not None]
-            counts = memory.mismatches([owner.guard for owner in owners], GUARD, stream)
-            for owner, count in zip(owners, counts, strict=True):
-                if count:
-                    self._name_owner(memory, owner, "when it was freed")
+            for owner in compress(owners, memory.mismatches([owner.guard for owner in owners], GUARD, stream)):
+                self._name_owner(memory, owner, "when it was freed")
             self._gone.extend(owners)
             memory.fill(blocks, FREED, stream)
 
@@ -351,9 +350,8 @@ class Poison:
     @_looking
     def _check_loans(self, memory: PoisonMemory) -> None:
         lent, self._lent = list(self._lent.items()), {}
-        for (address, size), count in zip(lent, memory.mismatches(lent, FREED, None), strict=True):
-            if count:
-                self._name_writer(memory, address, size, "when a CUDA graph that had lent it was to be replayed")
+        for address, size in compress(lent, memory.mismatches(lent, FREED, None)):
+            self._name_writer(memory, address, size, "when a CUDA graph that had lent it was to be replayed")
 
     def check(self) -> None:
         """Look at everything, with the controller's lock held, which keeps segments in place."""
@@ -365,9 +363,9 @@ class Poison:
     def _check(self, memory: PoisonMemory) -> None:
         live = list(self._live.copy().values())
         counts = memory.mismatches([owner.guard for owner in live], GUARD, None)
-        for owner, count in zip(live, counts, strict=True):
+        for owner in compress(live, counts):
             # a block that another thread has freed meanwhile holds FREED; that was looked at then
-            if count and self._live.get(owner.address) is owner:
+            if self._live.get(owner.address) is owner:
                 self._name_owner(memory, owner, "at the end of a step")
         served = self.state.record.total.num_allocs
         blocks = [one for each in segments(self.state) if each.kind < PRIVATE_KINDS for one in each.blocks]
@@ -375,9 +373,8 @@ class Poison:
         free = [(used, end - used) for end, used in ends if used < end]
         counts = memory.mismatches(free, FREED, None)
         if self.state.record.total.num_allocs == served:  # else some of it is another thread's by now
-            for (address, size), count in zip(free, counts, strict=True):
-                if count:
-                    self._name_writer(memory, address, size, "at the end of a step")
+            for address, size in compress(free, counts):
+                self._name_writer(memory, address, size, "at the end of a step")
 
     # --- sentences
 
