@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import compress
 from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
@@ -414,12 +415,9 @@ class Poison:
 
 def _calling_line() -> str:
     """The line of the program that this thread is at, below libraries; empty if there is no Python code."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_LIBRARIES, "<frozen")):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+    for frame, line in walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+            return f"{frame.f_code.co_filename}:{line}"
     return ""
 
 
