@@ -486,7 +486,9 @@ class Controller:
     def _settle(self) -> None:
         if not (self.status.is_settled or self.state.record.policy.memory_is_short):
             self.status.is_settled = True
-            if not self.memory.source.paged:
+            if self.memory.source.paged:
+                self.memory.paging.allowance.loosen()
+            else:
                 self.state.write(allocating_persistent=0)
 
     # --- at a boundary: the cycle that is followed begins anew
