@@ -85,9 +85,7 @@ class Sharding:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             atexit.register(_leave_job)
-        with torch.no_grad():  # every rank begins with the parameters and buffers of the first
-            for one in (*model.parameters(), *model.buffers()):
-                dist.broadcast(one, 0)
+        _begin_alike(model)
         if self.layout.executor != "ddp":
             self._shard(model, blocks, device)
             return
@@ -147,6 +145,13 @@ def units_within(model: Any, blocks: list[Block]) -> list[Block]:
     """The blocks that are modules of the model, as FSDP2 needs; rows of layers that it was cut into are not."""
     modules = {id(one) for one in model.modules()}
     return [block for block in blocks if id(block.module) in modules]
+
+
+@torch.no_grad()
+def _begin_alike(model: Any) -> None:
+    """Give every rank the parameters and buffers of the first; no frame holds on to one afterwards."""
+    for one in (*model.parameters(), *model.buffers()):
+        dist.broadcast(one, 0)
 
 
 def _group(layout: Layout, num_ranks: int) -> Any:
