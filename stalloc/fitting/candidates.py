@@ -155,8 +155,8 @@ class Fitting:
         settings = base.with_blocks(step, proposed)
         if settings in self.settings:
             return self.known.candidates[self.settings.index(settings)]
-        if settings.step_in_backward and proposed.choices:
-            what += ", step in backward"
+        if base.also and proposed.choices:
+            what += f", {base.also}"
         self.tell(f"running the program: {what}")
         candidate = Candidate(
             what=what,

@@ -25,7 +25,9 @@ _RECOMPUTED: dict[str, Technique] = {
     **dict.fromkeys(KEEP_ATTENTION, all_but_attention),
     "selective": partial(core_of_attention, is_named=True),
 }
-_OTHERS = ("step-in-backward", "compile-budget")
+_BESIDE: dict[str, Callable[..., Proposals]] = {"step-in-backward": step_in_backward}
+"""What is done beside recomputing: tried first, each on top of those before it."""
+_COMPILED = "compile-budget"
 _IS = {"in part": "executes in part", "emulates": "is emulated", "replays": "is replayed", "reports": "is reported"}
 
 
@@ -40,7 +42,7 @@ def check_policy(policy: str | None) -> None:
         activation_search.ratio_of(policy or "")
     elif tier_search.is_of_tiers(policy):
         tier_search.processor_share(policy or "")
-    elif policy is not None and policy not in _RECOMPUTED and policy not in _OTHERS:
+    elif policy is not None and policy not in {*_RECOMPUTED, *_BESIDE, _COMPILED}:
         for system in SYSTEMS:
             if system.name == policy:
                 does = _IS.get(system.status, system.status)
@@ -52,11 +54,12 @@ def propose(known: Known, as_it_is: Base, policy: str | None) -> Proposals:
     """The ways to try, one after another, after the program as it is; `policy`: the only technique to try."""
     base, is_short = as_it_is, not known.fits(known.candidates[0])
     is_tried = policy is None and is_short
-    if policy == "step-in-backward" or is_tried:
-        base = (yield from step_in_backward(known, base, is_named=policy is not None)) or base
-    if known.step.is_compiled and (policy == "compile-budget" or is_tried):
+    for name, technique in _BESIDE.items():
+        if policy == name or is_tried:
+            base = (yield from technique(known, base, is_named=policy is not None)) or base
+    if known.step.is_compiled and (policy == _COMPILED or is_tried):
         yield from compiled(known, base)
-    elif policy == "compile-budget":
+    elif policy == _COMPILED:
         yield "torch.compile has made nothing of this program, so compile-budget has nothing to share out"
     if not whole_blocks(known.step):
         yield known.step.why_no_blocks

@@ -55,6 +55,7 @@ class Base:
     foresight: Foresight | None = None  #: None: nothing is
     alone: Candidate | None = None  #: the row of the base with nothing recomputed
     offload: Offloaded | None = None
+    also: str = ""  #: for people: what is done beside recomputing, where a row of the table does not say it itself
 
     def with_blocks(self, step: ProgramSeen, proposed: Proposal) -> TechniqueSettings:
         return dataclasses.replace(self.settings, recompute=settings_of(step, proposed.choices))

@@ -122,14 +122,15 @@ class TechniqueSettings:
         if unknown := sorted(map(str, set(told) - set(default))):
             raise ValueError(f"it has settings that this stalloc does not know, {unknown[0][:40]}")
         told = default | told
-        if type(told["step_in_backward"]) is not bool:
-            raise ValueError("where optimizers make their steps is neither true nor false")
+        if unclear := [one.name for one in fields(cls) if one.type is bool and type(told[one.name]) is not bool]:
+            raise ValueError(f"its setting {unclear[0]} is neither true nor false")
         if not _is_share(told["activation_share"]):
             raise ValueError("what compiled code saves is no share")
-        tiers = _fields_from_json(TierSettings, told["tiers"], "what it keeps in host memory")
-        activations = activations_from_json(told["activations"])
-        share = float(told["activation_share"])
-        return cls(_blocks_from_json(told["recompute"]), told["step_in_backward"], share, tiers, activations)
+        told["recompute"] = _blocks_from_json(told["recompute"])
+        told["activation_share"] = float(told["activation_share"])
+        told["tiers"] = _fields_from_json(TierSettings, told["tiers"], "what it keeps in host memory")
+        told["activations"] = activations_from_json(told["activations"])
+        return cls(**told)
 
 
 def activations_from_json(told: Any) -> ActivationSettings:
