@@ -1,6 +1,7 @@
 """docs/extending.md: its examples are taken from the page and run, and what it says has to be listed is listed."""
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import json
@@ -11,6 +12,7 @@ from typing import Annotated
 import numpy as np
 import pytest
 
+from stalloc.compiled import inner
 from stalloc.core.record_types import LineStart, Record, Words, offset_of, table, view_at
 from stalloc.core.records import State, Total
 from stalloc.errors import BadInputError
@@ -19,8 +21,11 @@ from stalloc.fitting.observation import BlockSeen, CallSeen, OperationSeen, Prog
 from stalloc.fitting.proposals import Base, Known
 from stalloc.planner import plan, validate
 from stalloc.replay import Events, Kind
+from stalloc.replay.blocks import new_segment
+from stalloc.replay.driver import driver_of
 from stalloc.replay.settings import read_settings
 from stalloc.runtime import decisions
+from stalloc.techniques.technique_settings import TechniqueSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
@@ -30,12 +35,12 @@ def example(tmp_path, monkeypatch):
     """Import the example of the page that belongs into a file of this name."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def load(name):
+    def load(name, is_imported=True):
         blocks = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE.read_text(), re.DOTALL)
         (code,) = [code for code, path in blocks if Path(path).stem == name]
         (tmp_path / f"{name}.py").write_text(code.partition("\n")[2])  # the docstring is first in the real file
         importlib.invalidate_caches()
-        return importlib.import_module(name)
+        return importlib.import_module(name) if is_imported else None
 
     return load
 
@@ -60,6 +65,28 @@ def test_the_allocator_model_replays_a_program(example):
     assert small.feed(events).failed == 4
     with pytest.raises(BadInputError, match="granule of each_its_own is 'x'"):
         read_settings(kind.name, kind.settings_type, "granule:x")
+
+
+@inner()
+def _too_many(t, m, request, size, stream):
+    block = 0
+    for _ in range(1 << 16):
+        block = new_segment(t, size, stream, 0)
+    return block
+
+
+def test_a_model_that_needs_more_rows_than_it_says_ends_with_an_error(example):
+    events = Events(
+        kind=np.array([Kind.ALLOC], np.int8),
+        request=np.zeros(1, np.int64),
+        event=np.zeros(1, np.int64),
+        size=np.array([100]),
+        stream=np.zeros(1, np.int64),
+    )
+    kind = example("each_its_own").EachItsOwn
+    greedy = type("Greedy", (kind,), {"driver": staticmethod(driver_of("greedy", kind.own, allocate=_too_many))})
+    with pytest.raises(IndexError, match="has_room"):
+        greedy().feed(events)
 
 
 def test_the_trace_source_reads_what_can_be_planned(example, tmp_path):
@@ -96,6 +123,33 @@ def test_the_technique_proposes_until_something_fits(example):
     assert list(whole.proposed.choices) == [0, 1, 2, 3, 4]
     with pytest.raises(StopIteration):
         proposals.send(Candidate(what=whole.what, technique=whole.technique, needed_bytes=100))
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_the_technique_that_does_more_is_put_in_force_and_proposed(example, tmp_path, run_checks):
+    example("step_by_tensor", is_imported=False)
+    found = run_checks(
+        """
+import json, stalloc, sys
+stalloc.install(device="virtual")
+import torch
+sys.path.insert(0, sys.argv[1])
+from step_by_tensor import step_by_tensor
+said = []
+step_by_tensor(said.append)
+weights = [torch.nn.Parameter(torch.ones(3))]
+made = [torch.optim.AdamW(weights), torch.optim.AdamW(weights, foreach=True), torch.optim.LBFGS(weights)]
+print(json.dumps({"foreach": [one.param_groups[0].get("foreach") for one in made], "said": len(said)}))
+""",
+        str(tmp_path),
+    )
+    assert found == {"foreach": [False, True, None], "said": 1}
+    kind = dataclasses.make_dataclass(
+        "With", [("step_by_tensor", bool, False)], bases=(TechniqueSettings,), frozen=True
+    )
+    tried = example("tensor_step_search").step_by_tensor(Known(100), Base(kind()), is_named=True)
+    assert next(tried).settings.step_by_tensor
+    assert tried.send("there is no GPU.") == "the optimizer's step stays one of all tensors: there is no GPU"
 
 
 def test_every_file_that_the_page_names_is_there():

@@ -66,6 +66,18 @@ def test_freed_neighbours_merge_into_what_was_there_before() -> None:
     machine.free(whole)
 
 
+@pytest.mark.parametrize("size", [512, 4 * KIB, 64 * KIB, MIB])
+def test_what_is_freed_serves_requests_of_its_size_again(size: int) -> None:
+    machine = Machine()
+    addresses = [machine.allocate(size) for _ in range(64)]
+    taken = machine.taken
+    for _ in range(3):
+        for address in addresses[::2]:
+            machine.free(address)
+        addresses[::2] = [machine.allocate(size) for _ in addresses[::2]]
+    assert machine.taken == taken
+
+
 def test_best_fit_takes_the_smallest_hole_that_is_large_enough() -> None:
     machine = Machine()
     sizes = [600 * KIB, 16 * KIB, 300 * KIB, 16 * KIB, 450 * KIB, 16 * KIB]

@@ -183,6 +183,8 @@ def new_block(t):
         t.num_spare -= 1
     else:
         row = t.blocks_used
+        if row >= t.num_blocks:  # rather than write beyond the table
+            raise IndexError("a model needs more rows of blocks for one event than its rule has_room asks for")
         t.blocks_used += 1
     block = at(t, row)
     block.state, block.request, block.extra, block.other = FREE, -1, 0, 0
@@ -240,6 +242,8 @@ def new_segment(t, size, stream, tag):
         t.segments_spare = segment_at(t, number).first
     else:
         number = t.segments_used
+        if number >= t.num_segments:
+            raise IndexError("a model needs more rows of segments for one event than its rule has_room asks for")
         t.segments_used += 1
     address = t.next_address
     t.next_address = address + round_up(size + 2 * GRANULE, GRANULE)
