@@ -2,32 +2,72 @@
 
 Contract: a place in the text counts once, under the first wording that fits it. Errors without figures count only if
 the text has none with figures: first those of a library, then those of the driver, then lines in words of their own.
+`wordings.toml` has the wordings of all but PyTorch. The named groups of a pattern are the figures that it has, and
+`device`, `shape` with `type`, `sum`, and `used`; a space in it is any space, as a log may be wrapped.
 """
 
 import dataclasses
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from stalloc.analysis.error_text import ANY_BYTES, DEVICE, HOST, ErrorText, size_bytes
+from stalloc.analysis.error_text import ANY_BYTES, DEVICE, HOST, SIZE, ErrorText, size_bytes
 from stalloc.analysis.torch_wordings import torch_errors
-from stalloc.analysis.wordings import (
-    ADVICE,
-    FIGURES,
-    IN_OTHER_WORDS,
-    OF_DRIVERS,
-    OF_GPU,
-    OF_HOST,
-    OF_LAUNCHERS,
-    OF_LIBRARIES,
-    WANTED,
-    WITH_FIGURES,
-    Wording,
-)
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
+
+FIGURES = ("wanted", "total", "free", "allocated", "reserved", "limit")
+_FILE = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+ADVICE: dict[str, str] = {
+    name: text.replace("<nvidia-smi>", _FILE["advice"]["nvidia-smi"]) for name, text in _FILE["advice"].items()
+}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """One wording of one library."""
+
+    library: str
+    pattern: re.Pattern[str]
+    advice: str
+    place: str = DEVICE
+    told: str = ""  #: the verdict that the words themselves give
+    at_start: bool = False  #: whether it is said before the process holds anything
+
+
+def _made(*, pattern: str | list[str], advice: str = "", **row: Any) -> Wording:
+    spaced = re.sub(
+        r"\[[^\]]*\]| (?![?*+{])", lambda part: r"\s{1,80}" if part[0] == " " else part[0], "".join(pattern)
+    )
+    sized = re.sub(rf"<({'|'.join(FIGURES)})>", lambda name: f"(?P<{name[1]}>{SIZE})", spaced)
+    text = advice.replace("<nvidia-smi>", ADVICE["nvidia-smi"])
+    return Wording(pattern=re.compile(sized), advice=ADVICE.get(advice, text), **row)
+
+
+WITH_FIGURES, OF_LIBRARIES, OF_DRIVERS, OF_LAUNCHERS = (
+    tuple(_made(**row) for row in _FILE[kind])
+    for kind in ("with_figures", "of_libraries", "of_drivers", "of_launchers")
+)
+
+#: words by which a line tells which memory it is about
+OF_GPU = re.compile(r"GPU|[Dd]evice memory|CUDA|[Cc]uda|V?RAM on device|VRAM|vram|HIP|[Vv]ideo memory|on device")
+OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
+_ALLOCATES = r"(?:[Aa]lloc(?:at\w+)?|request\w*)"
+#: what is left: a line that says so in words of its own
+IN_OTHER_WORDS = re.compile(
+    r"(?:[Oo]ut[ _-]?[Oo]f[ _-]?[Mm]em|OUT[ _]OF[ _]\w*MEMORY|OutOfMemory|\bOOM\b|bad_alloc|\bMemoryError\b"
+    r"|(?:[Nn]ot enough|[Ii]nsufficient|[Rr]an out of)(?: \w+){0,3} (?:memory|VRAM|vram)"
+    r"|(?:[Ff]ailed|[Uu]nable|[Cc]annot|[Cc]ould not|[Cc]an't|[Cc]ouldn't)(?: to)? (?:re)?allocat|ALLOC(?:ATION)?_FAIL"
+    r"|[Aa]llocation (?:of \S+ \w+ )?(?:failed|failure|error)|[Mm]emory limit exceeded"
+    r"|exceed\w* [^\n]{0,9}(?:available|GPU|device|video) memory)"
+)
+WANTED = re.compile(rf"{_ALLOCATES}[^\n\d]{{0,60}}(\d{{5,}}|\d[\d.,]* ?(?:[KMGT]i?B|bytes))\b")
+
 
 _MAX_ERRORS = 1000
 _BEFORE, _AFTER, _MOST = 1024, 3072, 2 << 20  # characters that are read around a sign, and at each end of all of them

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.analysis.link_use import (
+    EVERYTHING,
     LINKS,
+    NO_PHASE,
+    Windows,
     blocking_copies,
     busy,
     highest_within,
@@ -18,9 +21,9 @@ from stalloc.analysis.link_use import (
     moved_within,
     part_uses,
     peak_rate,
+    phase_windows,
     size_uses,
 )
-from stalloc.analysis.phase_windows import EVERYTHING, NO_PHASE, Windows, phase_windows
 from stalloc.analysis.study_record import AsReady, PhaseUse, Study
 from stalloc.columns import Column, Times
 from stalloc.errors import BadInputError

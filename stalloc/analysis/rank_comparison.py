@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from stalloc.analysis.peaks import recorded
+from stalloc.analysis.moments import recorded
 from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
 from stalloc.trace import Trace
 
@@ -39,24 +39,18 @@ class RankFigures:
     """One device of one rank's file."""
 
     file: str
-    rank: int | None
-    """None where neither the file's name nor the other names tell."""
+    rank: int | None  #: None where neither the file's name nor the other names tell
     device: int
     requests: int
-    allocated_bytes: int
-    """Live at the end of the record."""
+    allocated_bytes: int  #: live at the end of the record
     reserved_bytes: int | None
-    allocated_peak_bytes: int
-    """Sizes rounded up to the alignment, with what is told only as a total."""
+    allocated_peak_bytes: int  #: sizes rounded up to the alignment, with what is told only as a total
     reserved_peak_bytes: int | None
-    persistent_bytes: int
-    """Live at the allocated peak, as are the next two."""
+    persistent_bytes: int  #: live at the allocated peak, as are the next two
     scoped_bytes: int
     transient_bytes: int
-    device_bytes: int | None
-    """The total memory of the device."""
-    out_of_memory_bytes: int | None
-    """The bytes that the last out-of-memory error asked for; None if there was none."""
+    device_bytes: int | None  #: the total memory of the device
+    out_of_memory_bytes: int | None  #: the bytes that the last out-of-memory error asked for; None if there was none
 
     @property
     def label(self) -> str:
@@ -76,8 +70,7 @@ class Spread:
     least: RankFigures
     median_bytes: int
     most: RankFigures
-    imbalance: float | None
-    """Most over median; None where the median is 0."""
+    imbalance: float | None  #: most over median; None where the median is 0
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,7 @@ class Outlier:
     """A figure in which one rank stands out."""
 
     rank: RankFigures
-    figure: str
-    """A key of COMPARED."""
+    figure: str  #: a key of COMPARED
     num_bytes: int
     median_bytes: int
 
@@ -96,10 +88,8 @@ class RankComparison:
     """The comparison of all ranks: spreads of their figures, and ranks that stand out."""
 
     ranks: tuple[RankFigures, ...]
-    spreads: dict[str, Spread]
-    """By the key of COMPARED."""
-    outliers: tuple[Outlier, ...]
-    """The outliers, farthest from the median first."""
+    spreads: dict[str, Spread]  #: by the key of COMPARED
+    outliers: tuple[Outlier, ...]  #: the outliers, farthest from the median first
     deciding: RankFigures | None
     """The rank that a larger batch fails on first: the highest share of its device, else the highest peak."""
 

@@ -71,38 +71,29 @@ _V0_BLOCK_TOKENS = 16  # of vLLM's releases that count blocks
 class ServerLog:
     """One start of a server."""
 
-    engine: str
-    """`vLLM` or `SGLang`."""
+    engine: str  #: `vLLM` or `SGLang`
     release: str = ""
     num_ranks: int = 1
-    share: float | None = None
-    """gpu_memory_utilization of vLLM, mem_fraction_static of SGLang."""
+    share: float | None = None  #: gpu_memory_utilization of vLLM, mem_fraction_static of SGLang
     total_bytes: int | None = None
     free_at_start_bytes: int | None = None
     weights_bytes: int | None = None
     non_torch_bytes: int | None = None
     activation_bytes: int | None = None
-    cache_bytes: int | None = None
-    """Bytes for the keys and values of all layers, on one rank."""
+    cache_bytes: int | None = None  #: bytes for the keys and values of all layers, on one rank
     tokens: int | None = None
-    length: int | None = None
-    """Tokens of the longest request."""
-    concurrency: float | None = None
-    """How many requests of that length fit, as the engine says."""
+    length: int | None = None  #: tokens of the longest request
+    concurrency: float | None = None  #: how many requests of that length fit, as the engine says
     graphs_estimated_bytes: int | None = None
     graphs_bytes: int | None = None
     free_before_weights_bytes: int | None = None
     free_after_weights_bytes: int | None = None
     free_after_cache_bytes: int | None = None
     free_at_end_bytes: int | None = None
-    num_sampled: int | None = None
-    """Requests with which the sampler ran out of memory as it was warmed up."""
-    reckons_graphs: bool = False
-    """Whether the estimate of the graphs was taken from the cache."""
-    released_meanwhile: bool = False
-    """Whether vLLM saw more free memory after its measurement than before."""
-    lines: dict[str, str] = field(default_factory=dict, repr=False)
-    """The line of the log that each field is from."""
+    num_sampled: int | None = None  #: requests with which the sampler ran out of memory as it was warmed up
+    reckons_graphs: bool = False  #: whether the estimate of the graphs was taken from the cache
+    released_meanwhile: bool = False  #: whether vLLM saw more free memory after its measurement than before
+    lines: dict[str, str] = field(default_factory=dict, repr=False)  #: the line of the log that each field is from
 
     @property
     def token_bytes(self) -> float | None:
@@ -211,10 +202,8 @@ _SHORTER = 1.05  # requests that fit, over those of whole length: more is no rou
 class Finding:
     """Something about the memory of a server that its settings do not predict."""
 
-    cause: str
-    """`another process`, `graph estimate`, `sampler`, `settings`, `layers`, `not accounted for`."""
-    line: str
-    """As the log has it; empty where no single line says it."""
+    cause: str  #: `another process`, `graph estimate`, `sampler`, `settings`, `layers`, `not accounted for`
+    line: str  #: as the log has it; empty where no single line says it
     text: str
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.peaks import allocated_peak, count_events, recorded
+from stalloc.analysis.moments import allocated_peak, count_events, recorded
 from stalloc.lifespans import Total, classify, find_period, find_step_period, fold, sequence_keys, sequence_rows
 from stalloc.lifespans.operation_modules import repeated_blocks
 from stalloc.lifespans.steady_step import outermost

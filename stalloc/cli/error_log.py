@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.analysis.error_advice import sentences
 from stalloc.analysis.error_search import find_errors
-from stalloc.analysis.error_text import DEVICE, ErrorText
+from stalloc.analysis.error_text import DEVICE, ErrorText, sentences
 from stalloc.cli.output import file_label
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError

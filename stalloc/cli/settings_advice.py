@@ -12,7 +12,7 @@ import numpy as np
 
 from stalloc.allocator_conf import has_expandable_segments, variable_to_set
 from stalloc.analysis.moments import device_free, last_oom
-from stalloc.analysis.peaks import recorded as recorded_peaks
+from stalloc.analysis.moments import recorded as recorded_peaks
 from stalloc.cli.output import (
     command_text,
     file_label,

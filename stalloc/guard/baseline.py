@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stalloc.analysis.peak_use import PeakUse
+from stalloc.analysis.comparison import PeakUse
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.guard.growth_limit import GrowthLimit, growth_limit

@@ -7,9 +7,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stalloc.analysis.comparison import Change
+from stalloc.analysis.comparison import Change, PeakUse, class_growth, site_growth
 from stalloc.analysis.holders import Holder
-from stalloc.analysis.peak_use import PeakUse, class_growth, site_growth
 from stalloc.figures import human_bytes
 from stalloc.guard.growth_limit import GrowthLimit
 from stalloc.guard.measured import Measured, size_text

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.grouping import site_text
-from stalloc.analysis.holders import Holder
-from stalloc.analysis.peak_use import PeakUse, SiteText, lasting, peak_use
+from stalloc.analysis.comparison import PeakUse, SiteText, lasting, peak_use
+from stalloc.analysis.holders import Holder, site_text
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes

@@ -25,8 +25,7 @@ from stalloc.trace.record import MAX_BYTES, Action, Trace
 from stalloc.trace.sources.activity_csv import looks_like_activity_csv, read_activity_csv
 from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_deepspeed_log
 from stalloc.trace.sources.dtr_log import looks_like_dtr_log, read_dtr_log
-from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
-from stalloc.trace.sources.kineto_activity import read_kineto_activity
+from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto, read_kineto_activity
 from stalloc.trace.sources.log_text import BOMS, log_text, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
 from stalloc.trace.sources.packed import is_tar, unpack

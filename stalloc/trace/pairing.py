@@ -25,10 +25,8 @@ class Pairs:
     size: Column
     stream: Column
     free_requested: Column
-    address: Column
-    """(n,) uint64."""
-    event_request: Column
-    """(m,) row, or -1."""
+    address: Column  #: (n,) uint64
+    event_request: Column  #: (m,) row, or -1
 
 
 def pair_events(action: Column, address: Column, size: Column, stream: Column, where: str) -> Pairs:

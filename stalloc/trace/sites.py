@@ -147,14 +147,10 @@ class StackCollector:
 class Sites:
     """The call sites of a trace."""
 
-    site: Column
-    """(n,) int32: stack of each request, or -1."""
-    event_site: Column
-    """(m,) int32: stack of each event, or -1."""
-    begin: Column
-    """(k+1,) int64: where each stack begins in `frame`."""
-    frame: Column
-    """(l,) int32: index into `frames`."""
+    site: Column  #: (n,) int32: stack of each request, or -1
+    event_site: Column  #: (m,) int32: stack of each event, or -1
+    begin: Column  #: (k+1,) int64: where each stack begins in `frame`
+    frame: Column  #: (l,) int32: index into `frames`
     frames: tuple[Frame, ...]
 
     @property

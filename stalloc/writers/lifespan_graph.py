@@ -23,8 +23,7 @@ class Relations:
     """How the lifespans of one device hang together."""
 
     device: int
-    graph: nx.Graph
-    """The graph of the groups, with plain attributes; nodes are numbered."""
+    graph: nx.Graph  #: the graph of the groups, with plain attributes; nodes are numbered
     cut_events: list[int]
     """Events before which next to nothing but persistent requests is live: there the trace can be split."""
 

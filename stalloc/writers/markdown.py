@@ -8,8 +8,7 @@ from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 from stalloc.trace import DeviceRecord, Trace
-from stalloc.writers.drawn_study import Drawn, drawn_study
-from stalloc.writers.page.story import headline, remarks
+from stalloc.writers.page.story import Drawn, drawn_study, headline, remarks
 from stalloc.writers.writing import write_chunks
 
 _ROWS = 8

@@ -82,8 +82,7 @@ def _trace_events(trace: Trace, places: Places) -> Iterator[dict[str, Any]]:
 class _Clock:
     """Microseconds at which events are; where the source has no times, an event takes one."""
 
-    table: Column | None
-    """(m+1,) of each event and the end, increasing."""
+    table: Column | None  #: (m+1,) of each event and the end, increasing
     end: float
 
     def at(self, events: Column) -> Column:

@@ -17,9 +17,9 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace.header import is_plain
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, MAX_BYTES
 from stalloc.trace.sites import MAX_DEPTH, UNKNOWN, Frame, site_name
+from stalloc.trace.storage import is_plain
 
 
 class Budget:

@@ -16,12 +16,12 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
-from stalloc.trace.header import MAX_DEVICE
 from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import Action, Trace, index_streams
 from stalloc.trace.sites import StackCollector
 from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
 from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
+from stalloc.trace.storage import MAX_DEVICE
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
@@ -41,12 +41,10 @@ class _Segments:
     block_address: Column
     block_size: Column
     block_stream: Column
-    block_site: Column
-    """Stack of each block, -1 where there is none."""
+    block_site: Column  #: stack of each block, -1 where there is none
     pool: Column
     """The pool of each segment: 0 for the usual pools, another number for a private one, such as a CUDA graph's."""
-    tables: dict[str, Column]
-    """Every block, free ones included, and what else is said of segments: see docs/files.md."""
+    tables: dict[str, Column]  #: every block, free ones included, and what else is said of segments: see docs/files.md
 
 
 @without_collection()

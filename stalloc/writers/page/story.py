@@ -1,11 +1,34 @@
-"""The page's first sentences: what is wrong, or that nothing is, with the numbers of `explain`, `top` and `stats`."""
+"""What every report says of a device: first sentences, with the numbers of `explain`, `top`, `stats`; its study."""
+
+from dataclasses import dataclass
 
 from stalloc.analysis import Explanation, Holders
 from stalloc.analysis.explanation import CAUSES
+from stalloc.analysis.offload_study import Series, study, study_series
+from stalloc.analysis.study_findings import findings
+from stalloc.analysis.study_record import Study
 from stalloc.analysis.summary import Summary
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import Trace
+from stalloc.trace import DeviceRecord, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What charts and summaries show."""
+
+    found: Study
+    series: Series | None  #: none where times say nothing
+    findings: list[str]
+
+
+def drawn_study(record: DeviceRecord) -> Drawn | None:
+    """The study of a record that has kernels or copies; None of one that has not."""
+    if record.activity is None or not len(record.activity):
+        return None
+    found = study(record)
+    return Drawn(found=found, series=study_series(record) if found.has_times else None, findings=findings(found))
+
 
 _MUCH = 0.05  # of what is reserved, below which a gap is not worth a headline
 
