@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.holders import Holder, class_keys, grouped, site_keys, site_text
+from stalloc.analysis.holders import Holder, class_keys, grouped, held_by, site_keys, site_text
 from stalloc.analysis.moments import allocated_peak, reserved_peak
 from stalloc.columns import Column
 from stalloc.trace import Trace
@@ -73,28 +73,29 @@ class Comparison:
         return None if first is None or second is None else second - first
 
 
-Held = dict[Hashable, tuple[int, int]]
+Held = dict[Any, tuple[int, int]]
 """Bytes and requests by key, such as a call site."""
 
 
 def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
     """Compare two traces at their allocated peaks, sizes rounded up to `alignment` bytes."""
-    peaks, rows = zip(*(_peak(trace, alignment) for trace in (first, second)), strict=True)
-    traces = list(zip((first, second), rows, strict=True))
-    classes = [_held(trace, live, class_keys(trace, live), alignment) for trace, live in traces]
-    sizes = [_held(trace, live, trace.size[live].tolist(), alignment) for trace, live in traces]
-    old_sites, new_sites = (_held(trace, live, site_keys(trace, live), alignment) for trace, live in traces)
+    (peak, live, size), (other_peak, other_live, other_size) = (_peak(trace, alignment) for trace in (first, second))
+
+    def held(keys: Callable[[Trace, Column], Sequence[Any]]) -> tuple[Held, Held]:
+        return held_by(keys(first, live), size), held_by(keys(second, other_live), other_size)
+
+    sites = held(site_keys)
     return Comparison(
-        first=peaks[0],
-        second=peaks[1],
-        by_class=changes_of(classes[0], classes[1], str),
-        by_site=changes_of(old_sites, moved_lines(old_sites, new_sites), site_text),
-        by_size=changes_of(sizes[0], sizes[1], lambda size: f"{size} bytes"),
+        first=peak,
+        second=other_peak,
+        by_class=changes_of(*held(class_keys), str),
+        by_site=changes_of(sites[0], moved_lines(*sites), site_text),
+        by_size=changes_of(*held(lambda trace, rows: trace.size[rows].tolist()), lambda size: f"{size} bytes"),
     )
 
 
-def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
-    """The peak and the rows that are live then."""
+def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column, Column]:
+    """The peak, the rows that are live then, and their bytes."""
     size = trace.aligned_size(alignment)
     allocated, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
     rows = np.flatnonzero((np.maximum(trace.start, 0) <= allocated.event) & (trace.end > allocated.event))
@@ -106,15 +107,7 @@ def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
         allocated_peak_requests=len(rows),
         reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
     )
-    return peak, rows
-
-
-def _held(trace: Trace, rows: Column, keys: Sequence[Any], alignment: int) -> Held:
-    held: Held = {}
-    for key, size in zip(keys, trace.aligned_size(alignment)[rows].tolist(), strict=True):
-        num_bytes, count = held.get(key, (0, 0))
-        held[key] = num_bytes + size, count + 1
-    return held
+    return peak, rows, size[rows]
 
 
 def moved_lines(first: Held, second: Held) -> Held:
@@ -202,7 +195,7 @@ def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:
 def class_growth(before: PeakUse, now: PeakUse) -> list[Change]:
     """What each lifespan class holds at the two peaks, what grew most first."""
     first, second = ({one.name: (one.held_bytes, one.requests) for one in use.by_class} for use in (before, now))
-    return changes_of(first, second, str)  # type: ignore[arg-type]
+    return changes_of(first, second, str)
 
 
 def _by_frame(sites: Sequence[Holder]) -> Held:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stalloc.analysis.holders import purposes, role_keys
+from stalloc.analysis.holders import grouped, purposes, role_keys
 from stalloc.analysis.moments import asked_by, device_free, event_at, is_oom, moment_text, recorded, reserved_peak
 from stalloc.columns import Column
 from stalloc.figures import fragmentation, html_table, human_bytes
 from stalloc.lifespans import fullest
 from stalloc.replay.model_events import events_of, recorded_conf
-from stalloc.replay.protocol import BlockMap, Events, Kind
+from stalloc.replay.protocol import BlockMap, Kind
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make
 from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Action, Trace
-from stalloc.trace.operations import Operations, read_operations
+from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import UNKNOWN, site_names
 
 
@@ -82,19 +82,14 @@ def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> lis
     where what the program holds at that moment is more than the device has.
     """
     events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
-    if _held_at_the_end(events) > capacity_bytes:
+    asked = events.request[events.kind == Kind.ALLOC]
+    given_up = events.request[np.isin(events.kind, (Kind.FREE_REQUESTED, Kind.FREE_COMPLETED))]
+    if int(events.size[np.setdiff1d(asked, given_up)].sum()) > capacity_bytes:
         return []
     settings = dict.fromkeys([recorded_conf(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
     tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
     results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
     return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
-
-
-def _held_at_the_end(events: Events) -> int:
-    """The bytes that the program asked for and has not given up."""
-    taken = events.request[events.kind == Kind.ALLOC]
-    given_up = events.request[np.isin(events.kind, (Kind.FREE_REQUESTED, Kind.FREE_COMPLETED))]
-    return int(events.size[np.setdiff1d(taken, given_up)].sum())
 
 
 #: every cause there is, and what it says
@@ -181,7 +176,9 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     rows = blocks.request[held]
     names[rows] = site_names(trace, rows) if operations is None else purposes(operations, rows)
     told = recorded(trace)
-    allocated = int(trace.size[blocks.request[held & (blocks.waiting == 0)]].sum())
+    taken = blocks.request[held & (blocks.waiting == 0)]
+    allocated = int(trace.size[taken].sum())
+    roles = grouped(role_keys(operations, taken), trace.size[taken], str) if operations else []
     made = Explanation(
         device=trace.device,
         event=event,
@@ -191,7 +188,7 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         source=source,
         segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
         sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
-        roles=_by_role(trace, operations, blocks.request[held & (blocks.waiting == 0)]) if operations else {},
+        roles={role.name: role.held_bytes for role in roles},
         record_allocated_peak_bytes=told.allocated_peak_bytes,
         record_unseen_bytes=told.unseen_bytes if told.fragmentation is not None else 0,
         record_reserved_peak_bytes=peak_bytes if told.reserved_peak_bytes is None else told.reserved_peak_bytes,
@@ -203,13 +200,6 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     )
     assert sum(causes.values()) == made.reserved_bytes - allocated
     return made
-
-
-def _by_role(trace: Trace, operations: Operations, rows: Column) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for role, size in zip(role_keys(operations, rows), trace.size[rows].tolist(), strict=True):
-        total[str(role)] = total.get(str(role), 0) + size
-    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:

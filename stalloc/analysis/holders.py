@@ -5,7 +5,7 @@ sizes rounded up to 512 bytes, a request from its alloc to its free_completed. W
 call site where steps are marked, or where the requests repeat exactly.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,14 +198,18 @@ def _reserved(trace: Trace, event: int) -> int | None:
     return reserved or None
 
 
-def grouped(keys: Sequence[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
-    """What each key holds, given the (n,) bytes of the rows that the keys are of; most first."""
-    held: dict[str, tuple[int, int]] = {}
+def held_by(keys: Iterable[Hashable], size: Column) -> dict[Any, tuple[int, int]]:
+    """Bytes and requests of each key, given the (n,) bytes of the rows that the keys are of."""
+    held: dict[Any, tuple[int, int]] = {}
     for key, num_bytes in zip(keys, size.tolist(), strict=True):
-        name = text(key)
-        before, count = held.get(name, (0, 0))
-        held[name] = before + num_bytes, count + 1
-    found = [Holder(name, num_bytes, count) for name, (num_bytes, count) in held.items()]
+        before, count = held.get(key, (0, 0))
+        held[key] = before + num_bytes, count + 1
+    return held
+
+
+def grouped(keys: Iterable[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
+    """What each key holds, as `held_by`; most first."""
+    found = [Holder(name, *held) for name, held in held_by(map(text, keys), size).items()]
     return sorted(found, key=lambda holder: (-holder.held_bytes, holder.name))
 
 
@@ -235,7 +239,7 @@ def find_growth(trace: Trace) -> list[Growth]:
     born = np.searchsorted(bounds, trace.start, side="right")  # the first boundary after its event, which sees it
     lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
     died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end, side="right"))
-    rows = np.flatnonzero((born < died) & ~_made_once(trace, are_steps))
+    rows = np.flatnonzero((born < died) & ~_by_stack(trace, lambda stack: _makes_once(stack, are_steps)))
     held: dict[str, Column] = {}
     for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):
         levels = held.setdefault(site_text(key), np.zeros(len(bounds), np.int64))
@@ -270,17 +274,15 @@ def _step_ends(trace: Trace) -> tuple[Column, bool]:
         return np.unique(trace.mark_event[ends]), True
     rows = sequence_rows(trace, TINY_BYTES + 1)
     # layers repeat too, and hold more from one to the next
-    period = find_step_period(_without_ending(trace), min_repeats=_MIN_STEPS)
+    # and what is live after the last request counts as never freed: a program that ends lets go of what it has leaked
+    last = int(trace.start.max(initial=-1))
+    endless = trace.replace(end=np.where(trace.end > last, max(trace.num_events, last + 1), trace.end))
+    period = find_step_period(endless, min_repeats=_MIN_STEPS)
     if period is None:
         return marks, False
     repeated = rows[period.first : period.first + period.length]
     others = _by_stack(trace, lambda stack: any(map(is_python, stack)) and not _makes_once(stack, are_steps=False))
     return trace.start[rows[period.first : period.first + period.covered : period.length]], bool(others[repeated].any())
-
-
-def _made_once(trace: Trace, are_steps: bool) -> Column:
-    """(n,) bool: requests of an optimizer's state or of a model that is loaded, whose layers are no steps."""
-    return _by_stack(trace, lambda stack: _makes_once(stack, are_steps))
 
 
 def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
@@ -298,9 +300,3 @@ def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:
         frame.name in _MAKE_ONCE or (not are_steps and frame.name == "step" and "optim" in frame.filename)
         for frame in stack
     )
-
-
-def _without_ending(trace: Trace) -> Trace:
-    """The trace as if nothing were freed after the last request: a program that ends lets go of what it has leaked."""
-    last = int(trace.start.max(initial=-1))
-    return trace.replace(end=np.where(trace.end > last, max(trace.num_events, last + 1), trace.end))

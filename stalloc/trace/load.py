@@ -8,11 +8,10 @@ Call sites are checked where they are read (trace/sites.py); tables that nobody 
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +68,8 @@ def load_traces(path: str | os.PathLike[str], *, history: bool = True, call_site
     where `call_sites` may be missing. Raises BadInputError for everything else, and, unless `history` is false, for a
     snapshot of one moment.
     """
-    traces = _load(path, read_npz, partial(_read_content, call_sites=call_sites))
+    records = _load(path, lambda name, data: map(record_of, _read_content(name, data, call_sites=call_sites)))
+    traces = [record.trace for record in records if record.trace is not None]
     if history:
         refuse_without_history(shown_name(path), traces)
     return traces
@@ -82,9 +82,6 @@ def load_devices(path: str | os.PathLike[str], *, history: bool = True) -> list[
     CSV `start_us,end_us,link,bytes,phase`, and in logs of DeepSpeed, where a rank is a device. Raises BadInputError as
     `load_traces` does.
     """
-
-    def of_archive(name: Path, file: BinaryIO) -> list[DeviceRecord]:
-        return [record_of(trace) for trace in read_npz(name, file)]
 
     def of_content(name: Path, data: bytes) -> list[DeviceRecord]:
         head = data[:4096].lstrip()
@@ -107,7 +104,7 @@ def load_devices(path: str | os.PathLike[str], *, history: bool = True) -> list[
             for device in sorted(traces.keys() | activity.keys())
         ]
 
-    records = _load(path, of_archive, of_content)
+    records = _load(path, of_content)
     if history:
         refuse_without_history(shown_name(path), [record.trace for record in records if record.trace is not None])
     return records
@@ -128,31 +125,25 @@ def read_log(path: str | os.PathLike[str]) -> str | None:
     return log_text(data)
 
 
-T = TypeVar("T", Trace, DeviceRecord)
-
-
 def _load(
-    path: str | os.PathLike[str],
-    of_archive: Callable[[Path, BinaryIO], list[T]],
-    of_content: Callable[[Path, bytes], list[T]],
-) -> list[T]:
-    """Read a file with one function for archives and one for all else, and check the traces in what comes back."""
+    path: str | os.PathLike[str], of_content: Callable[[Path, bytes], Iterable[DeviceRecord]]
+) -> list[DeviceRecord]:
+    """Read a file, with a function for all that is no archive of ours, and check the traces in it."""
     name = shown_name(path)
     try:
         with open_input(path, "a trace file") as file:
             content = unpack(name, file)
             if content is None and file.read(2) == b"PK":
                 file.seek(0)
-                found = of_archive(name, file)
+                found = [record_of(trace) for trace in read_npz(name, file)]
             else:
                 file.seek(0)
                 if content is None:
                     content = read_bounded(file, str(name), memory_limit_bytes())
-                found = of_content(name, _without_mark(content))
-            for one in found:
-                trace = one.trace if isinstance(one, DeviceRecord) else one
-                if trace is not None:
-                    check_read(trace)
+                found = list(of_content(name, _without_mark(content)))
+            for record in found:
+                if record.trace is not None:
+                    _check(record.trace)
             return found
     except BadInputError as error:  # what a trace says of itself does not know the file
         sentence = str(error) if str(name) in str(error) else f"{name}: {error}"
@@ -215,13 +206,12 @@ _MAX_ADDRESS = (1 << 63) - MAX_BYTES  # so that a block ends below 2**63
 _SEGMENTS = ("segment_pool", "segment_is_small", "segment_is_expandable")
 
 
-def check_read(trace: Trace) -> None:
+def _check(trace: Trace) -> None:
     """Raise BadInputError, naming the column or the table, for the first one that does not fit the others."""
     if len(trace.action):
         _check_events(trace)
     _check_extra(trace)
     read_operations(trace)
-    read_activity(trace)
 
 
 def _check_events(trace: Trace) -> None:

@@ -4,7 +4,9 @@ Upheld: events of one address alternate between alloc and free_completed; anythi
 reported, never guessed at. Sorting by address makes it O(m log m) with no loop in Python.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,22 @@ class Pairs:
     address: Column  #: (n,) uint64
     event_request: Column  #: (m,) row, or -1
 
+    def columns(self, lasting: Sequence[int] | Column = (), stream: Any = 0) -> dict[str, Column]:
+        """The columns of a Trace, with requests of these (k,) sizes and streams that lived throughout in front."""
+        num_lasting, num_events = len(lasting), len(self.event_request)
+
+        def after(value: Any, column: Column) -> Column:
+            return np.concatenate([np.full(num_lasting, value, np.int64), column])
+
+        return {
+            "start": after(-1, self.start),
+            "end": after(num_events, self.end),
+            "size": after(lasting, self.size),
+            "stream": after(stream, self.stream),
+            "free_requested": after(num_events, self.free_requested),
+            "event_request": np.where(self.event_request >= 0, self.event_request + num_lasting, -1),
+        }
+
 
 def pair_events(action: Column, address: Column, size: Column, stream: Column, where: str) -> Pairs:
     """Pair the events of one device.
@@ -41,19 +59,8 @@ def pair_events(action: Column, address: Column, size: Column, stream: Column, w
     events = np.flatnonzero(action <= _COMPLETED)
     order = events[np.argsort(address[events], kind="stable")]
     kind, place = action[order], address[order]
-    if not len(order):
-        none = np.empty(0, np.int64)
-        return Pairs(
-            start=none,
-            end=none,
-            size=none,
-            stream=none,
-            free_requested=none,
-            address=none.astype(np.uint64),
-            event_request=np.full(num_events, -1, np.int64),
-        )
-    new_address = np.concatenate([[True], place[1:] != place[:-1]])
-    after_free = np.concatenate([[False], kind[:-1] == _COMPLETED]) & ~new_address
+    new_address = np.append(True, place[1:] != place[:-1])[: len(place)]
+    after_free = np.append(False, kind[:-1] == _COMPLETED)[: len(place)] & ~new_address
     _refuse(after_free & (kind != _ALLOC), order, place, where, "freed twice")
     _refuse((kind == _ALLOC) & ~new_address & ~after_free, order, place, where, "allocated twice")
 

@@ -46,16 +46,11 @@ def from_recorded(
     baseline = bool(len(pairs.start) and pairs.start[0] < 0)
     return Trace(
         device=device,
-        start=pairs.start,
-        end=pairs.end,
-        size=pairs.size,
-        stream=pairs.stream,
-        free_requested=pairs.free_requested,
+        **pairs.columns(),
         action=action,
         address=address,
         event_size=np.asarray(size),
         event_stream=np.asarray(stream),
-        event_request=pairs.event_request,
         time_us=np.asarray(time_ns).astype(np.int64) // 1000,
         **mark_table,
         **columns,

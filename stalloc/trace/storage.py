@@ -62,14 +62,9 @@ def _check_entry(number: int, entry: Any) -> None:
     for name, (is_right, expected) in _ENTRY.items():
         if name not in entry or not is_right(entry[name]):
             raise ValueError(f"{name} of device {number} in its header is not {expected}")
-    for name, value in entry["info"].items():
-        is_right, expected = _INFO.get(name, (_anything, ""))
-        if not is_right(value):
+    for name, (is_right, expected) in _INFO.items():
+        if name in entry["info"] and not is_right(entry["info"][name]):
             raise ValueError(f"info.{name} of device {number} in its header is not {expected}")
-
-
-def _anything(value: Any) -> bool:
-    return True
 
 
 def _whole(lowest: int, highest: int) -> _Check:
@@ -108,15 +103,10 @@ _ENTRY: dict[str, tuple[_Check, str]] = {
     "info": (_is(dict), "an object"),
 }
 _INFO: dict[str, tuple[_Check, str]] = {
-    "source": (_is(str), "text"),
-    "file": (_is(str), "text"),
-    "converted_from": (_is(str), "text"),
-    "device_name": (_is(str), "text"),
-    "torch": (_is(str), "text"),
+    **dict.fromkeys(("source", "file", "converted_from", "device_name", "torch"), (_is(str), "text")),
     "complete": (_is(bool), "true or false"),
     "notes": (_list_of(_is(str)), "a list of texts"),
-    "unseen_bytes": (_whole(0, MAX_BYTES), "a number of bytes"),
-    "total_bytes": (_whole(0, MAX_BYTES), "a number of bytes"),
+    **dict.fromkeys(("unseen_bytes", "total_bytes"), (_whole(0, MAX_BYTES), "a number of bytes")),
     "allocator_settings": (is_settings, "a table of settings"),
 }
 
@@ -136,7 +126,9 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
     devices = [trace.device for trace in traces]
     if len(set(devices)) != len(devices):
         raise BadInputError(f"{path}: two traces of the same device cannot share a file: save them one by one.")
-    members: dict[str, Column] = {"header": np.frombuffer(_header(traces), np.uint8)}
+    entries = [{name: getattr(trace, name) for name in _ENTRY} for trace in traces]
+    header = json.dumps({"format": FORMAT, "schema": SCHEMA_VERSION, "devices": entries}, sort_keys=True)
+    members: dict[str, Column] = {"header": np.frombuffer(header.encode(), np.uint8)}
     for trace in traces:
         for name in COLUMNS:
             members[f"d{trace.device}.{name}"] = getattr(trace, name)
@@ -149,24 +141,6 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
             entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, buffer.getvalue(), compresslevel=1)
-
-
-def _header(traces: Sequence[Trace]) -> bytes:
-    header = {
-        "format": FORMAT,
-        "schema": SCHEMA_VERSION,
-        "devices": [
-            {
-                "device": trace.device,
-                "streams": list(trace.streams),
-                "names": list(trace.names),
-                "reserved_start_bytes": trace.reserved_start_bytes,
-                "info": trace.info,
-            }
-            for trace in traces
-        ],
-    }
-    return json.dumps(header, sort_keys=True).encode()
 
 
 def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
@@ -192,13 +166,10 @@ def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
 def _read_device(columns: Columns, entry: dict[str, Any]) -> Trace:
     prefix = f"d{entry['device']}."
     extra_prefix = prefix + "extra."
+    told = {name: tuple(entry[name]) if isinstance(entry[name], list) else entry[name] for name in _ENTRY}
     return Trace(
-        device=entry["device"],
-        **{name: columns[prefix + name] for name in COLUMNS},
-        streams=tuple(entry["streams"]),
-        names=tuple(entry["names"]),
-        reserved_start_bytes=entry["reserved_start_bytes"],
-        info=entry["info"],
+        **told,
+        **{name: columns[prefix + name] for name in COLUMNS},  # type: ignore[arg-type]
         extra={
             name.removeprefix(extra_prefix): columns[name] for name in columns.names if name.startswith(extra_prefix)
         },

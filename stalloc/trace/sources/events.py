@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.trace.pairing import pair_events
 from stalloc.trace.record import SEGMENT_COLUMNS, Action, Trace, empty_columns, index_streams, mark_columns
@@ -90,25 +89,15 @@ def make_trace(
     pairs = pair_events(actions, identities, sizes, stream, f"{path}: device {device}")
     freed = set(pairs.address[pairs.start < 0].tolist())
     lasting = np.array([bytes_ for number, bytes_ in baseline if number not in freed], np.int64)
-    num_lasting = len(lasting)
-
-    def after_lasting(column: Column, value: Any) -> Column:
-        return np.concatenate([np.broadcast_to(np.asarray(value, np.int64), num_lasting), column])
-
     names, mark_table = mark_columns(marks)
-    start = after_lasting(pairs.start, -1)
+    requests = pairs.columns(lasting)
     return Trace(
         device=device,
-        start=start,
-        end=after_lasting(pairs.end, num_events),
-        size=after_lasting(pairs.size, lasting),
-        stream=after_lasting(pairs.stream, 0),
-        free_requested=after_lasting(pairs.free_requested, num_events),
+        **requests,
         action=actions,
         address=identities if has_addresses else np.zeros(num_events, np.uint64),
         event_size=sizes,
         event_stream=stream,
-        event_request=np.where(pairs.event_request >= 0, pairs.event_request + num_lasting, -1),
         time_us=np.zeros(num_events, np.int64) if time_us is None else np.asarray(time_us, np.int64),
         **mark_table,
         **empty_columns(SEGMENT_COLUMNS),
@@ -118,7 +107,7 @@ def make_trace(
         info={
             "source": source,
             "file": path.name,
-            "complete": has_beginning and not np.any(start < 0),
+            "complete": has_beginning and not np.any(requests["start"] < 0),
             "notes": list(notes),
         }
         | (more_info or {}),

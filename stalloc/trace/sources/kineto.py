@@ -57,17 +57,13 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
 
     Raises BadInputError when it is no profiler trace or cut short, NoMemoryEvents if it has none of a device.
     """
-    spans = list_elements(path, data, None if data.lstrip()[:1] == b"[" else "traceEvents")
-    if spans is None:
+    found = _events(path, data, _WANTED)
+    if found is None:
         raise BadInputError(f"{path}: JSON without traceEvents, so not a profiler trace: {_PROFILE}.")
     devices: dict[tuple[int, int], list[_Event]] = {}
     annotations: list[tuple[Any, tuple[float, float, str]]] = []  # with the process they belong to
     of_cpu = False
-    for number in wanted_elements(data, _WANTED, *spans):
-        begin, end = int(spans[0][number]), int(spans[1][number])
-        where = f"event {number} of traceEvents"
-        event = decode(path, data[begin:end], where)
-        where = f"{path}: {where}"
+    for number, where, event in found:
         if not isinstance(event, dict):
             raise BadInputError(f"{where} is not an object: export the trace again.")
         if event.get("name") in (_MEMORY, _OUT_OF_MEMORY):
@@ -103,6 +99,20 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
         )
         for (device, _), events in sorted(devices.items())
     ]
+
+
+def _events(path: Path, data: bytes, wanted: re.Pattern[bytes]) -> Iterator[tuple[int, str, Any]] | None:
+    """The number of each wanted event, what sentences call it, and the event; None if it is no profiler trace."""
+    spans = list_elements(path, data, None if data.lstrip()[:1] == b"[" else "traceEvents")
+    if spans is None:
+        return None
+
+    def event(number: int) -> tuple[int, str, Any]:
+        where = f"event {number} of traceEvents"
+        text = data[int(spans[0][number]) : int(spans[1][number])]
+        return number, f"{path}: {where}", decode(path, text, where)
+
+    return map(event, wanted_elements(data, wanted, *spans))
 
 
 def _memory_event(event: dict[str, Any], args: dict[str, Any], number: int, where: str) -> _Event:
@@ -152,20 +162,15 @@ def _read_device(
             identity.append(event.address or 0)
         else:
             identity.append(guess.allocate(event.size_bytes) if allocates else guess.free(-event.size_bytes))
-    unseen, unseen_note = _unseen_bytes(events)
     whose = "sizes are of the allocator's blocks, " if said is None else ""  # stalloc writes what was requested
     notes = [f"{whose}streams are not in the file"]
     if not has_addresses:
         notes.append("no addresses in the file: each free is taken to end the newest allocation of its size")
-    if unseen_note:
-        notes.append(unseen_note)
-    notes += said or []
-
     reserved_start, at, change = _reserved_changes(events)  # segment events go in before events `at`
     clock = np.array([event.time_us for event in events], np.float64)
     clock = np.insert(clock, at, clock[at])
     moved = np.where(change > 0, int(Action.SEGMENT_ALLOC), int(Action.SEGMENT_FREE))
-    return make_trace(
+    trace = make_trace(
         path,
         "kineto",
         device=device,
@@ -175,15 +180,20 @@ def _read_device(
         time_us=clock.astype(np.int64),
         marks=_marks(clock, annotations),
         has_addresses=has_addresses,
-        has_beginning=unseen == 0,
         reserved_start_bytes=reserved_start,
-        notes=notes,
-        more_info=properties | ({} if unseen is None else {"unseen_bytes": unseen}),
+        more_info=properties,
     )
+    unseen, note = _unseen_bytes(events, int(trace.size[trace.start < 0].sum()))
+    notes += [*([note] if note else []), *(said or [])]
+    told = {"notes": notes, "complete": trace.info["complete"] and unseen == 0}
+    return trace.replace(info=trace.info | told | ({} if unseen is None else {"unseen_bytes": unseen}))
 
 
-def _unseen_bytes(events: list[_Event]) -> tuple[int | None, str]:
-    """Bytes live from before the first event to after the last, None when the totals do not tell; and a note."""
+def _unseen_bytes(events: list[_Event], num_old: int) -> tuple[int | None, str]:
+    """Bytes live from before the first event to after the last, None when the totals do not tell; and a note.
+
+    `num_old` bytes are those of requests of which the file has the free and no allocation.
+    """
     events = [event for event in events if not event.failed]
     if not events or any(event.allocated_bytes is None for event in events):
         return None, ""
@@ -193,28 +203,11 @@ def _unseen_bytes(events: list[_Event]) -> tuple[int | None, str]:
     drifts = int(np.count_nonzero(np.diff(outside)))
     if drifts:
         return None, f"the allocated total departs from the events {drifts} times: some events are missing"
-    lowest = int(outside[0]) - _freed_before_allocated(events)
+    lowest = int(outside[0]) - num_old
     if lowest > 0:
         shown = f"{lowest / 2**30:.2f} GiB" if lowest >= 1 << 30 else f"{lowest / 2**20:.2f} MiB"
         return lowest, f"{shown} more were live throughout, which no event names and no plan places"
     return max(lowest, 0), ""
-
-
-def _freed_before_allocated(events: list[_Event]) -> int:
-    """Bytes of the frees of which the file has no allocation: they are requests, so they are not unseen."""
-    live: dict[int | None, int] = {}
-    missing = 0
-    for event in events:
-        if event.size_bytes > 0:
-            key = event.size_bytes if event.address is None else event.address
-            live[key] = live.get(key, 0) + 1
-        else:
-            key = -event.size_bytes if event.address is None else event.address
-            if live.get(key, 0):
-                live[key] -= 1
-            else:
-                missing -= event.size_bytes
-    return missing
 
 
 def _reserved_changes(events: list[_Event]) -> tuple[int, Column, Column]:
@@ -309,15 +302,10 @@ class _Found:
 
 def read_kineto_activity(path: Path, data: bytes) -> dict[int, Activity]:
     """The activity of each device of which the file has kernels or copies. Raises BadInputError if it is damaged."""
-    spans = list_elements(path, data, None if data.lstrip()[:1] == b"[" else "traceEvents")
-    if spans is None:
-        return {}
     found = _Found()
-    for number in wanted_elements(data, _AT_WORK, *spans):
-        text = data[int(spans[0][number]) : int(spans[1][number])]
-        event = decode(path, text, f"event {number} of traceEvents")
+    for _, where, event in _events(path, data, _AT_WORK) or ():
         if isinstance(event, dict):
-            _take(found, event, f"{path}: event {number} of traceEvents")
+            _take(found, event, where)
     phases = dict(_phases(list(found.threads.values())))
     if set(phases.values()) == {_OTHER}:
         phases = dict.fromkeys(phases, _ALL)
@@ -363,11 +351,8 @@ def _take(found: _Found, event: dict[str, Any], where: str) -> None:
             raise BadInputError(
                 f"{where} is a kernel or a copy without a device or with impossible bytes: export again."
             )
-        link = (
-            next((link for word, link in _LINKS.items() if word in name), Link.COMPUTE)
-            if kind in _COPIES
-            else Link.COMPUTE
-        )
+        links = (link for word, link in _LINKS.items() if word in name and kind in _COPIES)
+        link = next(links, Link.COMPUTE)
         pinned = (1 if "Pinned" in name else 0 if "Pageable" in name else -1) if link.moves else -1
         found.work[device].append((begin, end, link, size if link.moves else 0, pinned, correlation))
         return

@@ -7,7 +7,6 @@ length. So loading it, and comparing or hashing any key or tuple of it, is linea
 shared, as snapshots share their stacks: to walk all of them again and again is not bounded by this.
 """
 
-import enum
 import pickletools
 from typing import NamedTuple
 
@@ -111,38 +110,32 @@ _MAX_SKIPPED = 256  # numbers of remembered values that are not used
 _ITEM_BYTES, _PAIR_BYTES, _TABLE_BYTES = 9, 36, 100
 
 
-class Verdict(enum.IntEnum):
-    """Why a pickle is refused."""
-
-    FINE = 0
-    NO_PICKLE = 1
-    CUT_SHORT = 2
-    BAD_MEMO = 3
-    NESTED = 4
-    UNUSUAL = 5
-    BAD_KEY = 6
-    LONG_NUMBER = 7
-    CALLS = 8
-    CYCLE = 9
-    INCONSISTENT = 10
-    NO_ROOM = 11  #: the tables of the scan are too small: it goes on with larger ones
-
-
 (
-    _FINE,
+    FINE,
     _NO_PICKLE,
     _CUT_SHORT,
     _BAD_MEMO,
     _NESTED,
-    _UNUSUAL,
+    UNUSUAL,
     _BAD_KEY,
     _LONG_NUMBER,
     _CALLS,
     _CYCLE,
     _WRONG,
-    _NO_ROOM,
-) = (int(verdict) for verdict in Verdict)
-
+    _NO_ROOM,  # the tables of the scan are too small: it goes on with larger ones
+) = range(12)
+REFUSALS = {
+    _NO_PICKLE: "not a pickle",
+    _CUT_SHORT: "the pickle is cut short",
+    _BAD_MEMO: "the pickle refers to more objects than it holds",
+    _NESTED: f"the pickle nests its contents too deeply, beyond {MAX_DEPTH} levels",
+    UNUSUAL: "the pickle holds kinds of objects that no snapshot has",
+    _BAD_KEY: "a key of a dictionary in the pickle is neither a string nor an integer",
+    _LONG_NUMBER: "the pickle holds a number beyond 64 bits",
+    _CALLS: "the pickle asks for calls, which a snapshot never does",
+    _CYCLE: "a container in the pickle holds itself, or grows after it was used",
+    _WRONG: "damaged pickle",
+}
 
 _CONTAINER = np.dtype([("kind", np.int8), ("depth", np.int8), ("is_complete", np.bool_)])
 """A list or dictionary is complete once it is put into another container, and then no more is put into it."""
@@ -176,7 +169,7 @@ _CUT = np.dtype([(name, np.int64) for name in ("begin", "end", "num_memoized", "
 class Scanned(NamedTuple):
     """What a pickle would build."""
 
-    verdict: Verdict
+    verdict: int  #: FINE, or a key of REFUSALS
     wanted: list[tuple[int, int]]
     """The globals asked for, each a pair of positions in the data: of two lines that follow each other (the second is
     -1), or of the opcodes of two strings."""
@@ -213,7 +206,7 @@ def scan(data: bytes, left_out: bytes = b"") -> Scanned:
         else:
             memo, is_cut = _longer(memo, NOTHING), _longer(is_cut)
     kept = cuts[: told["num_cuts"]] if left_out and told["missing_at"] < 0 else None
-    return Scanned(Verdict(verdict), found[: told["num_globals"]].tolist(), int(told["estimate"]), kept)
+    return Scanned(verdict, found[: told["num_globals"]].tolist(), int(told["estimate"]), kept)
 
 
 def _longer(column: Column, rest: int = 0) -> Column:
@@ -231,7 +224,7 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
         at, argument, rule = position, position + 1, rules[data[position]]
         what, value = rule.what, rule.value
         verdict, position, number = _read_argument(data, rule.argument, argument)
-        if verdict != _FINE:
+        if verdict != FINE:
             return verdict
         if what == MEMOIZE:
             number = s.num_memoized
@@ -251,9 +244,9 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
                 _keep_list(position, stack, s)
         elif what == GET:
             value = memo[number] if number < len(memo) else NOTHING
-            verdict = _BAD_MEMO if value == NOTHING else _FINE
+            verdict = _BAD_MEMO if value == NOTHING else FINE
             s.is_key_last = value == s.key
-            if verdict == _FINE and s.missing_at < 0 and is_cut[number]:
+            if verdict == FINE and s.missing_at < 0 and is_cut[number]:
                 _refer(data, rules, value, at, position, stack, cuts, s)
         elif what == STRING:
             value = FIRST_STRING - at
@@ -263,22 +256,22 @@ def _scan(data, rules, stack, memo, is_cut, marks, containers, found, cuts, key,
             if what == MARK:
                 verdict = _mark(marks, s)
             elif what == FRAME:
-                verdict = _FINE if 0 <= number <= len(data) - position else _CUT_SHORT
+                verdict = FINE if 0 <= number <= len(data) - position else _CUT_SHORT
                 _cut(cuts, at, position, s)  # its length would be another one
         elif what in (LONG, LINE_NUMBER):
             is_long = number > _MAX_INTEGER_BYTES if what == LONG else position - argument > _MAX_NUMBER_CHARACTERS
-            verdict = _LONG_NUMBER if is_long else _FINE
+            verdict = _LONG_NUMBER if is_long else FINE
         elif what == STOP:
-            return _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
+            return FINE if s.height == 1 and s.num_marks == 0 else _WRONG
         elif what == REFUSE:
-            return _UNUSUAL
+            return UNUSUAL
         elif what != PUSH:
             verdict, value = _take(rule, argument, stack, marks, containers, found, s)
             if was_key_last and what == MAKE and rule.takes == 0 and rule.value == LIST:
                 _begin_list(value, position, s)
             if what == FILL and s.cut_list >= 0 and stack[s.height - 1] == s.cut_list:
                 _leave_out(cuts, is_cut, position, s)
-        if verdict != _FINE:
+        if verdict != FINE:
             return verdict
         if value != NOTHING:
             stack[s.height] = value
@@ -316,7 +309,7 @@ def _read_argument(data, layout, argument):
                 if byte < 48 or byte > 57 or position - argument > 12:
                     return _BAD_MEMO, position, number
                 number = number * 10 + (byte - 48)
-    return _FINE, position, number
+    return FINE, position, number
 
 
 @inner(forceinline=True, **BORROWING)
@@ -394,7 +387,7 @@ def _mark(marks, s):
         return _NESTED
     s.floor = marks[s.num_marks] = s.height
     s.num_marks += 1
-    return _FINE
+    return FINE
 
 
 @inner(**BORROWING)
@@ -405,7 +398,7 @@ def _memoize(number, num_opcodes, stack, memo, s):
     if memo[number] == NOTHING:
         s.num_memoized += 1
     memo[number] = stack[s.height - 1]
-    return _FINE
+    return FINE
 
 
 @inner(forceinline=True, **BORROWING)
@@ -423,7 +416,7 @@ def _take(rule, argument, stack, marks, containers, found, s):
     if what in (GLOBAL, STACK_GLOBAL):
         return _ask_for(what, argument, stack, first, found, s), value
     if what == MAKE and value == TUPLE and first == s.height:
-        return _FINE, np.int64(EMPTY_TUPLE)
+        return FINE, np.int64(EMPTY_TUPLE)
     if what == FILL:
         container, value = stack[first - 1], np.int64(NOTHING)
         if container < 0 or containers[container].kind != rule.value:
@@ -455,13 +448,13 @@ def _ask_for(what, argument, stack, first, found, s):
         found[s.num_globals, 1] = FIRST_STRING - stack[first + 1]
     s.num_globals += 1
     s.height = first
-    return _FINE
+    return FINE
 
 
 @inner(forceinline=True, **BORROWING)
 def _fill(container, containers, stack, first, s):
     """Put the values of the stack from `first` on into a container."""
-    verdict, num_items = _FINE, s.height - first
+    verdict, num_items = FINE, s.height - first
     kind, depth = containers[container].kind, containers[container].depth
     s.estimate += _ITEM_BYTES * num_items
     if kind == DICT and num_items:
@@ -472,7 +465,7 @@ def _fill(container, containers, stack, first, s):
             if stack[i] != NUMBER and stack[i] > FIRST_STRING:
                 verdict = _BAD_KEY
     elif kind == TUPLE and num_items > MAX_TUPLE:
-        verdict = _UNUSUAL
+        verdict = UNUSUAL
     if num_items:
         depth = max(depth, 1)
     for i in range(first, s.height):
@@ -481,14 +474,14 @@ def _fill(container, containers, stack, first, s):
             containers[item].is_complete = True
             depth = max(depth, containers[item].depth + 1)
             if kind == TUPLE:
-                verdict = _UNUSUAL
+                verdict = UNUSUAL
         elif item == FACTORY:
-            verdict = _UNUSUAL
+            verdict = UNUSUAL
     if depth > MAX_DEPTH:
         verdict = _NESTED
     if containers[container].is_complete:  # it holds itself, or is part of another one already
         verdict = _CYCLE
-    if verdict == _FINE:
+    if verdict == FINE:
         containers[container].depth = depth
         s.height = first
     return verdict
