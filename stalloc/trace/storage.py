@@ -166,10 +166,10 @@ def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
 def _read_device(columns: Columns, entry: dict[str, Any]) -> Trace:
     prefix = f"d{entry['device']}."
     extra_prefix = prefix + "extra."
-    told = {name: tuple(entry[name]) if isinstance(entry[name], list) else entry[name] for name in _ENTRY}
+    fields: dict[str, Any] = {name: columns[prefix + name] for name in COLUMNS}
+    fields |= {name: tuple(entry[name]) if isinstance(entry[name], list) else entry[name] for name in _ENTRY}
     return Trace(
-        **told,
-        **{name: columns[prefix + name] for name in COLUMNS},  # type: ignore[arg-type]
+        **fields,
         extra={
             name.removeprefix(extra_prefix): columns[name] for name in columns.names if name.startswith(extra_prefix)
         },

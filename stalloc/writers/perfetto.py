@@ -125,15 +125,8 @@ def _marks(trace: Trace, clock: _Clock) -> Iterator[dict[str, Any]]:
                 spans.append((open_phases.pop(opened)[0], at, name))
     spans += [(began, clock.end, name) for began, name in open_phases]
     for began, ended, name in sorted(spans, key=lambda span: (span[0], -span[1])):
-        yield {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": name,
-            "pid": trace.device,
-            "tid": 0,
-            "ts": round(began, 3),
-            "dur": round(ended - began, 3),
-        }
+        common = {"ph": "X", "cat": "user_annotation", "name": name, "pid": trace.device, "tid": 0}
+        yield common | {"ts": round(began, 3), "dur": round(ended - began, 3)}
 
 
 def _slices(trace: Trace, begin: Column, end: Column) -> Iterator[dict[str, Any]]:
@@ -187,15 +180,8 @@ def _memory_events(trace: Trace, address: Column, clock: _Clock) -> Iterator[dic
         if reserved is not None:
             args["Total Reserved"] = shown_reserved
         name = "[OutOfMemory]" if kind == Action.OOM else "[memory]"
-        yield {
-            "ph": "i",
-            "cat": "cpu_instant_event",
-            "s": "t",
-            "name": name,
-            "pid": trace.device,
-            "tid": 0,
-            "ts": time,
-        } | {"args": args}
+        common = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": name, "pid": trace.device, "tid": 0}
+        yield common | {"ts": time, "args": args}
 
 
 def _counter(trace: Trace, name: str, time: float, num_bytes: int) -> dict[str, Any]:

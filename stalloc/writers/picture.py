@@ -173,6 +173,14 @@ def _rows(axes: Any, names: list[str], said: list[str], ends: list[float]) -> No
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
+def _bars(axes: Any, title: str, bars: list[tuple[str, float, str, str]]) -> None:
+    """Horizontal bars: the name, length and colour of each, and what is said behind it."""
+    lengths = [length for _, length, _, _ in bars]
+    axes.barh(range(len(bars)), lengths, color=[color for _, _, color, _ in bars], height=0.6)
+    _rows(axes, [name for name, *_ in bars], [said for *_, said in bars], lengths)
+    axes.set_title(title, fontsize=10)
+
+
 def _time(axes: Any, drawn: Drawn) -> None:
     phases = drawn.found.phases
     left = np.zeros(len(phases))
@@ -228,16 +236,13 @@ def _memory_over_time(axes: Any, drawn: Drawn, series: Series) -> None:
 
 
 def _memory_by_phase(axes: Any, drawn: Drawn) -> None:
-    rows = [
-        (phase.name, name, size, color)
+    bars = [
+        (phase.name, float(size), color, f"{human_bytes(size)} {name}")
         for phase in drawn.found.phases
         for name, size, color in (("allocated", phase.allocated_bytes, _ALLOCATED), ("host", phase.host_bytes, _HOST))
         if size
     ]
-    axes.barh(range(len(rows)), [size for *_, size, _ in rows], color=[color for *_, color in rows], height=0.6)
-    said = [f"{human_bytes(size)} {name}" for _, name, size, _ in rows]
-    _rows(axes, [phase for phase, *_ in rows], said, [float(size) for *_, size, _ in rows])
-    axes.set_title("memory of each phase, at the most", fontsize=10)
+    _bars(axes, "memory of each phase, at the most", bars)
 
 
 def _traffic(axes: Any, drawn: Drawn, series: Series) -> None:
@@ -257,27 +262,21 @@ def _traffic(axes: Any, drawn: Drawn, series: Series) -> None:
 
 
 def _by_phase(axes: Any, drawn: Drawn) -> None:
-    timed = drawn.found.has_times
-    rows = [(phase, link, size) for phase in drawn.found.phases for link, size in phase.moved_bytes.items()]
-    axes.barh(range(len(rows)), [size for _, _, size in rows], color=[_LINKS[link] for _, link, _ in rows], height=0.6)
-    said = [
-        f"{human_bytes(size)} {link}" + (f", {phase.link_used[link]:.1%}" if timed and link in phase.link_used else "")
-        for phase, link, size in rows
-    ]
-    _rows(axes, [phase.name for phase, _, _ in rows], said, [float(size) for _, _, size in rows])
-    axes.set_title("traffic by phase" + (", and how far the link is used" if timed else ""), fontsize=10)
+    timed, bars = drawn.found.has_times, []
+    for phase in drawn.found.phases:
+        for link, size in phase.moved_bytes.items():
+            used = f", {phase.link_used[link]:.1%}" if timed and link in phase.link_used else ""
+            bars.append((phase.name, float(size), _LINKS[link], f"{human_bytes(size)} {link}{used}"))
+    _bars(axes, "traffic by phase" + (", and how far the link is used" if timed else ""), bars)
 
 
 def _sizes(axes: Any, drawn: Drawn) -> None:
-    sizes, timed = drawn.found.sizes, drawn.found.has_times
-    length = [(one.rate or 0.0) if timed else float(one.num_bytes or 0) for one in sizes]
-    axes.barh(range(len(sizes)), length, color=[_LINKS[one.link] for one in sizes], height=0.6)
-    said = [
-        f"{human_bytes(round(value))}{'/s' if timed else ''}: {copies_text(one.copies)} {one.link}"
-        for one, value in zip(sizes, length, strict=True)
-    ]
-    _rows(axes, [one.size for one in sizes], said, length)
-    axes.set_title("copies by size" + (", and the rate that they reach" if timed else ""), fontsize=10)
+    timed, bars = drawn.found.has_times, []
+    for one in drawn.found.sizes:
+        length = (one.rate or 0.0) if timed else float(one.num_bytes or 0)
+        said = f"{human_bytes(round(length))}{'/s' if timed else ''}: {copies_text(one.copies)} {one.link}"
+        bars.append((one.size, length, _LINKS[one.link], said))
+    _bars(axes, "copies by size" + (", and the rate that they reach" if timed else ""), bars)
 
 
 def _headroom(axes: Any, drawn: Drawn) -> None:
@@ -310,8 +309,9 @@ def _last_phase(drawn: Drawn) -> list[PartUse]:
 
 
 def _parts_moved(axes: Any, drawn: Drawn) -> None:
-    rows = [(part, *moved) for part in _last_phase(drawn) for moved in part.moved_bytes.items()][:_MAX_PARTS]
-    axes.barh(range(len(rows)), [size for *_, size in rows], color=[_LINKS[link] for _, link, _ in rows], height=0.6)
-    said = [f"{human_bytes(size)} {link}" for _, link, size in rows]
-    _rows(axes, [f"{part.phase}/{part.name}" for part, *_ in rows], said, [float(size) for *_, size in rows])
-    axes.set_title("what subgroups move", fontsize=10)
+    bars = [
+        (f"{part.phase}/{part.name}", float(size), _LINKS[link], f"{human_bytes(size)} {link}")
+        for part in _last_phase(drawn)
+        for link, size in part.moved_bytes.items()
+    ]
+    _bars(axes, "what subgroups move", bars[:_MAX_PARTS])

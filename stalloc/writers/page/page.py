@@ -37,7 +37,7 @@ from stalloc.trace import MARK_STEP, Action, DeviceRecord, Trace
 from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import read_sites
 from stalloc.writers import palettes
-from stalloc.writers.page.address_map import AddressMap, detail_levels, planned_map, recorded_map, replayed_map
+from stalloc.writers.page.address_map import detail_levels, planned_map, recorded_map, replayed_map
 from stalloc.writers.page.story import drawn_study, headline, remarks
 from stalloc.writers.writing import write_chunks
 
@@ -97,7 +97,11 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
         "stream": trace.stream,
         "stack": stack,
     }
-    groups = _operation_groups(trace, rows)
+    operations = read_operations(trace)
+    groups = {}
+    if operations is not None:
+        groups["module"] = _numbered(module_keys(operations, rows))
+        groups["role"] = _numbered(role_keys(operations, rows))
     columns |= {name: number for name, (_, number) in groups.items()}
     levels, counts = np.unique(level[order], return_counts=True)
     header = {
@@ -122,7 +126,10 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
         "phases": [[begin, end, printable(name)] for begin, end, name in named_phases(trace)[:_MAX_MARKS]],
         "errors": np.flatnonzero(trace.action == Action.OOM)[:_MAX_MARKS].tolist(),
         "reserved": _reserved(trace),
-        "maps": [_map_header(made) for made in maps],
+        "maps": [
+            {"name": made.name, "height": made.height, "segments": len(made.segments), "note": made.note}
+            for made in maps
+        ],
     }
     parts = [column[order] for column in columns.values()]
     parts += [made.place[order] for made in maps]
@@ -133,10 +140,6 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
 def _packed(parts: Sequence[Column]) -> str:
     raw = b"".join(np.ascontiguousarray(part, dtype="<u4").tobytes() for part in parts)
     return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode("ascii")
-
-
-def _map_header(made: AddressMap) -> dict[str, Any]:
-    return {"name": made.name, "height": made.height, "segments": len(made.segments), "note": made.note}
 
 
 def _explanation(told: Explanation) -> dict[str, Any]:
@@ -152,14 +155,6 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[list[str], Column]:
     numbers: dict[Hashable, int] = {}
     column = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
     return [printable(str(key)) for key in numbers], column
-
-
-def _operation_groups(trace: Trace, rows: Column) -> dict[str, tuple[list[str], Column]]:
-    """Names and numbers of the module and the role of each row, where operations are known."""
-    operations = read_operations(trace)
-    if operations is None:
-        return {}
-    return {"module": _numbered(module_keys(operations, rows)), "role": _numbered(role_keys(operations, rows))}
 
 
 def _sites(trace: Trace) -> tuple[list[str], list[list[Any]], Column]:
@@ -204,6 +199,7 @@ def _reserved(trace: Trace) -> list[list[int]]:
     return [[0, trace.reserved_start_bytes], *([int(row) + 1, int(reserved[row])] for row in changed)]
 
 
+_PALETTES = ("OKABE_ITO", "TOL_MUTED", "REST", "SIZES", "HOLE", "FRAME", "INK")
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = (
     "uPlot.iife.min.js",
@@ -233,7 +229,8 @@ def page_text(records: Sequence[tuple[str, DeviceRecord]]) -> str:
 
 
 def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
-    style, script = _joined(STYLES), f"const PALETTES = {_json(_palettes())};\n{_joined(SCRIPTS)}"
+    colors = {name: getattr(palettes, name) for name in _PALETTES}
+    style, script = _joined(STYLES), f"const PALETTES = {_json(colors)};\n{_joined(SCRIPTS)}"
     title = html.escape(", ".join(dict.fromkeys(_short(name) for name, _ in devices)))
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -251,11 +248,6 @@ def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
     for number, (_, made) in enumerate(devices):
         yield f'<script type="application/octet-stream" id="columns-{number}">{made.packed}</script>\n'.encode()
     yield f"<script>{script}</script>\n</body>\n</html>\n".encode()
-
-
-def _palettes() -> dict[str, object]:
-    names = ("OKABE_ITO", "TOL_MUTED", "REST", "SIZES", "HOLE", "FRAME", "INK")
-    return {name: getattr(palettes, name) for name in names}
 
 
 def _json(value: object) -> str:
