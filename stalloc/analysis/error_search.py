@@ -120,7 +120,8 @@ def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
     """The errors without those that say no more than another does: cut off, or from a lower layer of the library."""
     if len(times) > _MOST_COMPARED:
         return times
-    written = {error: _as_written(error) for error in times}
+    # to the two decimals that most of them are written with
+    written = {error: [human_bytes(size) if size is not None else None for size in _figures(error)] for error in times}
     kept: dict[ErrorText, int] = {}
     for error, count in times.items():
         fuller = next((one for one in kept if _says_all_of(one, error, written)), None)
@@ -131,12 +132,6 @@ def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
             count = max(count, kept.pop(one))
         kept[error] = count
     return kept
-
-
-def _as_written(error: ErrorText) -> list[str | None]:
-    """The figures of an error, to the two decimals that most of them are written with."""
-    sizes = [getattr(error, f"{name}_bytes") for name in _ALL_FIGURES]
-    return [None if size is None else human_bytes(size) for size in sizes]
 
 
 def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, list[str | None]]) -> bool:
@@ -179,7 +174,9 @@ def _errors(text: str) -> Iterable[_Found]:
     if len(text) <= _MOST_WRAPPED and (not placed or any(one.error.verdict == "unknown" for one in placed)):
         # a terminal's lines, which end wherever it does, as often within a word
         joined, _ = _with_figures(re.sub(r"(?<=\S)\r?\n(?=\S)", "", text))
-        placed = max(placed, joined, key=_num_figures)
+        placed = max(
+            placed, joined, key=lambda found: sum(size is not None for one in found for size in _figures(one.error))
+        )
     without = (_worded(text, wordings) for wordings in (OF_LIBRARIES, OF_DRIVERS, OF_LAUNCHERS))
     for found in (placed, of_torch, *without):
         if ordered := sorted(found, key=lambda one: one.position):
@@ -187,8 +184,8 @@ def _errors(text: str) -> Iterable[_Found]:
     return [_Found(0, error) for error in _in_other_words(text)]
 
 
-def _num_figures(found: list[_Found]) -> int:
-    return sum(getattr(one.error, f"{name}_bytes") is not None for one in found for name in _ALL_FIGURES)
+def _figures(error: ErrorText) -> list[int | None]:
+    return [getattr(error, f"{name}_bytes") for name in _ALL_FIGURES]
 
 
 def _with_figures(text: str) -> tuple[list[_Found], list[_Found]]:
@@ -213,7 +210,8 @@ def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:
     told: dict[str, Any] = {f"{name}_bytes": size_bytes(groups.get(name)) for name in FIGURES}
     told["wanted_bytes"] = size_bytes(groups.get("wanted"), ANY_BYTES)
     if groups.get("shape") is not None and groups["type"] is not None:
-        told["wanted_bytes"] = _tensor_bytes(groups["shape"], groups["type"])
+        items = math.prod(int(number) for number in groups["shape"].split(",") if number)
+        told["wanted_bytes"] = size_bytes(str(items * _ITEM_BYTES.get(groups["type"], 4)))
     if groups.get("sum") is not None:  # CuPy before 7: what was asked for and what the pool holds, together
         told["reserved_bytes"] = max(0, (size_bytes(groups["sum"]) or 0) - (told["wanted_bytes"] or 0))
     if groups.get("used") is not None and told["total_bytes"] is not None:
@@ -231,12 +229,6 @@ def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:
         advice=wording.advice,
         **told,
     )
-
-
-def _tensor_bytes(shape: str, kind: str) -> int | None:
-    numbers = [int(number) for number in shape.split(",") if number]
-    size = math.prod(numbers) * _ITEM_BYTES.get(kind, 4)
-    return size_bytes(str(size))
 
 
 def _in_other_words(text: str) -> Iterator[ErrorText]:

@@ -109,6 +109,11 @@ class Busy:
         self.end = end[np.append(first[1:], True)[: len(end)]]
         self._before = np.concatenate([[0], np.cumsum(self.end - self.start)])
 
+    @property
+    def seconds(self) -> float:
+        """Of work in all."""
+        return float(self._before[-1]) / 1e9
+
     def until(self, moments: Times) -> Times:
         """Nanoseconds of work before each of (k,) moments."""
         if not len(self.start):
@@ -185,13 +190,12 @@ def link_uses(activity: Activity, span_ns: int) -> list[LinkUse]:
         if not np.any(rows):
             continue
         size, peak = int(activity.num_bytes[rows].sum()) or None, peak_rate(activity, link)
-        at_work = busy(activity, rows)
         found.append(
             LinkUse(
                 link=link.text,
                 copies=int(rows.sum()),
                 num_bytes=size,
-                busy_seconds=float((at_work.end - at_work.start).sum()) / 1e9,
+                busy_seconds=busy(activity, rows).seconds,
                 rate=None if size is None else _rate(activity, rows),
                 peak_rate=peak,
                 used=None if peak is None or size is None or not span_ns else size / (peak * span_ns / 1e9),
@@ -229,7 +233,6 @@ def part_uses(activity: Activity, windows: Windows) -> list[PartUse]:
         start, end = activity.phase_start[told], activity.phase_end[told]
         if not len(start):
             start, end = _runs(activity.start[rows], activity.end[rows], windows)
-        computing = busy(activity, rows & computes)
         moved = {link.text: int(activity.num_bytes[rows & (activity.link == link)].sum()) for link in LINKS}
         found.append(
             PartUse(
@@ -238,7 +241,7 @@ def part_uses(activity: Activity, windows: Windows) -> list[PartUse]:
                 runs=len(start),
                 start_seconds=float(start.min() - windows.bounds[0]) / 1e9,
                 seconds=float((end - start).sum()) / 1e9,
-                compute_seconds=float((computing.end - computing.start).sum()) / 1e9,
+                compute_seconds=busy(activity, rows & computes).seconds,
                 moved_bytes={link: size for link, size in moved.items() if size},
             )
         )

@@ -6,6 +6,8 @@ each link moves, by phase, by size and in all. What the input does not have is N
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,12 +29,11 @@ from stalloc.analysis.link_use import (
 from stalloc.analysis.study_record import AsReady, PhaseUse, Study
 from stalloc.columns import Column, Times
 from stalloc.errors import BadInputError
-from stalloc.trace import DeviceRecord, Trace
+from stalloc.trace import DeviceRecord
 from stalloc.trace.activity import Activity, Link, MemoryKind, activity_of
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Level:
+class Level(NamedTuple):
     """Bytes over time: each level holds from its nanosecond on."""
 
     time: Times
@@ -60,7 +61,12 @@ def study(record: DeviceRecord) -> Study:
         begin_ns=begin,
         seconds=(end - begin) / 1e9,
         phases=phases,
-        stretches=_stretches(windows, begin),
+        stretches=[
+            (windows.names[name], *pair)
+            for name, pair in zip(
+                windows.name.tolist(), pairwise(((windows.bounds - begin) / 1e9).tolist()), strict=True
+            )
+        ],
         links=link_uses(activity, end - begin),
         sizes=size_uses(activity),
         parts=part_uses(activity, windows),
@@ -97,21 +103,13 @@ def memory_levels(record: DeviceRecord) -> dict[MemoryKind, Level]:
         for kind in MemoryKind:
             rows = activity.memory_kind == kind
             if np.any(rows):
-                time, num_bytes = activity.memory_time[rows], activity.memory_bytes[rows]
-                order = np.argsort(time, kind="stable")
-                found[kind] = Level(time=time[order], num_bytes=num_bytes[order])
+                order = np.flatnonzero(rows)[np.argsort(activity.memory_time[rows], kind="stable")]
+                found[kind] = Level(activity.memory_time[order], activity.memory_bytes[order])
     if trace is not None and len(trace.time_us) and trace.time_us.max() > trace.time_us.min():
-        found |= _of_trace(trace)
-    return found
-
-
-def _of_trace(trace: Trace) -> dict[MemoryKind, Level]:
-    time = np.maximum.accumulate(trace.time_us) * 1000
-    allocated = trace.live_bytes(trace.aligned_size())[1:]
-    found = {MemoryKind.ALLOCATED: Level(time=time, num_bytes=allocated)}
-    reserved = trace.reserved_bytes()
-    if reserved.max(initial=0):
-        found[MemoryKind.RESERVED] = Level(time=time, num_bytes=reserved)
+        time = np.maximum.accumulate(trace.time_us) * 1000
+        found[MemoryKind.ALLOCATED] = Level(time, trace.live_bytes(trace.aligned_size())[1:])
+        if trace.reserved_bytes().max(initial=0):
+            found[MemoryKind.RESERVED] = Level(time, trace.reserved_bytes())
     return found
 
 
@@ -125,7 +123,7 @@ def _phases(
     either = busy(activity, computes | copies).within(begin, end)
     on_host = busy(activity, activity.link == Link.HOST_COMPUTE).within(begin, end)
     moved = {link: moved_within(activity, link, windows.bounds) for link in LINKS}
-    highest = {kind: highest_within(level.time, level.num_bytes, begin, end) for kind, level in levels.items()}
+    highest = {kind: highest_within(*level, begin, end) for kind, level in levels.items()}
     peaks = {link: peak_rate(activity, link) for link in LINKS}
     found = []
     for name in dict.fromkeys(windows.name.tolist()):
@@ -175,11 +173,6 @@ def _as_ready(activity: Activity, other: Activity | None) -> AsReady | None:
         copy_seconds=float((either - computing)[0]) / 1e9,
         more_bytes=max(0, int(np.cumsum(ahead[order]).max(initial=0))),
     )
-
-
-def _stretches(windows: Windows, begin: int) -> list[tuple[str, float, float]]:
-    moments = ((windows.bounds - begin) / 1e9).tolist()
-    return [(windows.names[name], moments[at], moments[at + 1]) for at, name in enumerate(windows.name.tolist())]
 
 
 def _missing(
@@ -236,7 +229,7 @@ def study_series(record: DeviceRecord) -> Series:
     bounds = np.unique(np.linspace(begin, end, STRETCHES + 1).astype(np.int64))
     stretch_ns = (end - begin) / (len(bounds) - 1)
     levels = memory_levels(record).items()
-    memory = {kind: highest_within(level.time, level.num_bytes, bounds[:-1], bounds[1:]) for kind, level in levels}
+    memory = {kind: highest_within(*level, bounds[:-1], bounds[1:]) for kind, level in levels}
     activity = activity_of([]) if record.activity is None else record.activity
     return Series(
         stretch_seconds=stretch_ns / 1e9,

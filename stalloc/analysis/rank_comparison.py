@@ -156,10 +156,8 @@ def compare_ranks(ranks: Sequence[RankFigures]) -> RankComparison:
             if away >= worth_telling and _SCORE_OF_DEVIATION * away > _MOST_SCORE * deviation:
                 outliers.append((away, Outlier(one, figure, value, round(middle))))
     outliers.sort(key=lambda pair: -pair[0])
-    return RankComparison(tuple(ranks), spreads, tuple(one for _, one in outliers), _deciding(ranks))
-
-
-def _deciding(ranks: Sequence[RankFigures]) -> RankFigures | None:
-    if all(one.used_share is not None for one in ranks):
-        return max(ranks, key=lambda one: one.used_share or 0.0, default=None)
-    return max(ranks, key=lambda one: one.allocated_peak_bytes)
+    by_share = all(one.used_share is not None for one in ranks)
+    deciding = max(
+        ranks, key=lambda one: one.used_share or 0.0 if by_share else one.allocated_peak_bytes, default=None
+    )
+    return RankComparison(tuple(ranks), spreads, tuple(one for _, one in outliers), deciding)

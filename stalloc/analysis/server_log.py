@@ -7,6 +7,7 @@ and what follows from several of them is held against them only where it differs
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from stalloc.figures import human_bytes
 
@@ -115,39 +116,34 @@ def read_server_log(text: str) -> ServerLog | None:
                 return match[1]
         return None
 
-    sizes = {name: _as_bytes(found) for name, one in _BYTES.items() if (found := find(name, one, told)) is not None}
-    counts = {
-        name: int(found.replace(",", ""))
-        for name, one in _COUNTS.items()
-        if (found := find(name, one, told)) is not None
-    }
+    values: dict[str, Any] = {}
     # settings are written before the engine says that it starts
-    ratios = {
-        name: float(found.replace(",", ""))
-        for name, one in _RATIOS.items()
-        if (found := find(name, one, told) or find(name, one, text)) is not None
-    }
-    blocks = counts.pop("num_blocks", None)
-    if blocks is not None and "tokens" not in counts:
-        counts["tokens"] = blocks * _V0_BLOCK_TOKENS
+    for fields, convert, places in (
+        (_BYTES, _as_bytes, (told,)),
+        (_COUNTS, lambda found: int(found.replace(",", "")), (told,)),
+        (_RATIOS, lambda found: float(found.replace(",", "")), (told, text)),
+    ):
+        for name, wordings in fields.items():
+            if found := next(filter(None, (find(name, wordings, place) for place in places)), None):
+                values[name] = convert(found)
+    blocks = values.pop("num_blocks", None)
+    if blocks is not None:
+        values.setdefault("tokens", blocks * _V0_BLOCK_TOKENS)
     is_sglang = bool(re.search(r"Load weight begin|KV Cache is allocated|server_args=ServerArgs", told))
     if is_sglang:
         for name, (size, line) in _of_sglang(told).items():
-            sizes.setdefault(name, size)
+            values.setdefault(name, size)
             lines.setdefault(name, line)
-    if not {"cache_bytes", "tokens", "weights_bytes", "num_sampled"} & (sizes.keys() | counts.keys()):
+    if not {"cache_bytes", "tokens", "weights_bytes", "num_sampled"} & values.keys():
         return None
-    meanwhile = find("released_meanwhile", (r"(Error in memory profiling)",), told)
     release = re.search(r"LLM engine \(v([\w.+]+)\)|vLLM API server version ([\w.+]+)", text)
     return ServerLog(
         engine="SGLang" if is_sglang else "vLLM",
         release=next(filter(None, release.groups()), "") if release else "",
         reckons_graphs="CUDA graph memory profiling is enabled" in told,
-        released_meanwhile=meanwhile is not None,
+        released_meanwhile=find("released_meanwhile", (r"(Error in memory profiling)",), told) is not None,
         lines=lines,
-        **sizes,
-        **counts,
-        **ratios,  # type: ignore[arg-type]
+        **values,
     )
 
 
@@ -209,9 +205,8 @@ class Finding:
 
 def findings(log: ServerLog) -> list[Finding]:
     """All findings about one start, the most important first."""
-    found = [_occupied(log), _released(log), _outside(log), _budget(log), _graphs(log), _sampler(log), _requests(log)]
-    found += [_loading(log), _fraction(log)]
-    return [one for one in found if one is not None]
+    rules = (_occupied, _released, _outside, _budget, _graphs, _sampler, _requests, _loading, _fraction)
+    return [found for rule in rules if (found := rule(log)) is not None]
 
 
 def _tokens_of(log: ServerLog, num_bytes: int) -> str:
@@ -221,10 +216,8 @@ def _tokens_of(log: ServerLog, num_bytes: int) -> str:
 
 def _occupied(log: ServerLog) -> Finding | None:
     total, free = log.total_bytes, log.free_at_start_bytes
-    if total is None or free is None:
-        return None
     own = _OWN_AT_START_BYTES if log.num_ranks == 1 else _OWN_OF_RANKS_BYTES
-    if total - free <= own:
+    if total is None or free is None or total - free <= own:
         return None
     text = (
         f"{human_bytes(total - free)} of {human_bytes(total)} were in use before it began, and a context takes at most "
@@ -256,8 +249,7 @@ def _budget(log: ServerLog) -> Finding | None:
     """Findings about vLLM's cache, which is a share of the card minus what was measured."""
     if log.engine != "vLLM" or log.cache_bytes is None or log.share is None:
         return None
-    line, cache = log.lines["cache_bytes"], log.cache_bytes
-    total = log.total_bytes
+    line, cache, total = log.lines["cache_bytes"], log.cache_bytes, log.total_bytes
     if cache < 0:
         budget = f" is {human_bytes(round(total * log.share))}, which" if total is not None else ""
         text = f"gpu_memory_utilization {log.share:g} is a share of the whole card, weights included:{budget} must be "
@@ -310,11 +302,10 @@ def _sampler(log: ServerLog) -> Finding | None:
 
 
 def _requests(log: ServerLog) -> Finding | None:
-    if log.engine != "vLLM" or None in (log.tokens, log.length, log.concurrency) or not log.length:
+    if log.engine != "vLLM" or not log.tokens or not log.length or log.concurrency is None:
         return None
-    whole = (log.tokens or 0) / log.length
-    told = log.concurrency or 0.0
-    if not whole or told <= whole * _SHORTER:
+    whole, told = log.tokens / log.length, log.concurrency
+    if told <= whole * _SHORTER:
         return None
     text = (
         f"{whole:.2f} requests of {log.length:,} tokens would fit by the tokens, and {told:.2f} do: some layers keep "
