@@ -95,7 +95,6 @@ def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
 
 
 def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column, Column]:
-    """The peak, the rows that are live then, and their bytes."""
     size = trace.aligned_size(alignment)
     allocated, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
     rows = np.flatnonzero((np.maximum(trace.start, 0) <= allocated.event) & (trace.end > allocated.event))

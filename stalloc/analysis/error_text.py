@@ -41,8 +41,6 @@ DEVICE, HOST, SHARED, ON_CHIP, KV_CACHE = "device", "host", "shared memory of th
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorText:
-    """One out-of-memory error."""
-
     library: str  #: PyTorch, CuPy, stalloc, CUDA, RMM and so on
     place: str = DEVICE  #: which memory was short: device, host, shared memory of the host, on chip, KV cache
     backend: str = "CUDA"  #: what PyTorch calls the kind of device: CUDA, HIP, XPU, NPU, MPS and so on

@@ -25,12 +25,10 @@ def moment_text(event: int) -> str:
 
 
 def is_oom(trace: Trace, event: int) -> bool:
-    """Whether an event is an out-of-memory error."""
     return 0 <= event < len(trace.action) and trace.action[event] == Action.OOM
 
 
 def last_oom(trace: Trace) -> int | None:
-    """The last out-of-memory error of a trace."""
     found = np.flatnonzero(trace.action == Action.OOM)
     return int(found[-1]) if len(found) else None
 

@@ -157,7 +157,5 @@ def compare_ranks(ranks: Sequence[RankFigures]) -> RankComparison:
                 outliers.append((away, Outlier(one, figure, value, round(middle))))
     outliers.sort(key=lambda pair: -pair[0])
     by_share = all(one.used_share is not None for one in ranks)
-    deciding = max(
-        ranks, key=lambda one: one.used_share or 0.0 if by_share else one.allocated_peak_bytes, default=None
-    )
+    deciding = max(ranks, key=lambda one: one.used_share or 0.0 if by_share else one.allocated_peak_bytes, default=None)
     return RankComparison(tuple(ranks), spreads, tuple(one for _, one in outliers), deciding)

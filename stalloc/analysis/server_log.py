@@ -70,8 +70,6 @@ _V0_BLOCK_TOKENS = 16  # of vLLM's releases that count blocks
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLog:
-    """One start of a server."""
-
     engine: str  #: `vLLM` or `SGLang`
     release: str = ""
     num_ranks: int = 1
@@ -210,7 +208,6 @@ def findings(log: ServerLog) -> list[Finding]:
 
 
 def _tokens_of(log: ServerLog, num_bytes: int) -> str:
-    """Words for the tokens that so many bytes of the cache would hold."""
     return f", {num_bytes / log.token_bytes:,.0f} tokens" if log.token_bytes else ""
 
 

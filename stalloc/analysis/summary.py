@@ -102,7 +102,6 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
 
 
 def _known_of_operations(trace: Trace) -> dict[str, Any]:
-    """The fields that are about operations."""
     operations = read_operations(trace)
     if operations is None:
         return {"operations": None, "modules": None, "blocks": {}, "roles": {}}

@@ -49,7 +49,6 @@ class Link(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """As people read it."""
         return _LINK_TEXTS.get(self.name, self.name.lower().replace("_", " "))
 
     @property

@@ -25,9 +25,8 @@ from stalloc.trace.sources.activity_csv import looks_like_activity_csv, read_act
 from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_deepspeed_log
 from stalloc.trace.sources.dtr_log import looks_like_dtr_log, read_dtr_log
 from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto, read_kineto_activity
-from stalloc.trace.sources.log_text import BOMS, log_text, unpacked
+from stalloc.trace.sources.log_text import BOMS, is_tar, log_text, unpack, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
-from stalloc.trace.sources.packed import is_tar, unpack
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
 from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
 from stalloc.trace.sources.torch_snapshot import read_json_snapshot, read_torch_snapshot, refuse_without_history

@@ -64,7 +64,6 @@ class Role(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """As people read it."""
         return self.name.lower().replace("_", " ")
 
 
@@ -109,7 +108,6 @@ class Operations:
         return len(self.name)
 
     def name_of(self, row: int) -> str:
-        """The name of a range."""
         return self.names[self.name[row]]
 
     def columns(self) -> dict[str, Column]:
@@ -147,7 +145,6 @@ _TEXTS = ("op_text", "shape_text", "module_text")
 
 
 def has_operations(trace: Trace) -> bool:
-    """Whether a trace knows operations."""
     return any(name in trace.extra for name in (*_COLUMNS, *_TEXTS))
 
 

@@ -145,8 +145,6 @@ class StackCollector:
 
 @dataclass(frozen=True, eq=False)
 class Sites:
-    """The call sites of a trace."""
-
     site: Column  #: (n,) int32: stack of each request, or -1
     event_site: Column  #: (m,) int32: stack of each event, or -1
     begin: Column  #: (k+1,) int64: where each stack begins in `frame`
@@ -155,7 +153,6 @@ class Sites:
 
     @property
     def num_stacks(self) -> int:
-        """Number of distinct stacks."""
         return len(self.begin) - 1
 
     def stack(self, number: int) -> list[Frame]:
@@ -163,10 +160,6 @@ class Sites:
         if number < 0:
             return []
         return [self.frames[index] for index in self.frame[self.begin[number] : self.begin[number + 1]].tolist()]
-
-    def names(self, depth: int = 1) -> list[str]:
-        """(k,) the name of each stack: see `site_name`."""
-        return [site_name(self.stack(number), depth) for number in range(self.num_stacks)]
 
 
 def read_sites(trace: Trace) -> Sites | None:
@@ -198,8 +191,8 @@ def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any]) -> list[str
     sites = read_sites(trace)
     if sites is None:
         return [UNKNOWN] * len(rows)
-    names = np.array([*sites.names(), UNKNOWN], dtype=object)  # -1 picks the last one
-    return names[sites.site[np.asarray(rows, np.int64)]].tolist()
+    names = [site_name(sites.stack(number)) for number in range(sites.num_stacks)]
+    return np.array([*names, UNKNOWN], object)[sites.site[np.asarray(rows, np.int64)]].tolist()  # -1 picks the last one
 
 
 def site_name(stack: Sequence[Frame], depth: int = 1) -> str:

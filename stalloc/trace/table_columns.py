@@ -35,7 +35,6 @@ class Rules(dict[str, Rule]):
         return {rule.field: _column(extra, name, rule.dtype) for name, rule in self.items()}
 
     def fields(self) -> dict[str, list[str]]:
-        """The fields of each table."""
         tables: dict[str, list[str]] = {}
         for rule in self.values():
             tables.setdefault(rule.table, []).append(rule.field)

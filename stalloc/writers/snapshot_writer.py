@@ -66,8 +66,6 @@ def snapshot_of(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
 
 
 class _Events(NamedTuple):
-    """The (e,) events to be written."""
-
     action: Column
     address: Column
     size: Column

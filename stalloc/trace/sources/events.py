@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
-from stalloc.trace.pairing import pair_events
 from stalloc.trace.record import SEGMENT_COLUMNS, Action, Trace, empty_columns, index_streams, mark_columns
+from stalloc.trace.recorder import pair_events
 
 MAX_SIZE_BYTES = 1 << 44
 """No device holds more; it also keeps every sum of sizes within 64 bits."""

@@ -276,8 +276,6 @@ _MAX_US = float(1 << 51)
 
 @dataclass(slots=True)
 class _Range:
-    """A stretch of a thread of the host."""
-
     begin: int
     end: int
     name: str
@@ -293,8 +291,6 @@ class _Thread:
 
 @dataclass
 class _Found:
-    """What the file says, device by device and thread by thread."""
-
     threads: dict[Any, _Thread] = field(default_factory=lambda: defaultdict(_Thread))
     work: dict[int, list[tuple[int, int, Link, int, int, Any]]] = field(default_factory=lambda: defaultdict(list))
     host: list[Held] = field(default_factory=list)

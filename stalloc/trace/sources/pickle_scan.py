@@ -349,7 +349,6 @@ def _leave_out(cuts, is_cut, position, s):
 
 @inner(**BORROWING)
 def _begin_list(container, position, s):
-    """An empty list that is to stay so is pushed."""
     s.cut_list, s.cut_height = container, s.height + 1
     _begin_items(position, s)
 
@@ -392,7 +391,6 @@ def _mark(marks, s):
 
 @inner(**BORROWING)
 def _memoize(number, num_opcodes, stack, memo, s):
-    """Keep the value on top of the stack under a number."""
     if number > num_opcodes + _MAX_SKIPPED or s.height == s.floor:
         return _BAD_MEMO
     if memo[number] == NOTHING:

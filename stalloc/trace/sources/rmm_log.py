@@ -38,8 +38,6 @@ _MAX_DEVICE, _MAX_STREAM = 4095, (1 << 63) - 1
 
 
 class _Events:
-    """The columns of one device."""
-
     def __init__(self) -> None:
         self.action, self.identity, self.size = array("b"), array("Q"), array("q")
         self.raw_stream, self.time_us = array("q"), array("q")

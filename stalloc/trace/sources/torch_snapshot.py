@@ -16,8 +16,8 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
-from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import Action, Trace, index_streams, mark_columns
+from stalloc.trace.recorder import Pairs, pair_events
 from stalloc.trace.sites import StackCollector
 from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
 from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
