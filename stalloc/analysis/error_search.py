@@ -142,10 +142,8 @@ def _new_figures(rest: str) -> dict[str, Any]:
 
 def _of_async(match: re.Match[str], rest: str) -> ErrorText:
     """An error under backend:cudaMallocAsync, whose pool is the driver's."""
-    figures: dict[str, Any] = {}
-    for name, words in _ASYNC_FIGURES.items():
-        found = re.search(rf"{words}\s*{_SIZE}", rest)
-        figures[name] = _bytes(found[1]) if found else None
+    found = {name: re.search(rf"{words}\s*{_SIZE}", rest) for name, words in _ASYNC_FIGURES.items()}
+    figures: dict[str, Any] = {name: _bytes(one[1]) if one else None for name, one in found.items()}
     if figures["limit_bytes"] is not None and figures["limit_bytes"] >= (figures["total_bytes"] or 0):
         figures["limit_bytes"] = None
     return ErrorText(library="PyTorch", device=int(match[1]) if match[1] else None, **figures)

@@ -192,7 +192,7 @@ _OWN_AT_START_BYTES, _OWN_OF_RANKS_BYTES = round(0.8 * GIB), round(1.3 * GIB)
 _SHORTER = 1.05  # requests that fit, over those of whole length: more is no rounding to blocks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Something about the memory of a server that its settings do not predict."""
 
@@ -216,18 +216,19 @@ def _occupied(log: ServerLog) -> Finding | None:
     own = _OWN_AT_START_BYTES if log.num_ranks == 1 else _OWN_OF_RANKS_BYTES
     if total is None or free is None or total - free <= own:
         return None
-    text = (
+    return Finding(
+        "another process",
+        log.lines["free_at_start_bytes"],
         f"{human_bytes(total - free)} of {human_bytes(total)} were in use before it began, and a context takes at most "
-        f"{human_bytes(own)}: another process has the rest; nvidia-smi names it"
+        f"{human_bytes(own)}: another process has the rest; nvidia-smi names it",
     )
-    return Finding(cause="another process", line=log.lines["free_at_start_bytes"], text=text)
 
 
 def _released(log: ServerLog) -> Finding | None:
     if not log.released_meanwhile:
         return None
     text = "more was free after the measurement than before: another process gave memory back meanwhile; start it again"
-    return Finding(cause="another process", line=log.lines.get("released_meanwhile", ""), text=text)
+    return Finding("another process", log.lines.get("released_meanwhile", ""), text)
 
 
 def _outside(log: ServerLog) -> Finding | None:
@@ -239,7 +240,7 @@ def _outside(log: ServerLog) -> Finding | None:
         f"{human_bytes(outside)} came to be used outside of PyTorch while it measured, where one card alone has at "
         f"most {human_bytes(most)}: another process took {human_bytes(taken)} or more{_tokens_of(log, taken)}"
     )
-    return Finding(cause="another process", line=log.lines["non_torch_bytes"], text=text)
+    return Finding("another process", log.lines["non_torch_bytes"], text)
 
 
 def _budget(log: ServerLog) -> Finding | None:
@@ -250,7 +251,7 @@ def _budget(log: ServerLog) -> Finding | None:
     if cache < 0:
         budget = f" is {human_bytes(round(total * log.share))}, which" if total is not None else ""
         text = f"gpu_memory_utilization {log.share:g} is a share of the whole card, weights included:{budget} must be "
-        return Finding(cause="settings", line=line, text=f"{text}{human_bytes(-cache)} more before there is a cache")
+        return Finding("settings", line, f"{text}{human_bytes(-cache)} more before there is a cache")
     known = (log.weights_bytes, log.activation_bytes, log.non_torch_bytes)
     if total is None or None in known:
         return None
@@ -264,17 +265,15 @@ def _budget(log: ServerLog) -> Finding | None:
         f"what is outside of PyTorch{_tokens_of(log, abs(missing))}: a fixed size of the cache, or a part of it that "
         "has a line of its own"
     )
-    return Finding(cause="not accounted for", line=line, text=text)
+    return Finding("not accounted for", line, text)
 
 
 def _graphs(log: ServerLog) -> Finding | None:
     estimate, actual = log.graphs_estimated_bytes, log.graphs_bytes
     if estimate is None or actual is None or log.cache_bytes is None or log.cache_bytes <= 0:
         return None
-    over = estimate - actual
-    if abs(over) <= max(2 * _ROUNDED_BYTES, _WORTH_TELLING * log.cache_bytes):
+    if abs(over := estimate - actual) <= max(2 * _ROUNDED_BYTES, _WORTH_TELLING * log.cache_bytes):
         return None
-    line = log.lines["graphs_estimated_bytes"]
     told = f"CUDA graphs were taken to need {human_bytes(estimate)} and take {human_bytes(actual)}"
     if over > 0 and log.reckons_graphs:
         text = (
@@ -285,7 +284,7 @@ def _graphs(log: ServerLog) -> Finding | None:
         text = f"{told}; the estimate was not taken from the cache"
     else:
         text = f"{told}: {human_bytes(-over)} come out of what gpu_memory_utilization leaves free"
-    return Finding(cause="graph estimate", line=line, text=text)
+    return Finding("graph estimate", log.lines["graphs_estimated_bytes"], text)
 
 
 def _sampler(log: ServerLog) -> Finding | None:
@@ -295,7 +294,7 @@ def _sampler(log: ServerLog) -> Finding | None:
         f"the sampler is warmed up after the cache is made, with {log.num_sampled:,} requests, and sorts 4 bytes for "
         "each of them and word of the vocabulary several times: lower max_num_seqs, or gpu_memory_utilization"
     )
-    return Finding(cause="sampler", line=log.lines["num_sampled"], text=text)
+    return Finding("sampler", log.lines["num_sampled"], text)
 
 
 def _requests(log: ServerLog) -> Finding | None:
@@ -308,21 +307,18 @@ def _requests(log: ServerLog) -> Finding | None:
         f"{whole:.2f} requests of {log.length:,} tokens would fit by the tokens, and {told:.2f} do: some layers keep "
         "less than every token of a request (a sliding window, a state)"
     )
-    return Finding(cause="layers", line=log.lines["concurrency"], text=text)
+    return Finding("layers", log.lines["concurrency"], text)
 
 
 def _loading(log: ServerLog) -> Finding | None:
     before, after, weights = log.free_before_weights_bytes, log.free_after_weights_bytes, log.weights_bytes
     if before is None or after is None or weights is None:
         return None
-    other = before - after - weights
-    if abs(other) <= 3 * _ROUNDED_BYTES:
+    if abs(other := before - after - weights) <= 3 * _ROUNDED_BYTES:
         return None
     who = "another process took" if other > 0 else "another process gave back"
     text = f"{human_bytes(before - after)} less were free after the weights, which are {human_bytes(weights)}: {who} "
-    return Finding(
-        cause="another process", line=log.lines["free_after_weights_bytes"], text=text + human_bytes(abs(other))
-    )
+    return Finding("another process", log.lines["free_after_weights_bytes"], text + human_bytes(abs(other)))
 
 
 def _fraction(log: ServerLog) -> Finding | None:
@@ -338,4 +334,4 @@ def _fraction(log: ServerLog) -> Finding | None:
         f"{human_bytes(log.cache_bytes)}: a limit of its own (--max-total-tokens), another pool beside it (a draft "
         "model, a state), or another process"
     )
-    return Finding(cause="not accounted for", line=log.lines["cache_bytes"], text=text)
+    return Finding("not accounted for", log.lines["cache_bytes"], text)

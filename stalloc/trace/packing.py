@@ -11,6 +11,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.trace.record import COLUMNS, Trace
 
+_EXTRA = "extra."
 _Packed = tuple[bytes, np.dtype[Any], tuple[int, ...]]
 
 
@@ -26,8 +27,8 @@ class KeptTrace:
         """Pack the trace, if it is not packed yet."""
         trace = self._trace
         if trace is not None:
-            columns = {name: getattr(trace, name) for name in COLUMNS} | trace.extra
-            self._packed = {name: _pack(column) for name, column in columns.items()}
+            self._packed = {name: _pack(getattr(trace, name)) for name in COLUMNS}
+            self._packed |= {_EXTRA + name: _pack(column) for name, column in trace.extra.items()}
             self._rest = {name: value for name, value in vars(trace).items() if name not in (*COLUMNS, "extra")}
             self._trace = None
 
@@ -36,7 +37,8 @@ class KeptTrace:
         if trace is not None:
             return trace
         columns: dict[str, Any] = {name: _unpack(*packed) for name, packed in self._packed.items()}
-        return Trace(**{name: columns.pop(name) for name in COLUMNS}, **self._rest, extra=columns)
+        known = {name: columns.pop(name) for name in COLUMNS}
+        return Trace(**known, **self._rest, extra={name.removeprefix(_EXTRA): one for name, one in columns.items()})
 
 
 def _is_words(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:

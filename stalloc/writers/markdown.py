@@ -12,6 +12,7 @@ from stalloc.writers.page.story import Drawn, drawn_study, headline, remarks
 from stalloc.writers.writing import write_chunks
 
 _ROWS = 8
+_PARTS = ("", "compute_", "copy_", "overlap_", "idle_")
 
 
 def write_markdown(path: Path, records: Sequence[tuple[str, DeviceRecord]]) -> None:
@@ -29,11 +30,7 @@ def _section(name: str, record: DeviceRecord) -> list[str]:
 
 def _study(drawn: Drawn) -> list[str]:
     phases = [
-        (
-            phase.name,
-            *map(human_seconds, (phase.seconds, phase.compute_seconds, phase.copy_seconds)),
-            *map(human_seconds, (phase.overlap_seconds, phase.idle_seconds)),
-        )
+        (phase.name, *(human_seconds(getattr(phase, f"{part}seconds")) for part in _PARTS))
         for phase in drawn.found.phases
     ]
     split = _table(("phase", "time", "computes", "copies", "both", "idle"), phases)

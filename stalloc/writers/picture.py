@@ -74,7 +74,10 @@ def _memory(figure: Any, trace: Trace) -> None:
 
 def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:
     size, events = trace.aligned_size(), max(trace.num_events, 1)
-    at = _highest(trace.live_bytes(size)[1:])
+    live = trace.live_bytes(size)[1:]
+    every = max(1, -(-len(live) // _COLUMNS))  # of each stretch, the event at which most lives
+    padded = np.pad(live, (0, -len(live) % every), constant_values=-1)
+    at = np.argmax(padded.reshape(-1, every), axis=1) + np.arange(0, len(padded), every)
     series = [trace.live_bytes(np.where(kind == number, size, 0))[1:][at] / GIB for number in range(len(names))]
     if series:
         colors = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(len(names))]
@@ -83,14 +86,6 @@ def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:
         axes.step(at, trace.reserved_bytes()[at] / GIB, where="post", color=INK, linewidth=1, label="reserved")
     axes.set(xlim=(0, events), ylim=(0, None), xlabel="event", ylabel="GiB")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=6)
-
-
-def _highest(total: Column) -> Column:
-    """The event at which most lives in each of _COLUMNS stretches."""
-    every = max(1, -(-len(total) // _COLUMNS))
-    padded = np.pad(total, (0, -len(total) % every), constant_values=-1)
-    highest: Column = np.argmax(padded.reshape(-1, every), axis=1) + np.arange(0, len(padded), every)
-    return highest
 
 
 def _map(axes: Any, trace: Trace, made: AddressMap, kind: Column) -> None:

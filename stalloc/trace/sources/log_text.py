@@ -1,8 +1,8 @@
 """Files as they were kept or sent, and logs as text: compressed, as UTF-16, as the JSON of a container or a journal.
 
 Contract: no more is unpacked (gzip, bzip2, xz, a zip archive of one file, as issue trackers take them) than the size of
-the packed file allows. What looks like any kind of trace is no log. The text of a log in JSON is that of its strings, a line each;
-that of an HTML page is what a reader sees. What is damaged or cut short gives the text up to there.
+the packed file allows. What looks like any kind of trace is no log. The text of a log in JSON is that of its strings, a
+line each; that of an HTML page is what a reader sees. What is damaged or cut short gives the text up to there.
 """
 
 import bz2
