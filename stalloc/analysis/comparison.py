@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.analysis.holders import Holder, class_keys, grouped, held_by, site_keys, site_text
-from stalloc.analysis.moments import allocated_peak, reserved_peak
+from stalloc.analysis.moments import allocated_peak, live_rows, reserved_peak
 from stalloc.columns import Column
 from stalloc.trace import Trace
 from stalloc.trace.sites import Frame
@@ -97,7 +97,7 @@ def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
 def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column, Column]:
     size = trace.aligned_size(alignment)
     allocated, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
-    rows = np.flatnonzero((np.maximum(trace.start, 0) <= allocated.event) & (trace.end > allocated.event))
+    rows = live_rows(trace, allocated.event)
     peak = Peak(
         device=trace.device,
         source=str(trace.info.get("source", "")),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.moments import allocated_peak, asked_by, event_at, is_oom, last_oom
+from stalloc.analysis.moments import allocated_peak, asked_by, event_at, is_oom, last_oom, live_rows
 from stalloc.columns import Column
 from stalloc.figures import human_bytes
 from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, module_of_requests, sequence_rows
@@ -20,7 +20,7 @@ from stalloc.lifespans.periods import TINY_BYTES
 from stalloc.printable import printable
 from stalloc.trace import MARK_PHASE_END, MARK_STEP, Trace
 from stalloc.trace.operations import Operations, Role, read_operations
-from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
+from stalloc.trace.sites import UNKNOWN, Frame, is_python, of_stacks, read_sites, site_name, user_frames
 
 
 def class_keys(trace: Trace, rows: Column) -> list[Hashable]:
@@ -33,16 +33,12 @@ def class_keys(trace: Trace, rows: Column) -> list[Hashable]:
 
 def site_keys(trace: Trace, rows: Column) -> list[Hashable]:
     """The innermost frame of the user, or the name of the stack where there is no Python."""
-    sites = read_sites(trace)
-    if sites is None:
-        return [UNKNOWN] * len(rows)
-    keys: list[Hashable] = []
-    for number in range(sites.num_stacks):
-        stack = sites.stack(number)
+
+    def key(stack: list[Frame]) -> Hashable:
         frames = user_frames(stack)
-        keys.append(frames[0] if frames and is_python(frames[0]) else site_name(stack))
-    keys.append(UNKNOWN)  # -1 picks the last
-    return [keys[number] for number in sites.site[rows].tolist()]
+        return frames[0] if frames and is_python(frames[0]) else site_name(stack)
+
+    return of_stacks(trace, rows, key, UNKNOWN)
 
 
 def role_keys(operations: Operations, rows: Column) -> list[Hashable]:
@@ -72,19 +68,17 @@ def stack_names(trace: Trace, rows: Column) -> list[tuple[str, ...]]:
 
     Where operations are known instead, the module and the role.
     """
-    sites, operations = read_sites(trace), read_operations(trace)
-    if sites is None and operations is not None:
+    operations = read_operations(trace)
+    if operations is not None and read_sites(trace) is None:
         pairs = zip(module_keys(operations, rows), role_keys(operations, rows), strict=True)
         return [(str(module), str(role)) for module, role in pairs]
-    if sites is None:
-        return [(UNKNOWN,)] * len(rows)
-    names: list[tuple[str, ...]] = []
-    for number in range(sites.num_stacks):
-        frames = user_frames(sites.stack(number))
+
+    def names(stack: list[Frame]) -> tuple[str, ...]:
+        frames = user_frames(stack)
         kept = frames[::-1] if frames and is_python(frames[0]) else frames[:1]
-        names.append(tuple(site_name([frame]) for frame in kept) or (UNKNOWN,))
-    names.append((UNKNOWN,))
-    return [names[number] for number in sites.site[rows].tolist()]
+        return tuple(site_name([frame]) for frame in kept) or (UNKNOWN,)
+
+    return of_stacks(trace, rows, names, (UNKNOWN,))
 
 
 MOMENTS = ("peak", "oom", "end")
@@ -153,9 +147,7 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
     """
     size = trace.aligned_size()
     name, event = _moment(trace, size, at)
-    rows = np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
-    if event < 0:
-        rows = np.flatnonzero(trace.start < 0)
+    rows = live_rows(trace, event) if event >= 0 else np.flatnonzero(trace.start < 0)
     sites, reserved = site_keys(trace, rows), _reserved(trace, event)
     failed = is_oom(trace, event)
     operations = read_operations(trace)
@@ -287,11 +279,7 @@ def _step_ends(trace: Trace) -> tuple[Column, bool]:
 
 def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
     """(n,) bool: whether a condition holds for the stack of each request; False where it has no stack."""
-    sites = read_sites(trace)
-    if sites is None:
-        return np.zeros(trace.num_requests, bool)
-    found = [holds(sites.stack(number)) for number in range(sites.num_stacks)]
-    return np.array([*found, False])[sites.site]  # -1 picks the last
+    return np.array(of_stacks(trace, np.arange(trace.num_requests), holds, False), bool)
 
 
 def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:

@@ -82,6 +82,11 @@ class ReservedPeak(NamedTuple):
     allocated_bytes: int
 
 
+def live_rows(trace: Trace, event: int) -> Column:
+    """The requests that live after an event; none for -1."""
+    return np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
+
+
 def allocated_peak(trace: Trace, size: Column) -> AllocatedPeak:
     """The allocated peak, given (n,) bytes."""
     events, live = load_curve(np.maximum(trace.start, 0), trace.end, size)

@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
+from stalloc.analysis.holders import class_keys, held_by
 from stalloc.analysis.moments import recorded
-from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
 from stalloc.trace import Trace
 
 #: figures that are compared, as RankFigures names them and as people read them
@@ -98,11 +98,9 @@ def rank_figures(file: str, rank: int | None, trace: Trace, alignment: int = 512
     """The figures of one device, with sizes rounded up to `alignment` bytes."""
     size, told = trace.aligned_size(alignment), recorded(trace, alignment)
     live = trace.live_bytes(size)
-    step = find_step_period(trace)
-    lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
     at = int(np.argmax(live)) - 1  # the first of `live` is before the first event
-    at_peak = (trace.start <= at) & (trace.end > at)
-    of_class = {one: int(size[at_peak & (lifespan == one)].sum()) for one in LifespanClass}
+    at_peak = np.flatnonzero((trace.start <= at) & (trace.end > at))
+    of_class = held_by(class_keys(trace, at_peak), size[at_peak])
     knows_reserved = told.reserved_peak_bytes is not None
     return RankFigures(
         file=file,
@@ -113,9 +111,9 @@ def rank_figures(file: str, rank: int | None, trace: Trace, alignment: int = 512
         reserved_bytes=int(trace.reserved_bytes()[-1]) if knows_reserved else None,
         allocated_peak_bytes=told.allocated_peak_bytes + told.unseen_bytes,
         reserved_peak_bytes=told.reserved_peak_bytes,
-        persistent_bytes=of_class[LifespanClass.PERSISTENT],
-        scoped_bytes=of_class[LifespanClass.SCOPED],
-        transient_bytes=of_class[LifespanClass.TRANSIENT],
+        persistent_bytes=of_class.get("persistent", (0, 0))[0],
+        scoped_bytes=of_class.get("scoped", (0, 0))[0],
+        transient_bytes=of_class.get("transient", (0, 0))[0],
         device_bytes=trace.info.get("total_bytes"),
         out_of_memory_bytes=told.out_of_memory_bytes,
     )

@@ -32,6 +32,7 @@ from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
 from stalloc.trace.sources.torch_snapshot import read_json_snapshot, read_torch_snapshot, refuse_without_history
 from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
+from stalloc.trace.table_columns import DamagedTable
 
 _PRIORITY = re.compile(rb"<\d{1,3}>")  # with which lines of syslog begin
 _PPROF = re.compile(rb"\n[\x02-\x08]\x08")  # begins with the kind of its first column
@@ -207,9 +208,12 @@ _SEGMENTS = ("segment_pool", "segment_is_small", "segment_is_expandable")
 
 def _check(trace: Trace) -> None:
     """Raise BadInputError, naming the column or the table, for the first one that does not fit the others."""
-    if len(trace.action):
-        _check_events(trace)
-    _check_extra(trace)
+    try:
+        if len(trace.action):
+            _check_events(trace)
+        _check_extra(trace)
+    except DamagedTable as error:
+        raise BadInputError(f"trace of device {trace.device}: {error}: the file is damaged.") from error
     read_operations(trace)
 
 
@@ -218,15 +222,15 @@ def _check_events(trace: Trace) -> None:
         event = getattr(trace, name)
         rows = np.flatnonzero(event != outside)
         if not np.array_equal(trace.event_request[event[rows]], rows) or np.any(trace.action[event[rows]] != action):
-            raise _wrong(trace, f"column {name} names other events than those of its requests")
+            raise DamagedTable(f"column {name} names other events than those of its requests")
         if np.count_nonzero((trace.action == action) & (trace.event_request >= 0)) != len(rows):
-            raise _wrong(trace, f"its events name requests that column {name} does not know")
+            raise DamagedTable(f"its events name requests that column {name} does not know")
     asked = np.flatnonzero((trace.action == Action.FREE_REQUESTED) & (trace.event_request >= 0))
     row = trace.event_request[asked]
     if np.any((asked < trace.free_requested[row]) | (asked < trace.start[row]) | (asked > trace.end[row])):
-        raise _wrong(trace, "its events ask to free what does not live")
+        raise DamagedTable("its events ask to free what does not live")
     if np.any((trace.free_requested < trace.start) | (trace.free_requested > trace.end)):
-        raise _wrong(trace, "column free_requested names events at which its requests do not live")
+        raise DamagedTable("column free_requested names events at which its requests do not live")
 
 
 def _check_extra(trace: Trace) -> None:
@@ -235,37 +239,31 @@ def _check_extra(trace: Trace) -> None:
         if name in extra:
             column = _numbers(trace, name, (num_requests,))
             if len(column) and (column.min() < 0 or column.max() >= MAX_BYTES):
-                _refuse(trace, name, "holds what is no number of bytes")
+                raise DamagedTable(f"table {name} holds what is no number of bytes")
     if "id" in extra and (extra["id"].shape != (num_requests,) or extra["id"].dtype.kind not in "iuU"):
-        _refuse(trace, "id", "is not one for each request")
+        raise DamagedTable("table id is not one for each request")
     num_segments = len(trace.segment_address)
     for name in _SEGMENTS:
         if name in extra:
             _numbers(trace, name, (num_segments, 2) if name == "segment_pool" else (num_segments,))
     present = [name for name in _BLOCKS if name in extra]
     if present and len(present) < len(_BLOCKS):
-        _refuse(trace, present[0], f"comes without {', '.join(set(_BLOCKS) - set(present))}")
+        raise DamagedTable(f"table {present[0]} comes without {', '.join(set(_BLOCKS) - set(present))}")
     if present:
         columns = [_numbers(trace, name, extra[_BLOCKS[0]].shape[:1]) for name in _BLOCKS]
         address, size, request = columns
         if len(size) and (size.min() < 0 or float(size.sum(dtype=np.float64)) >= MAX_BYTES):
-            _refuse(trace, "block_size", "holds what is no number of bytes")
+            raise DamagedTable("table block_size holds what is no number of bytes")
         if len(address) and int(address.max()) > _MAX_ADDRESS:
-            _refuse(trace, "block_address", "holds an address that no address space has")
+            raise DamagedTable("table block_address holds an address that no address space has")
         if len(request) and (request.min() < -1 or request.max() >= num_requests):
-            _refuse(trace, "block_request", "points outside the requests")
+            raise DamagedTable("table block_request points outside the requests")
 
 
 def _numbers(trace: Trace, name: str, shape: tuple[int, ...]) -> Column:
     column = trace.extra[name]
     if column.shape != shape or column.dtype.kind not in "iub":
-        _refuse(trace, name, f"is {column.dtype} of shape {column.shape}, expected whole numbers of shape {shape}")
+        raise DamagedTable(
+            f"table {name} is {column.dtype} of shape {column.shape}, expected whole numbers of shape {shape}"
+        )
     return column
-
-
-def _refuse(trace: Trace, name: str, why: str) -> None:
-    raise _wrong(trace, f"table {name} {why}")
-
-
-def _wrong(trace: Trace, what: str) -> BadInputError:
-    return BadInputError(f"trace of device {trace.device}: {what}: the file is damaged.")

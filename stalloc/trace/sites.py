@@ -15,9 +15,9 @@ name may still hold markup: whoever shows it escapes it.
 import json
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -186,13 +186,23 @@ def read_sites(trace: Trace) -> Sites | None:
     return Sites(site=site, event_site=event_site, begin=begin, frame=frame, frames=frames)
 
 
-def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any]) -> list[str]:
-    """The name of the call site of each of these rows of a trace; `unknown` where it is not known."""
+T = TypeVar("T")
+
+
+def of_stacks(
+    trace: Trace, rows: Sequence[int] | npt.NDArray[Any], told: Callable[[list[Frame]], T], unknown: T
+) -> list[T]:
+    """What is told of the stack of each of these rows of a trace; `unknown` where it is not known."""
     sites = read_sites(trace)
     if sites is None:
-        return [UNKNOWN] * len(rows)
-    names = [site_name(sites.stack(number)) for number in range(sites.num_stacks)]
-    return np.array([*names, UNKNOWN], object)[sites.site[np.asarray(rows, np.int64)]].tolist()  # -1 picks the last one
+        return [unknown] * len(rows)
+    values = [*(told(sites.stack(number)) for number in range(sites.num_stacks)), unknown]  # -1 picks the last
+    return [values[number] for number in sites.site[np.asarray(rows, np.int64)].tolist()]
+
+
+def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any]) -> list[str]:
+    """The name of the call site of each of these rows of a trace; `unknown` where it is not known."""
+    return of_stacks(trace, rows, site_name, UNKNOWN)
 
 
 def site_name(stack: Sequence[Frame], depth: int = 1) -> str:

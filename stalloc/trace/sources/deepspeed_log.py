@@ -110,9 +110,12 @@ def _named(times: dict[bytes, int]) -> dict[str, int]:
 
 def _phases(steps: list[tuple[int, dict[str, int]]]) -> list[PhaseRun]:
     found: list[PhaseRun] = []
-    now = next((moment - _total(times) for moment, times in steps if moment >= 0), 0)
-    for moment, times in steps:
-        now = max(now, moment - _total(times))
+    begins = [  # where the line says when it was printed
+        moment - sum(value for name, value in times.items() if "/" not in name) for moment, times in steps
+    ]
+    now = next((begin for begin, (moment, _) in zip(begins, steps, strict=True) if moment >= 0), 0)
+    for begin, (_, times) in zip(begins, steps, strict=True):
+        now = max(now, begin)
         for phase in ("forward", "backward", "update"):
             end = now + times.get(phase, 0)
             parts = [(name, value) for name, value in times.items() if name.startswith(f"{phase}/")]
@@ -125,10 +128,6 @@ def _phases(steps: list[tuple[int, dict[str, int]]]) -> list[PhaseRun]:
                 found.append(PhaseRun(now, end, f"{phase}/rest" if parts else phase))
             now = end
     return found
-
-
-def _total(times: dict[str, int]) -> int:
-    return sum(value for name, value in times.items() if "/" not in name)
 
 
 def _note_memory(rank: _Rank, moment: int, line: bytes) -> None:

@@ -88,9 +88,8 @@ def read_rmm_log(path: Path, data: bytes) -> list[Trace]:
             if not line.endswith(b"\n") and number > 1:
                 notes.append("the last line of the log is cut short, so later ones may be missing")
                 break
-            columns = "Event Type, Device ID, address, stream, bytes" if is_old else (
-                "thread, time, allocate or free, pointer, bytes, stream"
-            )  # fmt: skip
+            new = "thread, time, allocate or free, pointer, bytes, stream"
+            columns = "Event Type, Device ID, address, stream, bytes" if is_old else new
             raise BadInputError(
                 f"{path}: line {number} is not {columns}: "
                 "log it again, and let the program end so that RMM writes the log out."
