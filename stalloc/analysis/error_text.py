@@ -68,8 +68,8 @@ class ErrorText:
     def contradiction(self) -> str:
         """Which figures cannot be true together; empty if all can."""
         total, free, reserved, allocated = self.total_bytes, self.free_bytes, self.reserved_bytes, self.allocated_bytes
-        if None not in (reserved, allocated) and (allocated or 0) > (reserved or 0) + _ROUNDED_BYTES:
-            return f"{human_bytes(allocated or 0)} allocated of {human_bytes(reserved or 0)} reserved"
+        if reserved is not None and allocated is not None and allocated > reserved + _ROUNDED_BYTES:
+            return f"{human_bytes(allocated)} allocated of {human_bytes(reserved)} reserved"
         held = reserved if reserved is not None else allocated
         if total is None:
             return ""
@@ -78,10 +78,8 @@ class ErrorText:
             return f"{human_bytes(free)} free on a device of {human_bytes(total)}"
         if held is not None and held > room:
             return f"{human_bytes(held)} held on a device of {human_bytes(total)}"
-        if None not in (held, free) and (held or 0) + (free or 0) > room:
-            return (
-                f"{human_bytes(held or 0)} held and {human_bytes(free or 0)} free on a device of {human_bytes(total)}"
-            )
+        if held is not None and free is not None and held + free > room:
+            return f"{human_bytes(held)} held and {human_bytes(free)} free on a device of {human_bytes(total)}"
         return ""
 
     @property

@@ -141,10 +141,8 @@ class Explanation:
         """A sentence on where the blocks come from; empty if they come from the file."""
         if self.source == "record":
             return ""
-        missing = (
-            "does not say where what was reserved lies" if self.is_reserved_told else "does not say what was reserved"
-        )
-        return f"the file {missing}: blocks are those of a model, {self.source}"
+        missing = "where what was reserved lies" if self.is_reserved_told else "what was reserved"
+        return f"the file does not say {missing}: blocks are those of a model, {self.source}"
 
     def _repr_html_(self) -> str:
         causes = sorted(self.causes.items(), key=lambda item: -item[1])
@@ -253,13 +251,9 @@ def _first_later(address: Column, at: Column, blocks: BlockMap, event: int) -> C
     """(s,) the first of the events `at` after `event` whose address lies in the segment; a very late one for none."""
     later = np.flatnonzero(at > event)
     later = later[np.argsort(address[later], kind="stable")]
-    low, high = (
-        np.searchsorted(address[later], edge)
-        for edge in (blocks.segment_address, blocks.segment_address + blocks.segment_size)
-    )
-    return np.array(
-        [at[later[i:j]].min(initial=1 << 62) for i, j in zip(low.tolist(), high.tolist(), strict=True)], np.int64
-    )
+    low = np.searchsorted(address[later], blocks.segment_address).tolist()
+    high = np.searchsorted(address[later], blocks.segment_address + blocks.segment_size).tolist()
+    return np.array([at[later[i:j]].min(initial=1 << 62) for i, j in zip(low, high, strict=True)], np.int64)
 
 
 def _causes(trace: Trace, blocks: BlockMap, stream: int, never: Column) -> tuple[dict[str, int], Column, Column]:
@@ -314,9 +308,8 @@ def _pinned(blocks: BlockMap, names: Column, free_of: Column, live_of: Column, t
 def _pinning_sites(blocks: BlockMap, names: Column, free_of: Column) -> dict[str, int]:
     """The free bytes of each partly used segment, shared equally among its live blocks, by call site."""
     rows = np.flatnonzero((blocks.request >= 0) & (free_of[blocks.segment] > 0))
-    share = (
-        free_of[blocks.segment[rows]] / np.bincount(blocks.segment[rows], minlength=len(free_of))[blocks.segment[rows]]
-    )
+    segment = blocks.segment[rows]
+    share = free_of[segment] / np.bincount(segment, minlength=len(free_of))[segment]
     total: dict[str, float] = {}
     for name, part in zip(names[blocks.request[rows]].tolist(), share.tolist(), strict=True):
         total[name] = total.get(name, 0.0) + part

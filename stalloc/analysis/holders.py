@@ -284,7 +284,5 @@ def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
 
 def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:
     """Whether a stack makes something once: a model that is loaded, or state, whose layers are no steps."""
-    return any(
-        frame.name in _MAKE_ONCE or (not are_steps and frame.name == "step" and "optim" in frame.filename)
-        for frame in stack
-    )
+    steps = [] if are_steps else [frame for frame in stack if frame.name == "step" and "optim" in frame.filename]
+    return bool(steps) or any(frame.name in _MAKE_ONCE for frame in stack)

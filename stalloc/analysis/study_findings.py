@@ -46,10 +46,8 @@ def bytes_text(size: int | None) -> str:
 
 
 def _moved(found: Study) -> list[str]:
-    return [
-        f"The link {link.link} moved {bytes_text(link.num_bytes)} in {copies_text(link.copies)}."
-        for link in found.links
-    ]
+    told = ((link.link, bytes_text(link.num_bytes), copies_text(link.copies)) for link in found.links)
+    return [f"The link {link} moved {size} in {copies}." for link, size, copies in told]
 
 
 def _share(seconds: float, found: Study) -> str:

@@ -26,6 +26,7 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.trace.record import Trace
+from stalloc.trace.table_columns import packed_list
 
 MAX_DEPTH = 512
 MAX_TEXT = 1000
@@ -129,17 +130,15 @@ class StackCollector:
             return {}
         renumbered = np.full(len(self._begin), -1, np.int32)
         renumbered[used] = np.arange(len(used))
-        stacks = [self._entries[self._begin[number] : self._begin[number + 1]] for number in used.tolist()]
-        frames, entries = np.unique(
-            np.concatenate([np.array(stack, np.int64) for stack in stacks]), return_inverse=True
-        )
-        text = json.dumps([self._frames[number] for number in frames.tolist()], separators=(",", ":")).encode()
+        bounds = [(self._begin[number], self._begin[number + 1]) for number in used.tolist()]
+        stacks = [np.array(self._entries[begin:end], np.int64) for begin, end in bounds]
+        frames, entries = np.unique(np.concatenate(stacks), return_inverse=True)
         return {
             "site": renumbered[site],  # -1 picks the last entry, which no stack has
             "event_site": renumbered[event_site],
             "site_begin": np.cumsum([0, *map(len, stacks)], dtype=np.int64),
             "site_frame": entries.reshape(-1).astype(np.int32),
-            "site_text": np.frombuffer(text, np.uint8),
+            "site_text": packed_list([self._frames[number] for number in frames.tolist()]),
         }
 
 

@@ -141,15 +141,12 @@ def panels(drawn: Drawn) -> list[Panel]:
         chosen.append(lambda axes: _time(axes, drawn))
     if series is None:
         chosen.append(lambda axes: _memory_by_phase(axes, drawn))
-    elif any(kind != "host" or _most(values) >= _DRAWN_BYTES for kind, values in series.memory_bytes.items()):
+    elif _drawn_levels(series):
         chosen.append(lambda axes: _memory_over_time(axes, drawn, series))
     if series is not None and any((link.num_bytes or 0) >= _DRAWN_BYTES for link in found.links):
         chosen.append(lambda axes: _traffic(axes, drawn, series))
     if found.links:
-        chosen += [
-            lambda axes: _by_phase(axes, drawn),
-            lambda axes: _sizes(axes, drawn),
-        ]
+        chosen += [lambda axes: _by_phase(axes, drawn), lambda axes: _sizes(axes, drawn)]
     if any(phase.headroom_bytes is not None for phase in found.phases):
         chosen.append(lambda axes: _headroom(axes, drawn))
     if found.parts:
@@ -211,10 +208,13 @@ def _most(values: list[int | None]) -> int:
     return max((one for one in values if one is not None), default=0)
 
 
+def _drawn_levels(series: Series) -> dict[str, list[int | None]]:
+    levels = series.memory_bytes.items()
+    return {kind: values for kind, values in levels if kind != "host" or _most(values) >= _DRAWN_BYTES}
+
+
 def _memory_over_time(axes: Any, drawn: Drawn, series: Series) -> None:
-    known = {
-        kind: values for kind, values in series.memory_bytes.items() if kind != "host" or _most(values) >= _DRAWN_BYTES
-    }
+    known = _drawn_levels(series)
     most = max(map(_most, known.values()))
     unit, name = (GIB, "GiB") if most >= 0.1 * GIB else (MIB, "MiB")
     looks = {"allocated": _ALLOCATED, "reserved": INK, "host": _HOST}

@@ -110,9 +110,8 @@ def _events_of_lifespans(trace: Trace, places: Places) -> _Events:
     born = np.flatnonzero(trace.start >= 0)
     count = len(freed)
     row = np.concatenate([freed, freed, born])
-    action = np.repeat(
-        np.array([Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.ALLOC]), [count, count, len(born)]
-    )
+    kinds = (Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.ALLOC)
+    action = np.repeat(np.array(kinds), [count, count, len(born)])
     at = np.concatenate([trace.end[freed], trace.end[freed], trace.start[born]])
     order = np.lexsort((action, row, action == Action.ALLOC, at))
     row, action, at = row[order], action[order], at[order]

@@ -23,10 +23,9 @@ _TIMES = re.compile(
 )
 _TIME = re.compile(rb" \| (\w+): (\d+(?:\.\d+)?)")
 _DATE = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})\]")
-_DEVICE = re.compile(
-    rb"MA (\d{1,7}\.?\d{0,6}) GB\s+Max_MA (\d{1,7}\.?\d{0,6}) GB\s+CA (\d{1,7}\.?\d{0,6}) GB\s+Max_CA "
-)
-_HOST = re.compile(rb"CPU Virtual Memory:\s+used = (\d{1,7}\.?\d{0,6}) GB")
+_GB = rb"(\d{1,7}\.?\d{0,6}) GB"
+_DEVICE = re.compile(rb"MA %s\s+Max_MA %s\s+CA %s\s+Max_CA " % (_GB, _GB, _GB))
+_HOST = re.compile(rb"CPU Virtual Memory:\s+used = " + _GB)
 _OTHER = re.compile(rb"\s*(?:[\x80<{]|\[\s*[\[{])")
 _SAYS = (b" time (ms) | ", b"see_memory_usage] ", b"\ntime (ms) | ")
 _SHORT = {b"fwd": "forward", b"forward": "forward", b"bwd": "backward", b"backward": "backward", b"step": "update"}

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -251,7 +251,7 @@ def device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
             device_name, total_bytes = entry.get("name"), entry.get("totalGlobalMem")
             known[entry["id"]] = {"device_name": device_name} if isinstance(device_name, str) else {}
-            if type(total_bytes) is int and 0 <= total_bytes <= MAX_SIZE_BYTES:
+            if _is_whole(total_bytes, MAX_SIZE_BYTES):
                 known[entry["id"]]["total_bytes"] = total_bytes
     return known
 
@@ -328,7 +328,7 @@ def _take(found: _Found, event: dict[str, Any], where: str) -> None:
         return
     if name == _MEMORY:
         total = args.get("Total Allocated")
-        if args.get("Device Type") == 0 and type(total) is int and 0 <= total < MAX_SIZE_BYTES:
+        if args.get("Device Type") == 0 and _is_whole(total, MAX_SIZE_BYTES - 1):
             found.host.append(Held(_nanoseconds(event.get("ts"), where), MemoryKind.HOST, total))
         return
     if event.get("ph") != "X":
@@ -338,12 +338,7 @@ def _take(found: _Found, event: dict[str, Any], where: str) -> None:
     end = begin + _nanoseconds(event.get("dur", 0), where)
     if kind in _KERNELS or kind in _SETS or kind in _COPIES:
         device, size = args.get("device"), args.get("bytes", 0)
-        if (
-            type(device) is not int
-            or not 0 <= device <= _MAX_DEVICE
-            or type(size) is not int
-            or not 0 <= size < MAX_SIZE_BYTES
-        ):
+        if not (_is_whole(device, _MAX_DEVICE) and _is_whole(size, MAX_SIZE_BYTES - 1)):
             raise BadInputError(
                 f"{where} is a kernel or a copy without a device or with impossible bytes: export again."
             )
@@ -359,6 +354,10 @@ def _take(found: _Found, event: dict[str, Any], where: str) -> None:
         is_operation = kind in _OPERATIONS or name.startswith((_BACKWARD, _OLD_BACKWARD, _UPDATE))
         thread.is_autograd |= name.startswith((_BACKWARD, _OLD_BACKWARD))
         thread.ranges.append(_Range(begin, end, name, not is_operation))
+
+
+def _is_whole(value: Any, most: int) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= most
 
 
 def _key(value: Any) -> int | str | None:

@@ -10,6 +10,7 @@ import io
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,9 +77,8 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
         raise BadInputError(f"{path}: the CSV has a header and no lifespans: write one line a request.")
     order = np.argsort(np.array(values["lower"], np.int64), kind="stable")
     columns = {name: np.array(column, np.int64)[order] for name, column in values.items()}
-    extra = {"id": _id_column(ids)[order]} | {
-        name: columns[name] for name in ("offset", "alignment") if name in columns
-    }
+    extra: dict[str, Any] = {name: columns[name] for name in ("offset", "alignment") if name in columns}
+    extra["id"] = _id_column(ids)[order]
     notes = []
     if "alignment" in columns and np.any(columns["alignment"] > 1):
         notes.append("the file asks for alignments of single requests: plans have one alignment for all")

@@ -85,13 +85,11 @@ def _traces(path: Path, snapshot: Any, num_bytes: int) -> list[Trace]:
         segments: dict[int, list[dict[str, Any]]] = {}
         for segment in budget.spend(snapshot["segments"]):
             segments.setdefault(int(segment["device"]), []).append(segment)
-        traces = []
-        without_history = sorted(
-            device for device in segments if device >= len(histories) or not _says_something(histories[device])
-        )
-        for device, history in enumerate(histories):
-            if _says_something(history):
-                traces.append(_read_device(path, budget, said, device, history, segments.get(device, [])))
+        told = [device for device, history in enumerate(histories) if _says_something(history)]
+        without_history = sorted(segments.keys() - set(told))
+        traces = [
+            _read_device(path, budget, said, device, histories[device], segments.get(device, [])) for device in told
+        ]
         if not traces:
             traces = [_read_state(path, budget, said, device, segments[device]) for device in without_history]
     except BadInputError:
@@ -144,11 +142,9 @@ def _read_device(
     action, address, size, raw_stream, time_us = _event_columns(where, history)
     stacks = StackCollector()
     end_state = _segment_columns(budget, segments, stacks)
-    raw = np.concatenate([raw_stream, end_state.stream, end_state.block["stream"]])
-    streams, stream_index = index_streams(raw)
-    event_stream, segment_stream, block_stream = np.split(
-        stream_index, np.cumsum([len(raw_stream), len(end_state.stream)])
-    )
+    raw = (raw_stream, end_state.stream, end_state.block["stream"])
+    streams, index = index_streams(np.concatenate(raw))
+    event_stream, segment_stream, block_stream = np.split(index, np.cumsum([len(one) for one in raw[:2]]))
     pairs = pair_events(action, address, size, event_stream, where)
     is_old = _baseline_blocks(where, pairs, end_state, len(action))
     old = end_state.block[is_old]

@@ -19,10 +19,7 @@ from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
 from stalloc.trace.sources.pickle_scan import FINE, REFUSALS, UNUSUAL, scan
 
-_ADMITTED = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-}
+_ADMITTED = {("collections", kind.__name__): kind for kind in (collections.OrderedDict, collections.defaultdict)}
 _READ_AHEAD_BYTES = 1 << 17  # what the unpickler looks ahead, if it can: without frames it else reads value by value
 _FREE_BYTES, _MAX_DENSITY = 64 << 20, 32  # snapshots take 11 to 22 bytes of memory for each of their own
 
@@ -84,12 +81,9 @@ def _name(data: bytes, module: int, name: int) -> tuple[str, str]:
     """The global that is asked for at these positions."""
     if name < 0:
         name = data.index(b"\n", module) + 1
-        return _text(data[module : name - 1]), _text(data[name : data.index(b"\n", name)])
+        lines = data[module : name - 1], data[name : data.index(b"\n", name)]
+        return lines[0].decode("utf-8", "replace"), lines[1].decode("utf-8", "replace")
     return _string(data, module), _string(data, name)
-
-
-def _text(line: bytes) -> str:
-    return line.decode("utf-8", "replace")
 
 
 def _string(data: bytes, at: int) -> str:

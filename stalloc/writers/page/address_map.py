@@ -59,9 +59,8 @@ def side_by_side(
     `segments` are (s,) columns: address ranges [low, high) (uint64) that were reserved in the moments [begin, end).
     """
     low, high, begin, end = segments
-    covered, size = covered_ranges(
-        np.concatenate([address, low]), np.concatenate([np.maximum(trace.size, 1), (high - low).astype(np.int64)])
-    )
+    sizes = np.concatenate([np.maximum(trace.size, 1), (high - low).astype(np.int64)])
+    covered, size = covered_ranges(np.concatenate([address, low]), sizes)
     bottom = np.cumsum(size) - size
 
     def unit(at: Column) -> Column:
@@ -81,9 +80,8 @@ def planned_map(trace: Trace) -> AddressMap:
     made = plan(lifespans, alignment=ALIGNMENT_BYTES, method=method, time_budget_seconds=_MAX_SECONDS)
     height = max(-(-made.peak_bytes // ALIGNMENT_BYTES), 1)
     arena = np.array([[0, max(trace.num_events, 1) + 1, 0, height]], np.int64)
-    return AddressMap(
-        name="stalloc's plan, in hindsight", place=made.offset // ALIGNMENT_BYTES, height=height, segments=arena
-    )
+    place = made.offset // ALIGNMENT_BYTES
+    return AddressMap(name="stalloc's plan, in hindsight", place=place, height=height, segments=arena)
 
 
 def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis import Explanation, explain, holders, summarize
+from stalloc.analysis import explain, holders, summarize
 from stalloc.analysis.holders import class_keys, module_keys, purposes, role_keys, site_keys, site_text, stack_names
 from stalloc.analysis.moments import last_oom
 from stalloc.analysis.study_record import as_json
@@ -103,6 +103,9 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
         groups["module"] = _numbered(module_keys(operations, rows))
         groups["role"] = _numbered(role_keys(operations, rows))
     columns |= {name: number for name, (_, number) in groups.items()}
+    explanation = dataclasses.asdict(told)
+    if explanation["out_of_memory"]:
+        del explanation["out_of_memory"]["avoided_by"]
     levels, counts = np.unique(level[order], return_counts=True)
     header = {
         **shown,
@@ -110,7 +113,7 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
         "headline": headline(told, held, summary),
         "remarks": remarks(trace, told),
         "summary": dataclasses.asdict(summary),
-        "explanation": _explanation(told),
+        "explanation": explanation,
         "moment": {"event": held.event, "at": held.at},
         "growth": [dataclasses.asdict(growth) for growth in held.growth],
         "num_requests": trace.num_requests,
@@ -140,14 +143,6 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
 def _packed(parts: Sequence[Column]) -> str:
     raw = b"".join(np.ascontiguousarray(part, dtype="<u4").tobytes() for part in parts)
     return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode("ascii")
-
-
-def _explanation(told: Explanation) -> dict[str, Any]:
-    entry = dataclasses.asdict(told)
-    entry["out_of_memory"] = entry["out_of_memory"] and {
-        name: value for name, value in entry["out_of_memory"].items() if name != "avoided_by"
-    }
-    return entry
 
 
 def _numbered(keys: Sequence[Hashable]) -> tuple[list[str], Column]:

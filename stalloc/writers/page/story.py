@@ -46,10 +46,8 @@ def headline(told: Explanation, held: Holders, summary: Summary) -> list[str]:
             else f"Out of memory: {printable(error.asked_by)} requested {human_bytes(error.wanted_bytes)}; the file "
             "does not say what was free on the device."
         )
-    found += [
-        f"Memory grows {human_bytes(growth.bytes_per_step)} a step at {printable(growth.name)}."
-        for growth in held.growth[:2]
-    ]
+    grown = ((human_bytes(growth.bytes_per_step), printable(growth.name)) for growth in held.growth[:2])
+    found += [f"Memory grows {size} a step at {name}." for size, name in grown]
     gap = told.reserved_bytes - told.allocated_bytes
     if gap > _MUCH * max(told.reserved_bytes, 1):
         cause = max(told.causes, key=lambda name: told.causes[name])
