@@ -1,22 +1,9 @@
-"""What a device, its host and the links between them did over time: computing, copies, phases. Tables of Trace.extra.
+"""What a device, its host and the links between them did over time: computing, copies, phases.
 
-| column | |
-|---|---|
-| `activity_start`, `activity_end` | (a,) int64: nanoseconds, on the clock of `time_us` |
-| `activity_link` | (a,) int8 of Link: what was at work |
-| `activity_bytes` | (a,) int64: bytes that were moved; 0 where something computes |
-| `activity_waited` | (a,) int64: nanoseconds that the program stood still for it; 0: it went on; -1: not known |
-| `activity_pinned` | (a,) int8: the host memory of a copy is 1 page-locked, 0 pageable, -1 not known |
-| `activity_phase` | (a,) int32: the phase that asked for it, an index into the names; -1: none |
-| `phase_start`, `phase_end` | (p,) int64: nanoseconds, of each time that a phase ran |
-| `phase_name` | (p,) int32: an index into the names |
-| `memory_time`, `memory_bytes` | (h,) int64: from this nanosecond on there are so many bytes |
-| `memory_kind` | (h,) int8 of MemoryKind: what they are |
-| `activity_text` | (t,) uint8: a JSON list of the names |
-
-A phase `update/3` is a part of the phase `update`, such as a subgroup of its parameters. Where the tables do not say
-when phases ran, a phase lasts from the first thing that it computes (or copies) to that of the next. Files are
-untrusted: what is read back is checked, whole, before anything of it is used.
+These are tables of Trace.extra, whose columns docs/files.md describes. A phase `update/3` is a part of the phase
+`update`, such as a subgroup of its parameters. Where the tables do not say when phases ran, a phase lasts from the
+first thing that it computes (or copies) to that of the next. Files are untrusted: what is read back is checked, whole,
+before anything of it is used.
 """
 
 import enum
@@ -102,7 +89,7 @@ def _none() -> Column:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Activity:
-    """The tables of one device, as the columns above say."""
+    """The tables of one device, as the columns say."""
 
     start: Times
     end: Times

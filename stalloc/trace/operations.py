@@ -1,26 +1,8 @@
-"""What the program did with the requests of a trace: operations, accesses, shapes, modules; tables of Trace.extra.
+"""What the program did with the requests of a trace: operations, accesses, shapes, modules.
 
-| column | |
-|---|---|
-| `op_name` | (k,) int32: index into the names, which `op_text` holds |
-| `op_parent` | (k,) int32: the range that this one lies in, an earlier row; -1: none |
-| `op_begin`, `op_end` | (k,) int64: the range began before event `op_begin`, and ended before event `op_end` |
-| `op_thread` | (k,) int16: threads are numbered from 0 as they appear |
-| `op_sequence` | (k,) int32: what autograd calls an operation and the node that is its backward; -1: nothing |
-| `op_kind` | (k,) int8 of RangeKind |
-| `op_shape`, `op_module` | (k,) int32: rows of shapes and of modules, -1 for none |
-| `access_op`, `access_request` | (a,) int32: the operation and the request, ordered by operation |
-| `access_kind` | (a,) int8: 0 read, 1 written |
-| `made_by` | (n,) int32: the operation that asked for each request; -1: not known |
-| `role` | (n,) int8 of Role |
-| `shape_flops`, `shape_read_bytes`, `shape_written_bytes` | (s,) int64: of a call of this shape |
-| `shape_ns` | (s,) int64: nanoseconds that a call took on the GPU where it was measured; 0: not measured |
-| `module_parent` | (q,) int32: the module that holds this one, an earlier row; -1: none |
-| `module_is_block` | (q,) int8: 1 for one of the repeated blocks of its model, such as the layers of a transformer |
-| `op_text`, `shape_text`, `module_text` | (t,) uint8: JSON lists: names; calls; [name, class] |
-
-A request stands for the storage that lies in it: views of one storage are one request. Files are untrusted: what is
-read back is checked, whole, before anything of it is used.
+These are tables of Trace.extra, whose columns docs/files.md describes. A request stands for the storage that lies in
+it: views of one storage are one request. Files are untrusted: what is read back is checked, whole, before anything of
+it is used.
 """
 
 import enum
@@ -77,7 +59,7 @@ class ModuleName:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Operations:
-    """The tables of one trace, as the columns above say; `op_` is left out of their names."""
+    """The tables of one trace, as the columns say; `op_` is left out of their names."""
 
     name: Rows
     names: tuple[str, ...]

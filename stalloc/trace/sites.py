@@ -1,15 +1,7 @@
 """Call sites: which stack asked for a request, each distinct stack and frame kept once, in five columns of Trace.extra.
 
-| column | |
-|---|---|
-| `site` | (n,) int32: stack that allocated each request; -1: not known |
-| `event_site` | (m,) int32: stack of each event that asks for memory (alloc, segment, oom); -1: none kept |
-| `site_begin` | (k+1,) int64: stack i is `site_frame[site_begin[i]:site_begin[i+1]]`, innermost frame first |
-| `site_frame` | (l,) int32: frames by number |
-| `site_text` | (t,) uint8: a JSON list of [file name, line, function], one a frame |
-
-Files are untrusted: what is kept is bounded, what is read back is checked, and names hold printable characters only. A
-name may still hold markup: whoever shows it escapes it.
+docs/files.md describes the columns. Files are untrusted: what is kept is bounded, what is read back is checked, and
+names hold printable characters only. A name may still hold markup: whoever shows it escapes it.
 """
 
 import json
