@@ -207,56 +207,58 @@ def sentences(error: ErrorText) -> Iterator[str]:
             missing = human_bytes(error.wanted_bytes - error.free_bytes)
             yield f"The cause is capacity: {human_bytes(error.free_bytes)} is there for it, {missing} too little."
     elif error.wanted_bytes is None and not error.told:
-        yield f"{_the(error)} found no memory, and the text gives no figures that tell why."
+        who = "CUDA itself" if error.library == "CUDA" else error.library
+        yield f"{who} found no memory, and the text gives no figures that tell why."
     else:
-        yield from _CAUSES[error.verdict](error)
+        yield from _cause(error)
     if error.advice:
         yield error.advice
 
 
-def _the(error: ErrorText) -> str:
-    return "CUDA itself" if error.library == "CUDA" else "PyTorch" if error.library == "PyTorch" else error.library
+def _cause(error: ErrorText) -> Iterator[str]:
+    match error.verdict:
+        case "contradiction":
+            yield (
+                f"Its figures contradict each other: {error.contradiction}. Drivers that lend memory of the host "
+                "(integrated GPUs, Windows) report such figures, and so do other processes that come and go meanwhile: "
+                "the reason cannot be told from them."
+            )
+        case "outside":
+            yield (
+                f"{human_bytes(error.free_bytes or 0)} was free on the device, more than the "
+                f"{human_bytes(error.wanted_bytes or 0)} that were wanted, so the cause lies outside of the allocator: "
+                "a limit (of the process, the container, or the driver, as on mappings or open files), the driver "
+                "itself, or another process that held it at that moment."
+            )
+        case "size":
+            yield (
+                f"No device has {human_bytes(error.wanted_bytes or 0)}, so the size itself is wrong: an overflow, a "
+                "length that was never set, or one that came damaged from a file or another rank."
+            )
+        case "limit":
+            yield from _limit(error)
+        case "capacity":
+            yield from _capacity(error)
+        case "fragmentation":
+            yield from _fragmentation(error)
+        case _:
+            yield _unknown(error)
 
 
-def _unknown(error: ErrorText) -> Iterator[str]:
+def _unknown(error: ErrorText) -> str:
     left, wanted = error.limit_left_bytes, error.wanted_bytes or 0
     if left is not None and left >= wanted:
-        yield (
+        return (
             f"The limit is not the cause, {human_bytes(left)} of it is left: the device itself had no room, and the "
             "text does not say who holds it."
         )
-        return
     named = {
         "how much was free": error.free_bytes is None,
         "how much the allocator holds": error.reserved_bytes is None,
         "how much of what it holds is allocated": error.allocated_bytes is None,
     }
     missing = " and ".join([name for name, is_missing in named.items() if is_missing][:2])
-    yield f"It does not say {missing}, so the reason cannot be told from it."
-
-
-def _contradiction(error: ErrorText) -> Iterator[str]:
-    yield (
-        f"Its figures contradict each other: {error.contradiction}. Drivers that lend memory of the host (integrated "
-        "GPUs, Windows) report such figures, and so do other processes that come and go meanwhile: the reason cannot "
-        "be told from them."
-    )
-
-
-def _outside(error: ErrorText) -> Iterator[str]:
-    yield (
-        f"{human_bytes(error.free_bytes or 0)} was free on the device, more than the "
-        f"{human_bytes(error.wanted_bytes or 0)} that were wanted, so the cause lies outside of the allocator: a limit "
-        "(of the process, the container, or the driver, as on mappings or open files), the driver itself, or another "
-        "process that held it at that moment."
-    )
-
-
-def _size(error: ErrorText) -> Iterator[str]:
-    yield (
-        f"No device has {human_bytes(error.wanted_bytes or 0)}, so the size itself is wrong: an overflow, a length "
-        "that was never set, or one that came damaged from a file or another rank."
-    )
+    return f"It does not say {missing}, so the reason cannot be told from it."
 
 
 def _limit(error: ErrorText) -> Iterator[str]:
@@ -338,14 +340,3 @@ def _against_fragmentation(error: ErrorText) -> str:
     if error.backend == "HIP":
         return f"Try {variable}=expandable_segments:True, or {split} where ROCm warns that it cannot; or {_PLAN}."
     return f"Try {variable}=expandable_segments:True, which costs nothing, or {_PLAN}."
-
-
-_CAUSES = {
-    "unknown": _unknown,
-    "contradiction": _contradiction,
-    "outside": _outside,
-    "size": _size,
-    "limit": _limit,
-    "capacity": _capacity,
-    "fragmentation": _fragmentation,
-}
