@@ -46,11 +46,25 @@ _ASYNC = re.compile(
     r"Allocation on device (?:(\d+) )?would exceed allowed memory|OutOfMemoryError: Allocation on device\b"
 )
 _ASYNC_FIGURES = {
-    "allocated_bytes": r"Currently allocated\s*:",
-    "wanted_bytes": r"Requested\s*:",
-    "total_bytes": r"Device limit\s*:",
-    "free_bytes": r"Free \(according to CUDA\)\s*:",
-    "limit_bytes": r"PyTorch limit \(set by user-supplied memory fraction\)[\s\S]{0,120}?:",
+    "allocated_bytes": rf"Currently allocated\s*:\s*{_SIZE}",
+    "wanted_bytes": rf"Requested\s*:\s*{_SIZE}",
+    "total_bytes": rf"Device limit\s*:\s*{_SIZE}",
+    "free_bytes": rf"Free \(according to CUDA\)\s*:\s*{_SIZE}",
+    "limit_bytes": rf"PyTorch limit \(set by user-supplied memory fraction\)[\s\S]{{0,120}}?:\s*{_SIZE}",
+}
+_OLD_FIGURES = {
+    "free_bytes": rf"{_SIZE}\s+free",
+    "allocated_bytes": rf"{_SIZE}\s+already allocated",
+    "reserved_bytes": rf"{_SIZE}\s+reserved in total by PyTorch",
+    "cached": rf"{_SIZE}\s+cached",
+    "limit_bytes": rf"{_SIZE}\s+allowed",
+}
+_NEW_FIGURES = {
+    "allocated_bytes": rf"{_SIZE}\s+(?:is )?allocated by PyTorch",
+    "inside": rf"{_SIZE}\s+is reserved by PyTorch but unallocated",
+    "process_bytes": rf"this process has\s+{_SIZE} memory",
+    "limit_bytes": rf"{_SIZE}\s+allowed",
+    "private_bytes": rf"{_SIZE}\s+allocated in private pools",
 }
 _VARIABLE = re.compile(r"PYTORCH_(?:[A-Z]+_)?ALLOC_CONF")
 _SETTING = re.compile(r"expandable_segments|max_split_size_mb")
@@ -105,53 +119,37 @@ def _error(wanted: str | None, backend: str, rest: str) -> ErrorText:
 
 def _old_figures(old: re.Match[str]) -> dict[str, Any]:
     """The figures that releases until 2.0 give in brackets."""
-    inside = old[3] or ""
-    allocated, reserved = _named("already allocated", inside), _named("reserved in total by PyTorch", inside)
-    cached = _named("cached", inside)  # until 1.3, which called so what is reserved and not allocated
-    if allocated is not None and cached is not None:
-        reserved = allocated + cached
-    return {
-        "device": int(old[1]),
-        "total_bytes": _bytes(old[2]),
-        "free_bytes": _named("free", inside),
-        "allocated_bytes": allocated,
-        "reserved_bytes": reserved,
-        "limit_bytes": _named("allowed", inside),
-        "release": "until 1.3" if cached is not None else "1.4 to 2.0",
-    }
+    told = _figures_of(_OLD_FIGURES, old[3] or "")
+    cached = told.pop("cached")  # until 1.3, which called so what is reserved and not allocated
+    if told["allocated_bytes"] is not None and cached is not None:
+        told["reserved_bytes"] = told["allocated_bytes"] + cached
+    release = "until 1.3" if cached is not None else "1.4 to 2.0"
+    return told | {"device": int(old[1]), "total_bytes": _bytes(old[2]), "release": release}
 
 
 def _new_figures(rest: str) -> dict[str, Any]:
     """The figures that releases from 2.1 on give in sentences."""
-    new = _NEW.search(rest)
-    allocated = _named(r"(?:is )?allocated by PyTorch", rest)
-    inside = _named(r"is reserved by PyTorch but unallocated", rest)
-    process = re.search(rf"this process has\s+{_SIZE} memory", rest)
-    return {
-        "device": int(new[1]) if new else None,
-        "total_bytes": _bytes(new[2]) if new else None,
-        "free_bytes": _bytes(new[3]) if new else None,
-        "allocated_bytes": allocated,
-        "reserved_bytes": allocated + inside if allocated is not None and inside is not None else None,
-        "process_bytes": _bytes(process[1]) if process else None,
-        "limit_bytes": _named("allowed", rest),
-        "private_bytes": _named("allocated in private pools", rest),
-        "release": "from 2.1" if new else "",
-    }
+    told = _figures_of(_NEW_FIGURES, rest)
+    allocated, inside = told["allocated_bytes"], told.pop("inside")
+    told["reserved_bytes"] = allocated + inside if allocated is not None and inside is not None else None
+    if (new := _NEW.search(rest)) is None:
+        return told
+    total, free = _bytes(new[2]), _bytes(new[3])
+    return told | {"device": int(new[1]), "total_bytes": total, "free_bytes": free, "release": "from 2.1"}
 
 
 def _of_async(match: re.Match[str], rest: str) -> ErrorText:
     """An error under backend:cudaMallocAsync, whose pool is the driver's."""
-    found = {name: re.search(rf"{words}\s*{_SIZE}", rest) for name, words in _ASYNC_FIGURES.items()}
-    figures: dict[str, Any] = {name: _bytes(one[1]) if one else None for name, one in found.items()}
-    if figures["limit_bytes"] is not None and figures["limit_bytes"] >= (figures["total_bytes"] or 0):
-        figures["limit_bytes"] = None
-    return ErrorText(library="PyTorch", device=int(match[1]) if match[1] else None, **figures)
+    told = _figures_of(_ASYNC_FIGURES, rest)
+    if told["limit_bytes"] is not None and told["limit_bytes"] >= (told["total_bytes"] or 0):
+        told["limit_bytes"] = None
+    return ErrorText(library="PyTorch", device=int(match[1]) if match[1] else None, **told)
 
 
-def _named(words: str, text: str) -> int | None:
-    match = re.search(rf"{_SIZE}\s+{words}", text)
-    return _bytes(match[1]) if match else None
+def _figures_of(patterns: dict[str, str], text: str) -> dict[str, Any]:
+    """The first size that each pattern finds in a text; None where it finds none."""
+    found = {name: re.search(pattern, text) for name, pattern in patterns.items()}
+    return {name: _bytes(match[1]) if match else None for name, match in found.items()}
 
 
 def _bytes(text: str | None, most_bytes: int = MOST_BYTES) -> int | None:

@@ -8,10 +8,9 @@ none. Times are microseconds from the first event, or event indices where the so
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,27 +77,23 @@ def _trace_events(trace: Trace, places: Places) -> Iterator[dict[str, Any]]:
     yield from _memory_events(trace, places.address, clock)
 
 
-@dataclass(frozen=True, eq=False)
-class _Clock:
+class _Clock(NamedTuple):
     """Microseconds at which events are; where the source has no times, an event takes one."""
 
-    table: Column | None  #: (m+1,) of each event and the end, increasing
+    at: Callable[[Column], Column]  #: of (k,) events, each from 0 to the end of the record
     end: float
-
-    def at(self, events: Column) -> Column:
-        """(k,) times of events, each from 0 to the end of the record."""
-        return events.astype(np.float64) if self.table is None else self.table[events]
 
 
 def _clock(trace: Trace) -> _Clock:
     count = trace.num_events
     if not _has_clock(trace):
-        return _Clock(None, float(count))
+        return _Clock(lambda events: events.astype(np.float64), float(count))
     since = (trace.time_us - trace.time_us[0]).astype(np.float64)
     same = np.concatenate([[True], np.diff(trace.time_us) != 0])
     index = np.arange(count)
     since += np.minimum(index - np.maximum.accumulate(np.where(same, index, 0)), 900) / 1000  # keeps their order
-    return _Clock(np.concatenate([since, [since[-1] + 1]]), float(since[-1] + 1))
+    times = np.append(since, since[-1] + 1)
+    return _Clock(times.__getitem__, float(times[-1]))
 
 
 def _has_clock(trace: Trace) -> bool:

@@ -146,13 +146,13 @@ def _history(trace: Trace, events: _Events, stacks: list[Stack]) -> list[dict[st
 
 
 def _segments(trace: Trace, places: Places, stacks: list[Stack]) -> list[dict[str, Any]]:
-    columns = _blocks(trace, places)
+    found = _blocks(trace, places)
+    order = np.argsort(found[0])
+    columns = [column[order] for column in found]
     sites = read_sites(trace)
     site = sites.site if sites is not None else np.full(trace.num_requests, -1)
-    order = np.argsort(columns[0])
-    block_address, block_size, block_request = (column[order] for column in columns)
-    firsts = np.searchsorted(block_address, places.segment_address)
-    lasts = np.searchsorted(block_address, places.segment_address + places.segment_size.astype(np.uint64))
+    firsts = np.searchsorted(columns[0], places.segment_address)
+    lasts = np.searchsorted(columns[0], places.segment_address + places.segment_size.astype(np.uint64))
     num_segments = len(places.segment_address)
     pool = _told(trace, places, "segment_pool", (num_segments, 2))
     small = _told(trace, places, "segment_is_small", (num_segments,))
@@ -161,22 +161,14 @@ def _segments(trace: Trace, places: Places, stacks: list[Stack]) -> list[dict[st
     for i in range(num_segments):
         inside = slice(firsts[i], lasts[i])
         blocks: list[dict[str, Any]] = []
-        for at, size, row in zip(
-            *(column[inside].tolist() for column in (block_address, block_size, block_request)), strict=True
-        ):
-            state = "inactive"
+        for at, size, row in zip(*(column[inside].tolist() for column in columns), strict=True):
+            block = {"address": at, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
             if row >= 0:
                 asked = trace.free_requested[row] < trace.num_events
-                state = "active_pending_free" if asked else "active_allocated"
-            blocks.append(
-                {
-                    "address": at,
-                    "size": size,
-                    "requested_size": int(trace.size[row]) if row >= 0 else 0,
-                    "state": state,
-                    "frames": stacks[int(site[row])] if row >= 0 else [],
-                }
-            )
+                block["requested_size"] = int(trace.size[row])
+                block["state"] = "active_pending_free" if asked else "active_allocated"
+                block["frames"] = stacks[int(site[row])]
+            blocks.append(block)
         active = [block for block in blocks if block["state"] != "inactive"]
         segments.append(
             {
