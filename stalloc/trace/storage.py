@@ -50,21 +50,17 @@ def read_header(content: bytes) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not entries:
         raise ValueError("its header lists no devices")
     for number, entry in enumerate(entries):
-        _check_entry(number, entry)
+        if not isinstance(entry, dict):
+            raise ValueError(f"entry {number} of its header is no object")
+        for name, (is_right, expected) in _ENTRY.items():
+            if name not in entry or not is_right(entry[name]):
+                raise ValueError(f"{name} of device {number} in its header is not {expected}")
+        for name, (is_right, expected) in _INFO.items():
+            if name in entry["info"] and not is_right(entry["info"][name]):
+                raise ValueError(f"info.{name} of device {number} in its header is not {expected}")
     if len({entry["device"] for entry in entries}) < len(entries):
         raise ValueError("its header has a device twice")
     return entries
-
-
-def _check_entry(number: int, entry: Any) -> None:
-    if not isinstance(entry, dict):
-        raise ValueError(f"entry {number} of its header is no object")
-    for name, (is_right, expected) in _ENTRY.items():
-        if name not in entry or not is_right(entry[name]):
-            raise ValueError(f"{name} of device {number} in its header is not {expected}")
-    for name, (is_right, expected) in _INFO.items():
-        if name in entry["info"] and not is_right(entry["info"][name]):
-            raise ValueError(f"info.{name} of device {number} in its header is not {expected}")
 
 
 def _whole(lowest: int, highest: int) -> _Check:

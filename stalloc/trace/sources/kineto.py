@@ -88,15 +88,7 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
     properties = device_properties(path, data)
     said = _converter_notes(path, data)
     return [
-        _read_device(
-            path,
-            device,
-            events,
-            # the profiler's are of the host, so they concern every device; in our files a process is a device
-            [annotation for process, annotation in annotations if said is None or process == device],
-            properties.get(device, {}),
-            said,
-        )
+        _read_device(path, device, events, annotations, properties.get(device, {}), said)
         for (device, _), events in sorted(devices.items())
     ]
 
@@ -141,7 +133,7 @@ def _read_device(
     path: Path,
     device: int,
     events: list[_Event],
-    annotations: list[tuple[float, float, str]],
+    annotations: list[tuple[Any, tuple[float, float, str]]],
     properties: dict[str, Any],
     said: list[str] | None,
 ) -> Trace:
@@ -178,7 +170,8 @@ def _read_device(
         identity=np.insert(np.array(identity, np.uint64), at, 0),
         size=np.insert(np.array([abs(event.size_bytes) for event in events], np.int64), at, np.abs(change)),
         time_us=clock.astype(np.int64),
-        marks=_marks(clock, annotations),
+        # the profiler's are of the host, so they concern every device; in our files a process is a device
+        marks=_marks(clock, [one for process, one in annotations if said is None or process == device]),
         has_addresses=has_addresses,
         reserved_start_bytes=reserved_start,
         more_info=properties,

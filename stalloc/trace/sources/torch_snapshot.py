@@ -27,7 +27,6 @@ _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
 _ASKING_ACTIONS = {"alloc", "segment_alloc", "segment_map", "oom"}
 _RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
-_USUAL_POOL = (0, 0)
 _DECODED_JSON = 20  #: times its text
 
 
@@ -85,7 +84,8 @@ def _traces(path: Path, snapshot: Any, num_bytes: int) -> list[Trace]:
         segments: dict[int, list[dict[str, Any]]] = {}
         for segment in budget.spend(snapshot["segments"]):
             segments.setdefault(int(segment["device"]), []).append(segment)
-        told = [device for device, history in enumerate(histories) if _says_something(history)]
+        telling = ("alloc", "free_completed")
+        told = [at for at, history in enumerate(histories) if any(event["action"] in telling for event in history)]
         without_history = sorted(segments.keys() - set(told))
         traces = [
             _read_device(path, budget, said, device, histories[device], segments.get(device, [])) for device in told
@@ -128,10 +128,6 @@ def _read_state(path: Path, budget: Budget, said: SnapshotNotes, device: int, se
     trace = _read_device(path, budget, said, device, [{"action": "snapshot", "size": 0, "stream": 0}], segments)
     note = "the snapshot has no history: it says what there was at that moment, not how it came to be"
     return trace.replace(info=trace.info | {"history": False, "notes": [*trace.info["notes"], note]})
-
-
-def _says_something(history: list[Any]) -> bool:
-    return any(event["action"] in ("alloc", "free_completed") for event in history)
 
 
 def _read_device(
@@ -204,7 +200,9 @@ def _segment_columns(budget: Budget, segments: list[Any], stacks: StackCollector
                 frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
                 blocks.append((int(block.get("address", address)), int(requested), stream, stacks.add(frames)))
             address += int(block["size"])  # old snapshots give blocks no address: they lie one after the other
-    pools = [_pool(segment) for segment in segments]
+    pools = [[int(part) for part in segment.get("segment_pool_id", (0, 0))] for segment in segments]
+    if any(len(pool) != 2 for pool in pools):
+        raise ValueError("an id of a pool that is no pair")
     return _Segments(
         address=np.array([int(segment["address"]) for segment in segments], np.uint64),
         size=np.array([int(segment["total_size"]) for segment in segments], np.int64),
@@ -218,11 +216,6 @@ def _segment_columns(budget: Budget, segments: list[Any], stacks: StackCollector
             "segment_is_expandable": np.array([bool(segment.get("is_expandable")) for segment in segments], np.int8),
         },
     )
-
-
-def _pool(segment: dict[str, Any]) -> tuple[int, int]:
-    owner, number = segment.get("segment_pool_id", _USUAL_POOL)
-    return int(owner), int(number)
 
 
 def _block_requests(end_state: _Segments, pairs: Pairs, old: Column) -> dict[str, Column]:

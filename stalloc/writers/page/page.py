@@ -78,8 +78,7 @@ def device_data(record: DeviceRecord, allocators: Sequence[Candidate] = ()) -> D
 
 def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]) -> DeviceData:
     told = explain(trace, "oom" if last_oom(trace) is not None else "peak")
-    held = holders(trace)
-    summary = summarize(trace)
+    held, summary = holders(trace), summarize(trace)
     rows = np.arange(trace.num_requests)
     kinds, kind = _numbered(class_keys(trace, rows))
     sites, stacks, stack = _sites(trace)
@@ -88,10 +87,9 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
     order = np.lexsort((trace.start, -level.astype(np.int64)))
     replayed = [replayed_map(trace, candidate) for candidate in allocators]
     maps = [made for made in (recorded_map(trace), *replayed, planned_map(trace)) if made is not None]
-    start = trace.start + 1  # 0: before the first event
     columns = {
-        "start": start,
-        "duration": trace.end + 1 - start,
+        "start": trace.start + 1,  # 0: before the first event
+        "duration": trace.end - trace.start,
         "size": size // ALIGNMENT_BYTES,
         "kind": kind,
         "stream": trace.stream,
@@ -120,7 +118,7 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
         "num_events": max(trace.num_events, 1),
         "levels": [[int(one), int(count)] for one, count in zip(levels[::-1], counts[::-1], strict=True)],
         "kinds": kinds,
-        "sites_are": _sites_are(trace),
+        "sites_are": "call site" if read_sites(trace) is not None else "purpose" if operations is not None else "",
         "streams": [str(stream) for stream in trace.streams],
         "sites": sites,
         "stacks": stacks,
@@ -173,13 +171,6 @@ def _device_name(record: DeviceRecord) -> str:
     name = record.info.get("device_name")
     kind = "virtual" if record.info.get("virtual") is True else "cuda"
     return printable(shown_name(kind, name), _MAX_NAME) if name and isinstance(name, str) else ""
-
-
-def _sites_are(trace: Trace) -> str:
-    """What the names of call sites are; empty where all of them are unknown."""
-    if read_sites(trace) is not None:
-        return "call site"
-    return "purpose" if read_operations(trace) is not None else ""
 
 
 def _reserved(trace: Trace) -> list[list[int]]:
