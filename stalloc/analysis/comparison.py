@@ -130,19 +130,14 @@ def moved_lines(first: Held, second: Held) -> Held:
 
 def changes_of(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:
     """What every key holds in each of two, what grew most first."""
-    changes: dict[str, Change] = {}
-    for key in [*first, *(key for key in second if key not in first)]:
-        name = text(key)
-        told = changes.get(name, Change(name, 0, 0, 0, 0))  # two files of one name look the same
-        (bytes_1, count_1), (bytes_2, count_2) = first.get(key, (0, 0)), second.get(key, (0, 0))
-        changes[name] = Change(
-            name,
-            told.first_bytes + bytes_1,
-            told.second_bytes + bytes_2,
-            told.first_requests + count_1,
-            told.second_requests + count_2,
-        )
-    return sorted(changes.values(), key=lambda change: (-change.change_bytes, -change.second_bytes, change.name))
+    totals: dict[str, list[int]] = {}  # two files of one name look the same
+    for side, held in enumerate((first, second)):
+        for key, (num_bytes, count) in held.items():
+            total = totals.setdefault(text(key), [0, 0, 0, 0])
+            total[side] += num_bytes
+            total[2 + side] += count
+    changes = [Change(name, *total) for name, total in totals.items()]
+    return sorted(changes, key=lambda change: (-change.change_bytes, -change.second_bytes, change.name))
 
 
 SiteText = Callable[[Hashable], str]  #: of a key of `site_keys`

@@ -278,6 +278,8 @@ def study(record: DeviceRecord) -> Study:
     is_estimated = record.info.get("estimated") is True
     has_times = is_estimated or record.info.get("virtual") is not True
     phases = _phases(activity, windows, levels, total)
+    moments = pairwise(((windows.bounds - begin) / 1e9).tolist())
+    copying, computing = (sum(getattr(phase, part) for phase in phases) for part in ("copy_seconds", "compute_seconds"))
     return Study(
         device=record.device,
         device_name=str(record.info.get("device_name", "")),
@@ -288,20 +290,13 @@ def study(record: DeviceRecord) -> Study:
         begin_ns=begin,
         seconds=(end - begin) / 1e9,
         phases=phases,
-        stretches=[
-            (windows.names[name], *pair)
-            for name, pair in zip(
-                windows.name.tolist(), pairwise(((windows.bounds - begin) / 1e9).tolist()), strict=True
-            )
-        ],
+        stretches=[(windows.names[name], *pair) for name, pair in zip(windows.name.tolist(), moments, strict=True)],
         links=_link_uses(activity, end - begin),
         sizes=_size_uses(activity),
         parts=_part_uses(activity, windows),
         blocking=_blocking_copies(activity),
         missed_overlap_seconds=sum(min(phase.copy_seconds, phase.compute_seconds) for phase in phases),
-        missed_across_seconds=min(
-            sum(phase.copy_seconds for phase in phases), sum(phase.compute_seconds for phase in phases)
-        ),
+        missed_across_seconds=min(copying, computing),
         as_ready=_as_ready(activity, record.as_ready),
         missing=_missing(activity, levels, total, windows, has_times=has_times),
     )

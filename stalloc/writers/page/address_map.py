@@ -100,14 +100,11 @@ def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
 
     def close(begin: int, end: int, event: int) -> None:
         """What is reserved of the cells [begin, end) goes at an event."""
-        at = begin
-        while at < end:
-            until = at + 1
-            while until < end and since[until] == since[at] and not breaks[until]:
-                until += 1
+        cells = np.arange(begin, end)
+        starts = cells[(cells == begin) | breaks[cells] | (since[cells] != since[cells - 1])].tolist()
+        for at, until in itertools.pairwise([*starts, end]):
             if since[at] != _GONE:
                 found.append((at, until, max(int(since[at]) + 1, 0), event + 1))
-            at = until
 
     for number, row in enumerate(rows.tolist()):
         cell_begin, cell_end = int(first[number]), int(last[number])
