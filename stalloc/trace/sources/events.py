@@ -67,7 +67,6 @@ def make_trace(
     marks: Sequence[Mark] = (),
     baseline: Sequence[tuple[int, int]] = (),
     has_addresses: bool = False,
-    has_beginning: bool = True,
     reserved_start_bytes: int = 0,
     notes: Sequence[str] = (),
     more_info: dict[str, Any] | None = None,
@@ -76,8 +75,8 @@ def make_trace(
 
     `action`, `identity` (an address, or a number that stands for one), `size` (bytes, at most MAX_SIZE_BYTES),
     `raw_stream` (default: one stream, 0) and `time_us` are (m,). `baseline` is (identity, bytes) of what the source
-    says was live before its first event; a free of any other unknown identity adds to it. `has_beginning` says whether
-    a recording without a baseline is known to be complete.
+    says was live before its first event; a free of any other unknown identity adds to it; without either the recording
+    is complete, unless `more_info`, which overrides what is put into Trace.info, says otherwise.
 
     Raises BadInputError when there are no events, or something is allocated or freed twice with nothing between.
     """
@@ -91,6 +90,7 @@ def make_trace(
     lasting = np.array([bytes_ for number, bytes_ in baseline if number not in freed], np.int64)
     names, mark_table = mark_columns(marks)
     requests = pairs.columns(lasting)
+    complete = not np.any(requests["start"] < 0)
     return Trace(
         device=device,
         **requests,
@@ -104,13 +104,7 @@ def make_trace(
         streams=streams,
         names=names,
         reserved_start_bytes=reserved_start_bytes,
-        info={
-            "source": source,
-            "file": path.name,
-            "complete": has_beginning and not np.any(requests["start"] < 0),
-            "notes": list(notes),
-        }
-        | (more_info or {}),
+        info={"source": source, "file": path.name, "complete": complete, "notes": list(notes)} | (more_info or {}),
         extra={},
     )
 

@@ -115,13 +115,8 @@ def read_rmm_log(path: Path, data: bytes) -> list[Trace]:
 
 def _add(events: _Events, cells: list[str]) -> None:
     _, time, name, pointer, num_bytes, on_stream = cells
-    events.add(
-        _ACTIONS[name],
-        _number(pointer, MAX_ADDRESS),
-        _bytes(num_bytes),
-        _number(on_stream, _MAX_STREAM),
-        _microseconds(time),
-    )
+    address, stream = _number(pointer, MAX_ADDRESS), _number(on_stream, _MAX_STREAM)
+    events.add(_ACTIONS[name], address, _bytes(num_bytes), stream, _microseconds(time))
 
 
 def _add_old(events: dict[int, _Events], cells: list[str]) -> None:
