@@ -171,12 +171,9 @@ def peak_use(trace: Trace, counted: Column | None = None, site: SiteText = site_
     )
 
 
-def lasting(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> list[Holder]:
-    """What was allocated in a trace and is live at its end, by call site; `counted` and `site` as in `peak_use`."""
-    alive = (trace.start >= 0) & (trace.end == trace.num_events)
-    if counted is not None:
-        alive &= counted
-    rows = np.flatnonzero(alive)
+def lasting(trace: Trace, site: SiteText = site_text) -> list[Holder]:
+    """What was allocated in a trace and is live at its end, by call site; `site`: how sites are told."""
+    rows = np.flatnonzero((trace.start >= 0) & (trace.end == trace.num_events))
     return grouped(site_keys(trace, rows), trace.aligned_size()[rows], site)
 
 
