@@ -17,7 +17,7 @@ from warm_programs import run_stalloc
 
 import stalloc
 from stalloc.cli import main
-from stalloc.writers.page.detail import LARGEST_IN_COLUMN, detail_levels
+from stalloc.writers.page.address_map import LARGEST_IN_COLUMN, detail_levels
 
 QUICK = (
     *("gpus.pickle.gz", "streams.pickle.gz", "lifespans.csv.gz", "profile.json.gz"),

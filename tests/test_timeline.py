@@ -11,8 +11,7 @@ import pytest
 from recordings import each, path_of
 
 from stalloc import BadInputError
-from stalloc.analysis.offload_study import study
-from stalloc.analysis.phase_windows import NO_PHASE
+from stalloc.analysis.offload_study import NO_PHASE, study
 from stalloc.cli import main
 from stalloc.trace import DeviceRecord, load_traces, save_traces
 from stalloc.trace.activity import Held, Link, MemoryKind, PhaseRun, Work, activity_of, read_activity

@@ -1,10 +1,9 @@
 """What a trace says: a summary of it, why reserved is above allocated in it, and what grew since another one."""
 
 from stalloc.analysis.comparison import Change, Comparison, compare
-from stalloc.analysis.explanation import CAUSES, Explanation, explain
+from stalloc.analysis.explanation import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.analysis.holders import MOMENTS, Branch, Growth, Holder, Holders, holders
-from stalloc.analysis.out_of_memory_event import OutOfMemory
-from stalloc.analysis.peaks import Recorded, count_events, recorded
+from stalloc.analysis.moments import Recorded, count_events, recorded
 from stalloc.analysis.summary import Summary, summarize
 
 __all__ = [

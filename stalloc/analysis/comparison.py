@@ -1,17 +1,20 @@
 """Two traces side by side, each at the moment when most is allocated: what grew, by class, by call site and by size.
 
 Upheld: the changes of every list add up to the change of the allocated peak, to the byte; a list is ordered by what
-grew most. Bytes are those of the rounded sizes, of which the peak is the lower bound of every plan.
+grew most. Bytes are those of the rounded sizes, of which the peak is the lower bound of every plan. A `PeakUse` is
+small enough to be kept in a file, in place of the first trace: what does not count in it (what others held before) is
+in no list, and call sites are told without the folder of the project, so that they agree between machines.
 """
 
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.grouping import class_keys, site_keys, site_text
-from stalloc.analysis.peaks import allocated_peak, reserved_peak
+from stalloc.analysis.holders import Holder, class_keys, grouped, held_by, site_keys, site_text
+from stalloc.analysis.moments import allocated_peak, live_rows, reserved_peak
 from stalloc.columns import Column
 from stalloc.trace import Trace
 from stalloc.trace.sites import Frame
@@ -70,31 +73,31 @@ class Comparison:
         return None if first is None or second is None else second - first
 
 
-Held = dict[Hashable, tuple[int, int]]
+Held = dict[Any, tuple[int, int]]
 """Bytes and requests by key, such as a call site."""
 
 
 def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
     """Compare two traces at their allocated peaks, sizes rounded up to `alignment` bytes."""
-    peaks, rows = zip(*(_peak(trace, alignment) for trace in (first, second)), strict=True)
-    traces = list(zip((first, second), rows, strict=True))
-    classes = [_held(trace, live, class_keys(trace, live), alignment) for trace, live in traces]
-    sizes = [_held(trace, live, trace.size[live].tolist(), alignment) for trace, live in traces]
-    old_sites, new_sites = (_held(trace, live, site_keys(trace, live), alignment) for trace, live in traces)
+    (peak, live, size), (other_peak, other_live, other_size) = (_peak(trace, alignment) for trace in (first, second))
+
+    def held(keys: Callable[[Trace, Column], Sequence[Any]]) -> tuple[Held, Held]:
+        return held_by(keys(first, live), size), held_by(keys(second, other_live), other_size)
+
+    sites = held(site_keys)
     return Comparison(
-        first=peaks[0],
-        second=peaks[1],
-        by_class=changes_of(classes[0], classes[1], str),
-        by_site=changes_of(old_sites, moved_lines(old_sites, new_sites), site_text),
-        by_size=changes_of(sizes[0], sizes[1], lambda size: f"{size} bytes"),
+        first=peak,
+        second=other_peak,
+        by_class=changes_of(*held(class_keys), str),
+        by_site=changes_of(sites[0], moved_lines(*sites), site_text),
+        by_size=changes_of(*held(lambda trace, rows: trace.size[rows].tolist()), lambda size: f"{size} bytes"),
     )
 
 
-def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
-    """The peak and the rows that are live then."""
+def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column, Column]:
     size = trace.aligned_size(alignment)
     allocated, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
-    rows = np.flatnonzero((np.maximum(trace.start, 0) <= allocated.event) & (trace.end > allocated.event))
+    rows = live_rows(trace, allocated.event)
     peak = Peak(
         device=trace.device,
         source=str(trace.info.get("source", "")),
@@ -103,15 +106,7 @@ def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
         allocated_peak_requests=len(rows),
         reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
     )
-    return peak, rows
-
-
-def _held(trace: Trace, rows: Column, keys: Sequence[Any], alignment: int) -> Held:
-    held: Held = {}
-    for key, size in zip(keys, trace.aligned_size(alignment)[rows].tolist(), strict=True):
-        num_bytes, count = held.get(key, (0, 0))
-        held[key] = num_bytes + size, count + 1
-    return held
+    return peak, rows, size[rows]
 
 
 def moved_lines(first: Held, second: Held) -> Held:
@@ -135,16 +130,69 @@ def moved_lines(first: Held, second: Held) -> Held:
 
 def changes_of(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:
     """What every key holds in each of two, what grew most first."""
-    changes: dict[str, Change] = {}
-    for key in [*first, *(key for key in second if key not in first)]:
-        name = text(key)
-        told = changes.get(name, Change(name, 0, 0, 0, 0))  # two files of one name look the same
-        (bytes_1, count_1), (bytes_2, count_2) = first.get(key, (0, 0)), second.get(key, (0, 0))
-        changes[name] = Change(
-            name,
-            told.first_bytes + bytes_1,
-            told.second_bytes + bytes_2,
-            told.first_requests + count_1,
-            told.second_requests + count_2,
-        )
-    return sorted(changes.values(), key=lambda change: (-change.change_bytes, -change.second_bytes, change.name))
+    totals: dict[str, list[int]] = {}  # two files of one name look the same
+    for side, held in enumerate((first, second)):
+        for key, (num_bytes, count) in held.items():
+            total = totals.setdefault(text(key), [0, 0, 0, 0])
+            total[side] += num_bytes
+            total[2 + side] += count
+    changes = [Change(name, *total) for name, total in totals.items()]
+    return sorted(changes, key=lambda change: (-change.change_bytes, -change.second_bytes, change.name))
+
+
+SiteText = Callable[[Hashable], str]  #: of a key of `site_keys`
+_SITE = re.compile(r"([^:\n]+):(\d{1,9}) (.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakUse:
+    """One device of a record at its allocated peak."""
+
+    device: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int | None  #: None where the source does not say
+    by_site: tuple[Holder, ...]
+    by_class: tuple[Holder, ...]
+
+
+def peak_use(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> PeakUse:
+    """What a trace needed; `counted`: (n,) which of its requests count, all without it; `site`: how sites are told."""
+    size = trace.aligned_size()
+    if counted is not None:
+        size = np.where(counted, size, 0)
+    peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
+    rows = np.flatnonzero((np.maximum(trace.start, 0) <= peak.event) & (trace.end > peak.event) & (size > 0))
+    return PeakUse(
+        device=trace.device,
+        allocated_peak_bytes=peak.num_bytes,
+        reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
+        by_site=tuple(grouped(site_keys(trace, rows), size[rows], site)),
+        by_class=tuple(grouped(class_keys(trace, rows), size[rows], str)),
+    )
+
+
+def lasting(trace: Trace, site: SiteText = site_text) -> list[Holder]:
+    """What was allocated in a trace and is live at its end, by call site; `site`: how sites are told."""
+    rows = np.flatnonzero((trace.start >= 0) & (trace.end == trace.num_events))
+    return grouped(site_keys(trace, rows), trace.aligned_size()[rows], site)
+
+
+def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:
+    """What each call site holds at the two peaks, what grew most first; lines that moved in a function are paired."""
+    first, second = (_by_frame(use.by_site) for use in (before, now))
+    return changes_of(moved_lines(second, first), second, site_text)  # lines as they are now
+
+
+def class_growth(before: PeakUse, now: PeakUse) -> list[Change]:
+    """What each lifespan class holds at the two peaks, what grew most first."""
+    first, second = ({one.name: (one.held_bytes, one.requests) for one in use.by_class} for use in (before, now))
+    return changes_of(first, second, str)
+
+
+def _by_frame(sites: Sequence[Holder]) -> Held:
+    found: Held = {}
+    for one in sites:
+        parts = _SITE.fullmatch(one.name)
+        key: Any = Frame(parts[1], int(parts[2]), parts[3]) if parts else one.name
+        found[key] = (one.held_bytes, one.requests)
+    return found

@@ -2,32 +2,208 @@
 
 Contract: a place in the text counts once, under the first wording that fits it. Errors without figures count only if
 the text has none with figures: first those of a library, then those of the driver, then lines in words of their own.
+`wordings.toml` has the wordings of all but PyTorch. The named groups of a pattern are the figures that it has, and
+`device`, `shape` with `type`, `sum`, and `used`; a space in it is any space, as a log may be wrapped. A text may be cut
+off anywhere: what is missing is None.
 """
 
 import dataclasses
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from stalloc.analysis.error_text import ANY_BYTES, DEVICE, HOST, ErrorText, size_bytes
-from stalloc.analysis.torch_wordings import torch_errors
-from stalloc.analysis.wordings import (
-    ADVICE,
-    FIGURES,
-    IN_OTHER_WORDS,
-    OF_DRIVERS,
-    OF_GPU,
-    OF_HOST,
-    OF_LAUNCHERS,
-    OF_LIBRARIES,
-    WANTED,
-    WITH_FIGURES,
-    Wording,
-)
+from stalloc.analysis.error_text import ANY_BYTES, DEVICE, HOST, MOST_BYTES, SIZE, ErrorText, size_bytes
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
+
+_SIZE = f"({SIZE})"
+_BEGIN = re.compile(
+    r"\b(?:(?P<backend>CUDA|HIP|XPU|NPU|MLU|MUSA|GCU|PrivateUse1|[A-Z]{3,5})\s+)?out of memory[.,]\s+"
+    rf"(?:\w+\s+)?[Tt]ried\s+to\s+allocate(?:\s+(more than 1EB memory|{SIZE}))?"
+    r"|\b(?P<bare>CUDA|HIP|XPU|NPU|MLU|MUSA|GCU) out of memory\b(?! occurred)"
+    rf"|(?:larger\s+than\s+(?P<most>{SIZE})!\s+)?\bTried\s+to\s+allocate\s+(?P<beheaded>{SIZE})"
+    r"(?=\s+\((?:[A-Z]\w+)\s+\d+;|\.\s+(?:GPU|[A-Z]{3,5})\s+\d+\s+has)"
+)
+_OLD = re.compile(rf"\((?:[A-Z]\w+)\s+(\d+); {_SIZE} total capacity(?:;([^)]*))?")
+_NEW = re.compile(
+    rf"(?:GPU|[A-Z]{{3,5}})\s+(\d+)\s+has\s+a\s+total\s+capac(?:i)?ty\s+of\s+{_SIZE}(?:\s+of\s+which\s+{_SIZE}\s+is\s+free)?"
+)
+_STALLOC = re.compile(
+    rf"stalloc: out of memory on device (\d+) \(.*?(?:, limited to {_SIZE})?\)\. "
+    rf"Allocated {_SIZE}, reserved {_SIZE}.*?\. Free: {_SIZE} on the device"
+)
+_MPS = re.compile(
+    rf"MPS backend out of memory(?:\s+\(MPS allocated:\s+{_SIZE},\s+other allocations:\s+{_SIZE}"
+    rf"(?:,\s+max allowed:\s+{_SIZE})?\))?"
+    rf"(?:\.\s+Tried\s+to\s+allocate\s+{_SIZE})?"
+)
+_ASYNC = re.compile(
+    r"Allocation on device (?:(\d+) )?would exceed allowed memory|OutOfMemoryError: Allocation on device\b"
+)
+_ASYNC_FIGURES = {
+    "allocated_bytes": rf"Currently allocated\s*:\s*{_SIZE}",
+    "wanted_bytes": rf"Requested\s*:\s*{_SIZE}",
+    "total_bytes": rf"Device limit\s*:\s*{_SIZE}",
+    "free_bytes": rf"Free \(according to CUDA\)\s*:\s*{_SIZE}",
+    "limit_bytes": rf"PyTorch limit \(set by user-supplied memory fraction\)[\s\S]{{0,120}}?:\s*{_SIZE}",
+}
+_OLD_FIGURES = {
+    "free_bytes": rf"{_SIZE}\s+free",
+    "allocated_bytes": rf"{_SIZE}\s+already allocated",
+    "reserved_bytes": rf"{_SIZE}\s+reserved in total by PyTorch",
+    "cached": rf"{_SIZE}\s+cached",
+    "limit_bytes": rf"{_SIZE}\s+allowed",
+}
+_NEW_FIGURES = {
+    "allocated_bytes": rf"{_SIZE}\s+(?:is )?allocated by PyTorch",
+    "inside": rf"{_SIZE}\s+is reserved by PyTorch but unallocated",
+    "process_bytes": rf"this process has\s+{_SIZE} memory",
+    "limit_bytes": rf"{_SIZE}\s+allowed",
+    "private_bytes": rf"{_SIZE}\s+allocated in private pools",
+}
+_VARIABLE = re.compile(r"PYTORCH_(?:[A-Z]+_)?ALLOC_CONF")
+_SETTING = re.compile(r"expandable_segments|max_split_size_mb")
+#: what a logger puts before each line: a quote, a rank, a worker, a container
+_PREFIX = re.compile(r"\s*(>+|\[[^\]\n]{1,40}\]:?|\([^)\n]{1,60}\)|[\w.-]{1,40} *\|)(?=\s)")
+_REACH = 2000  # characters that one error takes at most
+
+_MPS_ADVICE = (
+    "Hold less, or let go first (torch.mps.empty_cache()); PYTORCH_MPS_HIGH_WATERMARK_RATIO sets how much of the "
+    "machine's memory PyTorch may take: 0.0 lifts it, and then the whole machine may run out."
+)
+_ONE_BLOCK = "It is more than that platform gives in one piece, whatever is free: make that tensor in parts."
+
+
+def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
+    """The errors of PyTorch in a text, each with the position where it begins."""
+    matches = list(_BEGIN.finditer(text))
+    ends = [match.start() for match in matches[1:]] + [len(text)] * bool(matches)
+    for match, end in zip(matches, ends, strict=True):
+        rest = text[match.end() : min(end, match.end() + _REACH)]
+        if prefix := _PREFIX.match(text, text.rfind("\n", 0, match.start()) + 1, match.start()):
+            rest = rest.replace(f"\n{prefix[1]}", "\n")  # where a logger has wrapped the error
+        rest = " ".join(rest.split())
+        backend = match["backend"] or match["bare"] or "CUDA"
+        one = _error(match[2] or match["beheaded"], backend, rest)
+        if match["most"]:
+            one = dataclasses.replace(one, backend="XPU", told="limit", advice=_ONE_BLOCK)
+        yield match.start(), one
+    for match in _MPS.finditer(text):
+        allocated, others, limit, wanted = (_bytes(group) for group in match.groups())
+        yield match.start(), ErrorText(
+            library="PyTorch", backend="MPS", wanted_bytes=wanted, allocated_bytes=allocated, limit_bytes=limit,
+            process_bytes=None if allocated is None or others is None else allocated + others, advice=_MPS_ADVICE,
+        )  # fmt: skip
+    for match in _ASYNC.finditer(text):
+        yield match.start(), _of_async(match, text[match.end() : match.end() + _REACH])
+
+
+def _error(wanted: str | None, backend: str, rest: str) -> ErrorText:
+    """An error of PyTorch, or of stalloc in its place, from what follows the size that it asked for."""
+    size = 1 << 60 if (wanted or "").startswith("more") else _bytes(wanted, ANY_BYTES)
+    if ours := _STALLOC.search(rest):
+        names = "limit_bytes", "allocated_bytes", "reserved_bytes", "free_bytes"
+        figures: dict[str, Any] = dict(zip(names, map(_bytes, ours.groups()[1:]), strict=True))
+        return ErrorText(library="stalloc", wanted_bytes=size, device=int(ours[1]), **figures)
+    variable, setting = _VARIABLE.search(rest), _SETTING.search(rest)
+    told: dict[str, Any] = {"variable": variable[0] if variable else None, "setting": setting[0] if setting else ""}
+    told |= {"library": "PyTorch", "backend": backend, "wanted_bytes": size}
+    old = _OLD.search(rest)
+    return ErrorText(**told, **(_old_figures(old) if old else _new_figures(rest)))
+
+
+def _old_figures(old: re.Match[str]) -> dict[str, Any]:
+    """The figures that releases until 2.0 give in brackets."""
+    told = _figures_of(_OLD_FIGURES, old[3] or "")
+    cached = told.pop("cached")  # until 1.3, which called so what is reserved and not allocated
+    if told["allocated_bytes"] is not None and cached is not None:
+        told["reserved_bytes"] = told["allocated_bytes"] + cached
+    release = "until 1.3" if cached is not None else "1.4 to 2.0"
+    return told | {"device": int(old[1]), "total_bytes": _bytes(old[2]), "release": release}
+
+
+def _new_figures(rest: str) -> dict[str, Any]:
+    """The figures that releases from 2.1 on give in sentences."""
+    told = _figures_of(_NEW_FIGURES, rest)
+    allocated, inside = told["allocated_bytes"], told.pop("inside")
+    told["reserved_bytes"] = allocated + inside if allocated is not None and inside is not None else None
+    if (new := _NEW.search(rest)) is None:
+        return told
+    total, free = _bytes(new[2]), _bytes(new[3])
+    return told | {"device": int(new[1]), "total_bytes": total, "free_bytes": free, "release": "from 2.1"}
+
+
+def _of_async(match: re.Match[str], rest: str) -> ErrorText:
+    """An error under backend:cudaMallocAsync, whose pool is the driver's."""
+    told = _figures_of(_ASYNC_FIGURES, rest)
+    if told["limit_bytes"] is not None and told["limit_bytes"] >= (told["total_bytes"] or 0):
+        told["limit_bytes"] = None
+    return ErrorText(library="PyTorch", device=int(match[1]) if match[1] else None, **told)
+
+
+def _figures_of(patterns: dict[str, str], text: str) -> dict[str, Any]:
+    """The first size that each pattern finds in a text; None where it finds none."""
+    found = {name: re.search(pattern, text) for name, pattern in patterns.items()}
+    return {name: _bytes(match[1]) if match else None for name, match in found.items()}
+
+
+def _bytes(text: str | None, most_bytes: int = MOST_BYTES) -> int | None:
+    """One size; None where it is cut off before its unit, without which PyTorch writes none."""
+    return size_bytes(text, most_bytes) if text and text[-1].isalpha() else None
+
+
+FIGURES = ("wanted", "total", "free", "allocated", "reserved", "limit")
+_FILE = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+ADVICE: dict[str, str] = {
+    name: text.replace("<nvidia-smi>", _FILE["advice"]["nvidia-smi"]) for name, text in _FILE["advice"].items()
+}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """One wording of one library."""
+
+    library: str
+    pattern: re.Pattern[str]
+    advice: str
+    place: str = DEVICE
+    told: str = ""  #: the verdict that the words themselves give
+    at_start: bool = False  #: whether it is said before the process holds anything
+
+
+def _made(*, pattern: str | list[str], advice: str = "", **row: Any) -> Wording:
+    spaced = re.sub(
+        r"\[[^\]]*\]| (?![?*+{])", lambda part: r"\s{1,80}" if part[0] == " " else part[0], "".join(pattern)
+    )
+    sized = re.sub(rf"<({'|'.join(FIGURES)})>", lambda name: f"(?P<{name[1]}>{SIZE})", spaced)
+    text = advice.replace("<nvidia-smi>", ADVICE["nvidia-smi"])
+    return Wording(pattern=re.compile(sized), advice=ADVICE.get(advice, text), **row)
+
+
+WITH_FIGURES, OF_LIBRARIES, OF_DRIVERS, OF_LAUNCHERS = (
+    tuple(_made(**row) for row in _FILE[kind])
+    for kind in ("with_figures", "of_libraries", "of_drivers", "of_launchers")
+)
+
+#: words by which a line tells which memory it is about
+OF_GPU = re.compile(r"GPU|[Dd]evice memory|CUDA|[Cc]uda|V?RAM on device|VRAM|vram|HIP|[Vv]ideo memory|on device")
+OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
+_ALLOCATES = r"(?:[Aa]lloc(?:at\w+)?|request\w*)"
+#: what is left: a line that says so in words of its own
+IN_OTHER_WORDS = re.compile(
+    r"(?:[Oo]ut[ _-]?[Oo]f[ _-]?[Mm]em|OUT[ _]OF[ _]\w*MEMORY|OutOfMemory|\bOOM\b|bad_alloc|\bMemoryError\b"
+    r"|(?:[Nn]ot enough|[Ii]nsufficient|[Rr]an out of)(?: \w+){0,3} (?:memory|VRAM|vram)"
+    r"|(?:[Ff]ailed|[Uu]nable|[Cc]annot|[Cc]ould not|[Cc]an't|[Cc]ouldn't)(?: to)? (?:re)?allocat|ALLOC(?:ATION)?_FAIL"
+    r"|[Aa]llocation (?:of \S+ \w+ )?(?:failed|failure|error)|[Mm]emory limit exceeded"
+    r"|exceed\w* [^\n]{0,9}(?:available|GPU|device|video) memory)"
+)
+WANTED = re.compile(rf"{_ALLOCATES}[^\n\d]{{0,60}}(\d{{5,}}|\d[\d.,]* ?(?:[KMGT]i?B|bytes))\b")
+
 
 _MAX_ERRORS = 1000
 _BEFORE, _AFTER, _MOST = 1024, 3072, 2 << 20  # characters that are read around a sign, and at each end of all of them
@@ -80,7 +256,8 @@ def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
     """The errors without those that say no more than another does: cut off, or from a lower layer of the library."""
     if len(times) > _MOST_COMPARED:
         return times
-    written = {error: _as_written(error) for error in times}
+    # to the two decimals that most of them are written with
+    written = {error: [human_bytes(size) if size is not None else None for size in _figures(error)] for error in times}
     kept: dict[ErrorText, int] = {}
     for error, count in times.items():
         fuller = next((one for one in kept if _says_all_of(one, error, written)), None)
@@ -91,12 +268,6 @@ def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
             count = max(count, kept.pop(one))
         kept[error] = count
     return kept
-
-
-def _as_written(error: ErrorText) -> list[str | None]:
-    """The figures of an error, to the two decimals that most of them are written with."""
-    sizes = [getattr(error, f"{name}_bytes") for name in _ALL_FIGURES]
-    return [None if size is None else human_bytes(size) for size in sizes]
 
 
 def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, list[str | None]]) -> bool:
@@ -139,7 +310,9 @@ def _errors(text: str) -> Iterable[_Found]:
     if len(text) <= _MOST_WRAPPED and (not placed or any(one.error.verdict == "unknown" for one in placed)):
         # a terminal's lines, which end wherever it does, as often within a word
         joined, _ = _with_figures(re.sub(r"(?<=\S)\r?\n(?=\S)", "", text))
-        placed = max(placed, joined, key=_num_figures)
+        placed = max(
+            placed, joined, key=lambda found: sum(size is not None for one in found for size in _figures(one.error))
+        )
     without = (_worded(text, wordings) for wordings in (OF_LIBRARIES, OF_DRIVERS, OF_LAUNCHERS))
     for found in (placed, of_torch, *without):
         if ordered := sorted(found, key=lambda one: one.position):
@@ -147,8 +320,8 @@ def _errors(text: str) -> Iterable[_Found]:
     return [_Found(0, error) for error in _in_other_words(text)]
 
 
-def _num_figures(found: list[_Found]) -> int:
-    return sum(getattr(one.error, f"{name}_bytes") is not None for one in found for name in _ALL_FIGURES)
+def _figures(error: ErrorText) -> list[int | None]:
+    return [getattr(error, f"{name}_bytes") for name in _ALL_FIGURES]
 
 
 def _with_figures(text: str) -> tuple[list[_Found], list[_Found]]:
@@ -173,7 +346,8 @@ def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:
     told: dict[str, Any] = {f"{name}_bytes": size_bytes(groups.get(name)) for name in FIGURES}
     told["wanted_bytes"] = size_bytes(groups.get("wanted"), ANY_BYTES)
     if groups.get("shape") is not None and groups["type"] is not None:
-        told["wanted_bytes"] = _tensor_bytes(groups["shape"], groups["type"])
+        items = math.prod(int(number) for number in groups["shape"].split(",") if number)
+        told["wanted_bytes"] = size_bytes(str(items * _ITEM_BYTES.get(groups["type"], 4)))
     if groups.get("sum") is not None:  # CuPy before 7: what was asked for and what the pool holds, together
         told["reserved_bytes"] = max(0, (size_bytes(groups["sum"]) or 0) - (told["wanted_bytes"] or 0))
     if groups.get("used") is not None and told["total_bytes"] is not None:
@@ -191,12 +365,6 @@ def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:
         advice=wording.advice,
         **told,
     )
-
-
-def _tensor_bytes(shape: str, kind: str) -> int | None:
-    numbers = [int(number) for number in shape.split(",") if number]
-    size = math.prod(numbers) * _ITEM_BYTES.get(kind, 4)
-    return size_bytes(str(size))
 
 
 def _in_other_words(text: str) -> Iterator[ErrorText]:

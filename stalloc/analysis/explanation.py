@@ -5,26 +5,92 @@ not given up; reserved is what the segments hold.
 
 The names are those people use: hard fragmentation is free space that live blocks enclose, soft fragmentation is free
 space at the ends of segments and in whole segments, which would merge if the segments were one range.
+
+The verdict on an out-of-memory error is "capacity" if the request is larger than all that was free together, on the
+device and in the allocator, else "fragmentation", and "unknown" where the file does not say what was free on the
+device; what would have served it was replayed, each from an empty device of the same size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from stalloc.analysis.grouping import purposes, role_keys
-from stalloc.analysis.moments import event_at, is_oom, moment_text
-from stalloc.analysis.out_of_memory_event import OutOfMemory, out_of_memory
-from stalloc.analysis.peaks import recorded, reserved_peak
+from stalloc.analysis.holders import grouped, purposes, role_keys
+from stalloc.analysis.moments import asked_by, device_free, event_at, is_oom, moment_text, recorded, reserved_peak
 from stalloc.columns import Column
 from stalloc.figures import fragmentation, html_table, human_bytes
 from stalloc.lifespans import fullest
-from stalloc.replay.model_events import events_of
-from stalloc.replay.protocol import BlockMap
+from stalloc.replay.model_events import events_of, recorded_conf
+from stalloc.replay.protocol import BlockMap, Kind
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make
+from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Action, Trace
-from stalloc.trace.operations import Operations, read_operations
+from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import UNKNOWN, site_names
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """An out-of-memory event: whether there was too little memory, or too little of it in one piece."""
+
+    verdict: str  #: "capacity", "fragmentation" or "unknown"
+    wanted_bytes: int
+    stream: int
+    device_free_bytes: int | None  #: None: the file does not say
+    partly_used_bytes: int  #: free in segments that also hold live blocks, all streams
+    whole_segments_bytes: int  #: free segments that the allocator still held
+    largest_free_bytes: int  #: in one piece inside a segment of the stream
+    same_stream_bytes: int  #: free in segments of the stream
+    avoided_by: list[Simulated] = field(default_factory=list)  #: best first
+    fails_again: bool | None = None  #: with the settings of the file, replayed in the same way; None: not tried
+    asked_by: str = UNKNOWN  #: call site
+
+
+def out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, advise: bool) -> OutOfMemory:
+    """What an out-of-memory event was about, given the blocks then and the live bytes of each segment."""
+    wanted, stream = int(trace.event_size[event]), int(trace.event_stream[event])
+    on_device = device_free(trace, event)
+    free = blocks.request < 0
+    whole = free & (live_of[blocks.segment] == 0)
+    partly = free & ~whole
+    own = free & (blocks.stream == stream)
+    in_all = (on_device or 0) + int(blocks.size_bytes[free].sum())
+    capacity = int(blocks.segment_size.sum()) + (on_device or 0)
+    advise = advise and on_device is not None
+    fitted = what_would_have_fitted(trace, event, capacity) if advise else []
+    usual = ("torch", recorded_conf(trace))
+    others = [result for result in fitted if (result.allocator, result.settings) != usual]
+    return OutOfMemory(
+        verdict="unknown" if on_device is None else "fragmentation" if in_all >= wanted else "capacity",
+        wanted_bytes=wanted,
+        stream=stream,
+        device_free_bytes=on_device,
+        partly_used_bytes=int(blocks.size_bytes[partly].sum()),
+        whole_segments_bytes=int(blocks.size_bytes[whole].sum()),
+        largest_free_bytes=int(blocks.size_bytes[own].max(initial=0)),
+        same_stream_bytes=int(blocks.size_bytes[own].sum()),
+        avoided_by=others,
+        fails_again=len(others) == len(fitted) if advise else None,
+        asked_by=asked_by(trace, event),
+    )
+
+
+def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> list[Simulated]:
+    """What would have served the request of an out-of-memory event: stalloc and settings of torch's allocator, best
+    first, those of the file among them; each replayed from an empty device of `capacity_bytes`. Nothing is replayed
+    where what the program holds at that moment is more than the device has.
+    """
+    events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
+    asked = events.request[events.kind == Kind.ALLOC]
+    given_up = events.request[np.isin(events.kind, (Kind.FREE_REQUESTED, Kind.FREE_COMPLETED))]
+    if int(events.size[np.setdiff1d(asked, given_up)].sum()) > capacity_bytes:
+        return []
+    settings = dict.fromkeys([recorded_conf(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
+    tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
+    results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
+    return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
+
 
 #: every cause there is, and what it says
 CAUSES = {
@@ -75,10 +141,8 @@ class Explanation:
         """A sentence on where the blocks come from; empty if they come from the file."""
         if self.source == "record":
             return ""
-        missing = (
-            "does not say where what was reserved lies" if self.is_reserved_told else "does not say what was reserved"
-        )
-        return f"the file {missing}: blocks are those of a model, {self.source}"
+        missing = "where what was reserved lies" if self.is_reserved_told else "what was reserved"
+        return f"the file does not say {missing}: blocks are those of a model, {self.source}"
 
     def _repr_html_(self) -> str:
         causes = sorted(self.causes.items(), key=lambda item: -item[1])
@@ -110,7 +174,9 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     rows = blocks.request[held]
     names[rows] = site_names(trace, rows) if operations is None else purposes(operations, rows)
     told = recorded(trace)
-    allocated = int(trace.size[blocks.request[held & (blocks.waiting == 0)]].sum())
+    taken = blocks.request[held & (blocks.waiting == 0)]
+    allocated = int(trace.size[taken].sum())
+    roles = grouped(role_keys(operations, taken), trace.size[taken], str) if operations else []
     made = Explanation(
         device=trace.device,
         event=event,
@@ -120,7 +186,7 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         source=source,
         segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
         sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
-        roles=_by_role(trace, operations, blocks.request[held & (blocks.waiting == 0)]) if operations else {},
+        roles={role.name: role.held_bytes for role in roles},
         record_allocated_peak_bytes=told.allocated_peak_bytes,
         record_unseen_bytes=told.unseen_bytes if told.fragmentation is not None else 0,
         record_reserved_peak_bytes=peak_bytes if told.reserved_peak_bytes is None else told.reserved_peak_bytes,
@@ -132,13 +198,6 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     )
     assert sum(causes.values()) == made.reserved_bytes - allocated
     return made
-
-
-def _by_role(trace: Trace, operations: Operations, rows: Column) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for role, size in zip(role_keys(operations, rows), trace.size[rows].tolist(), strict=True):
-        total[str(role)] = total.get(str(role), 0) + size
-    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
@@ -192,13 +251,9 @@ def _first_later(address: Column, at: Column, blocks: BlockMap, event: int) -> C
     """(s,) the first of the events `at` after `event` whose address lies in the segment; a very late one for none."""
     later = np.flatnonzero(at > event)
     later = later[np.argsort(address[later], kind="stable")]
-    low, high = (
-        np.searchsorted(address[later], edge)
-        for edge in (blocks.segment_address, blocks.segment_address + blocks.segment_size)
-    )
-    return np.array(
-        [at[later[i:j]].min(initial=1 << 62) for i, j in zip(low.tolist(), high.tolist(), strict=True)], np.int64
-    )
+    low = np.searchsorted(address[later], blocks.segment_address).tolist()
+    high = np.searchsorted(address[later], blocks.segment_address + blocks.segment_size).tolist()
+    return np.array([at[later[i:j]].min(initial=1 << 62) for i, j in zip(low, high, strict=True)], np.int64)
 
 
 def _causes(trace: Trace, blocks: BlockMap, stream: int, never: Column) -> tuple[dict[str, int], Column, Column]:
@@ -253,9 +308,8 @@ def _pinned(blocks: BlockMap, names: Column, free_of: Column, live_of: Column, t
 def _pinning_sites(blocks: BlockMap, names: Column, free_of: Column) -> dict[str, int]:
     """The free bytes of each partly used segment, shared equally among its live blocks, by call site."""
     rows = np.flatnonzero((blocks.request >= 0) & (free_of[blocks.segment] > 0))
-    share = (
-        free_of[blocks.segment[rows]] / np.bincount(blocks.segment[rows], minlength=len(free_of))[blocks.segment[rows]]
-    )
+    segment = blocks.segment[rows]
+    share = free_of[segment] / np.bincount(segment, minlength=len(free_of))[segment]
     total: dict[str, float] = {}
     for name, part in zip(names[blocks.request[rows]].tolist(), share.tolist(), strict=True):
         total[name] = total.get(name, 0.0) + part

@@ -5,22 +5,81 @@ sizes rounded up to 512 bytes, a request from its alloc to its free_completed. W
 call site where steps are marked, or where the requests repeat exactly.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.grouping import class_keys, module_keys, role_keys, site_keys, site_text, stack_names
-from stalloc.analysis.moments import asked_by, event_at, is_oom, last_oom
-from stalloc.analysis.peaks import allocated_peak
+from stalloc.analysis.moments import allocated_peak, asked_by, event_at, is_oom, last_oom, live_rows
 from stalloc.columns import Column
 from stalloc.figures import human_bytes
-from stalloc.lifespans import find_step_period, sequence_rows
+from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, module_of_requests, sequence_rows
+from stalloc.lifespans.operation_modules import path_of
 from stalloc.lifespans.periods import TINY_BYTES
+from stalloc.printable import printable
 from stalloc.trace import MARK_PHASE_END, MARK_STEP, Trace
-from stalloc.trace.operations import read_operations
-from stalloc.trace.sites import Frame, is_python, read_sites
+from stalloc.trace.operations import Operations, Role, read_operations
+from stalloc.trace.sites import UNKNOWN, Frame, is_python, of_stacks, read_sites, site_name, user_frames
+
+
+def class_keys(trace: Trace, rows: Column) -> list[Hashable]:
+    """The lower-case name of the lifespan class."""
+    step = find_step_period(trace)
+    lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
+    names = {int(one): one.name.lower() for one in LifespanClass}
+    return [names[value] for value in lifespan[rows].tolist()]
+
+
+def site_keys(trace: Trace, rows: Column) -> list[Hashable]:
+    """The innermost frame of the user, or the name of the stack where there is no Python."""
+
+    def key(stack: list[Frame]) -> Hashable:
+        frames = user_frames(stack)
+        return frames[0] if frames and is_python(frames[0]) else site_name(stack)
+
+    return of_stacks(trace, rows, key, UNKNOWN)
+
+
+def role_keys(operations: Operations, rows: Column) -> list[Hashable]:
+    """The role of each request, as people read it."""
+    return [Role(value).text for value in operations.role[rows].tolist()]
+
+
+def module_keys(operations: Operations, rows: Column) -> list[Hashable]:
+    """Where the module is that made a request, the same for all that repeat: `layers.*.attention`."""
+    names = [printable(path_of(module)) for module in operations.modules] + ["in no module"]  # -1 picks the last
+    return [names[number] for number in module_of_requests(operations)[rows].tolist()]
+
+
+def purposes(operations: Operations, rows: Column) -> list[str]:
+    """What each request is for, in a few words: `saved activation of layers.*.attention`."""
+    pairs = zip(role_keys(operations, rows), module_keys(operations, rows), strict=True)
+    return [f"{role} of {module}" if module != "in no module" else str(role) for role, module in pairs]
+
+
+def site_text(key: Hashable) -> str:
+    """A key of `site_keys`, as people read it."""
+    return site_name([key]) if isinstance(key, Frame) else str(key)
+
+
+def stack_names(trace: Trace, rows: Column) -> list[tuple[str, ...]]:
+    """The frames of the user, outermost first, as people read them; (unknown,) where there are none.
+
+    Where operations are known instead, the module and the role.
+    """
+    operations = read_operations(trace)
+    if operations is not None and read_sites(trace) is None:
+        pairs = zip(module_keys(operations, rows), role_keys(operations, rows), strict=True)
+        return [(str(module), str(role)) for module, role in pairs]
+
+    def names(stack: list[Frame]) -> tuple[str, ...]:
+        frames = user_frames(stack)
+        kept = frames[::-1] if frames and is_python(frames[0]) else frames[:1]
+        return tuple(site_name([frame]) for frame in kept) or (UNKNOWN,)
+
+    return of_stacks(trace, rows, names, (UNKNOWN,))
+
 
 MOMENTS = ("peak", "oom", "end")
 _MIN_STEPS = 3  # over which something has to grow every time, or nearly, before it is said to
@@ -88,9 +147,7 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
     """
     size = trace.aligned_size()
     name, event = _moment(trace, size, at)
-    rows = np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
-    if event < 0:
-        rows = np.flatnonzero(trace.start < 0)
+    rows = live_rows(trace, event) if event >= 0 else np.flatnonzero(trace.start < 0)
     sites, reserved = site_keys(trace, rows), _reserved(trace, event)
     failed = is_oom(trace, event)
     operations = read_operations(trace)
@@ -133,14 +190,18 @@ def _reserved(trace: Trace, event: int) -> int | None:
     return reserved or None
 
 
-def grouped(keys: Sequence[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
-    """What each key holds, given the (n,) bytes of the rows that the keys are of; most first."""
-    held: dict[str, tuple[int, int]] = {}
+def held_by(keys: Iterable[Hashable], size: Column) -> dict[Any, tuple[int, int]]:
+    """Bytes and requests of each key, given the (n,) bytes of the rows that the keys are of."""
+    held: dict[Any, tuple[int, int]] = {}
     for key, num_bytes in zip(keys, size.tolist(), strict=True):
-        name = text(key)
-        before, count = held.get(name, (0, 0))
-        held[name] = before + num_bytes, count + 1
-    found = [Holder(name, num_bytes, count) for name, (num_bytes, count) in held.items()]
+        before, count = held.get(key, (0, 0))
+        held[key] = before + num_bytes, count + 1
+    return held
+
+
+def grouped(keys: Iterable[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
+    """What each key holds, as `held_by`; most first."""
+    found = [Holder(name, *held) for name, held in held_by(map(text, keys), size).items()]
     return sorted(found, key=lambda holder: (-holder.held_bytes, holder.name))
 
 
@@ -170,7 +231,7 @@ def find_growth(trace: Trace) -> list[Growth]:
     born = np.searchsorted(bounds, trace.start, side="right")  # the first boundary after its event, which sees it
     lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
     died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end, side="right"))
-    rows = np.flatnonzero((born < died) & ~_made_once(trace, are_steps))
+    rows = np.flatnonzero((born < died) & ~_by_stack(trace, lambda stack: _makes_once(stack, are_steps)))
     held: dict[str, Column] = {}
     for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):
         levels = held.setdefault(site_text(key), np.zeros(len(bounds), np.int64))
@@ -205,7 +266,10 @@ def _step_ends(trace: Trace) -> tuple[Column, bool]:
         return np.unique(trace.mark_event[ends]), True
     rows = sequence_rows(trace, TINY_BYTES + 1)
     # layers repeat too, and hold more from one to the next
-    period = find_step_period(_without_ending(trace), min_repeats=_MIN_STEPS)
+    # and what is live after the last request counts as never freed: a program that ends lets go of what it has leaked
+    last = int(trace.start.max(initial=-1))
+    endless = trace.replace(end=np.where(trace.end > last, max(trace.num_events, last + 1), trace.end))
+    period = find_step_period(endless, min_repeats=_MIN_STEPS)
     if period is None:
         return marks, False
     repeated = rows[period.first : period.first + period.length]
@@ -213,29 +277,12 @@ def _step_ends(trace: Trace) -> tuple[Column, bool]:
     return trace.start[rows[period.first : period.first + period.covered : period.length]], bool(others[repeated].any())
 
 
-def _made_once(trace: Trace, are_steps: bool) -> Column:
-    """(n,) bool: requests of an optimizer's state or of a model that is loaded, whose layers are no steps."""
-    return _by_stack(trace, lambda stack: _makes_once(stack, are_steps))
-
-
 def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
     """(n,) bool: whether a condition holds for the stack of each request; False where it has no stack."""
-    sites = read_sites(trace)
-    if sites is None:
-        return np.zeros(trace.num_requests, bool)
-    found = [holds(sites.stack(number)) for number in range(sites.num_stacks)]
-    return np.array([*found, False])[sites.site]  # -1 picks the last
+    return np.array(of_stacks(trace, np.arange(trace.num_requests), holds, False), bool)
 
 
 def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:
     """Whether a stack makes something once: a model that is loaded, or state, whose layers are no steps."""
-    return any(
-        frame.name in _MAKE_ONCE or (not are_steps and frame.name == "step" and "optim" in frame.filename)
-        for frame in stack
-    )
-
-
-def _without_ending(trace: Trace) -> Trace:
-    """The trace as if nothing were freed after the last request: a program that ends lets go of what it has leaked."""
-    last = int(trace.start.max(initial=-1))
-    return trace.replace(end=np.where(trace.end > last, max(trace.num_events, last + 1), trace.end))
+    steps = [] if are_steps else [frame for frame in stack if frame.name == "step" and "optim" in frame.filename]
+    return bool(steps) or any(frame.name in _MAKE_ONCE for frame in stack)

@@ -1,8 +1,18 @@
-"""Which event of a trace is meant by --at: an index, or the last out-of-memory error; who asked for memory then."""
+"""The moments of a trace that people ask about: its peaks, its out-of-memory errors, the event that --at names.
+
+Upheld: of the moments when most is reserved, the one with the most allocated counts. Event -1 is the start of the
+recording.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.figures import fragmentation
+from stalloc.lifespans import fullest, load_curve
 from stalloc.trace import Action, Trace
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name
 
@@ -15,12 +25,10 @@ def moment_text(event: int) -> str:
 
 
 def is_oom(trace: Trace, event: int) -> bool:
-    """Whether an event is an out-of-memory error."""
     return 0 <= event < len(trace.action) and trace.action[event] == Action.OOM
 
 
 def last_oom(trace: Trace) -> int | None:
-    """The last out-of-memory error of a trace."""
     found = np.flatnonzero(trace.action == Action.OOM)
     return int(found[-1]) if len(found) else None
 
@@ -57,3 +65,88 @@ def asked_by(trace: Trace, event: int) -> str:
     if sites is None or sites.event_site[event] < 0:
         return UNKNOWN
     return site_name(sites.stack(int(sites.event_site[event])))
+
+
+class AllocatedPeak(NamedTuple):
+    """The most bytes live, and the first event after which they are; -1 in a trace without requests."""
+
+    num_bytes: int
+    event: int
+
+
+class ReservedPeak(NamedTuple):
+    """The moment when most is reserved."""
+
+    event: int
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+def live_rows(trace: Trace, event: int) -> Column:
+    """The requests that live after an event; none for -1."""
+    return np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
+
+
+def allocated_peak(trace: Trace, size: Column) -> AllocatedPeak:
+    """The allocated peak, given (n,) bytes."""
+    events, live = load_curve(np.maximum(trace.start, 0), trace.end, size)
+    return AllocatedPeak(int(live.max()), int(events[np.argmax(live)])) if len(events) else AllocatedPeak(0, -1)
+
+
+def reserved_peak(trace: Trace, size: Column, unseen_bytes: int = 0) -> ReservedPeak | None:
+    """The moment when most is reserved, given (n,) bytes and those that are live throughout without a request.
+
+    None where the trace does not say what was reserved.
+    """
+    if not len(trace.action):
+        return None
+    reserved = np.append(trace.reserved_start_bytes, trace.reserved_bytes())
+    allocated = trace.live_bytes(size) + unseen_bytes
+    at = fullest(reserved, allocated)
+    return ReservedPeak(at - 1, int(reserved[at]), int(allocated[at])) if reserved[at] else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a file itself says of the allocator that it was recorded under, without any model."""
+
+    reserved_peak_bytes: int | None
+    """None where the source does not say."""
+    reserved_peak_event: int | None
+    allocated_peak_bytes: int
+    """With sizes rounded up to the alignment."""
+    unseen_bytes: int
+    """Live throughout, told only as a total: no request stands for it."""
+    fragmentation: float | None
+    """1 - (allocated peak + unseen) / reserved peak."""
+    out_of_memory_event: int | None
+    """The last error, None if there was none."""
+    out_of_memory_bytes: int | None
+    """The bytes that were asked for at the last error."""
+
+
+def recorded(trace: Trace, alignment: int = 512) -> Recorded:
+    """The peaks that a trace records, with sizes rounded up to `alignment` bytes."""
+    size, unseen = trace.aligned_size(alignment), unseen_bytes(trace)
+    peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size, unseen)
+    error = last_oom(trace)
+    return Recorded(
+        reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
+        reserved_peak_event=reserved.event if reserved else None,
+        allocated_peak_bytes=peak.num_bytes,
+        unseen_bytes=unseen,
+        fragmentation=fragmentation(peak.num_bytes + unseen, reserved.reserved_bytes) if reserved else None,
+        out_of_memory_event=error,
+        out_of_memory_bytes=int(trace.event_size[error]) if error is not None else None,
+    )
+
+
+def count_events(trace: Trace) -> int:
+    """The number of events of a trace; a trace of bare lifespans has two for each."""
+    return len(trace.action) or 2 * trace.num_requests
+
+
+def unseen_bytes(trace: Trace) -> int:
+    """Bytes that a profiler's trace gives only as a total: live throughout, without requests of their own."""
+    unseen = trace.info.get("unseen_bytes", 0)
+    return unseen if isinstance(unseen, int) and 0 <= unseen < 1 << 62 else 0

@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from stalloc.analysis.peaks import recorded
-from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
+from stalloc.analysis.holders import class_keys, held_by
+from stalloc.analysis.moments import recorded
 from stalloc.trace import Trace
 
 #: figures that are compared, as RankFigures names them and as people read them
@@ -39,24 +39,18 @@ class RankFigures:
     """One device of one rank's file."""
 
     file: str
-    rank: int | None
-    """None where neither the file's name nor the other names tell."""
+    rank: int | None  #: None where neither the file's name nor the other names tell
     device: int
     requests: int
-    allocated_bytes: int
-    """Live at the end of the record."""
+    allocated_bytes: int  #: live at the end of the record
     reserved_bytes: int | None
-    allocated_peak_bytes: int
-    """Sizes rounded up to the alignment, with what is told only as a total."""
+    allocated_peak_bytes: int  #: sizes rounded up to the alignment, with what is told only as a total
     reserved_peak_bytes: int | None
-    persistent_bytes: int
-    """Live at the allocated peak, as are the next two."""
+    persistent_bytes: int  #: live at the allocated peak, as are the next two
     scoped_bytes: int
     transient_bytes: int
-    device_bytes: int | None
-    """The total memory of the device."""
-    out_of_memory_bytes: int | None
-    """The bytes that the last out-of-memory error asked for; None if there was none."""
+    device_bytes: int | None  #: the total memory of the device
+    out_of_memory_bytes: int | None  #: the bytes that the last out-of-memory error asked for; None if there was none
 
     @property
     def label(self) -> str:
@@ -76,8 +70,7 @@ class Spread:
     least: RankFigures
     median_bytes: int
     most: RankFigures
-    imbalance: float | None
-    """Most over median; None where the median is 0."""
+    imbalance: float | None  #: most over median; None where the median is 0
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,7 @@ class Outlier:
     """A figure in which one rank stands out."""
 
     rank: RankFigures
-    figure: str
-    """A key of COMPARED."""
+    figure: str  #: a key of COMPARED
     num_bytes: int
     median_bytes: int
 
@@ -96,10 +88,8 @@ class RankComparison:
     """The comparison of all ranks: spreads of their figures, and ranks that stand out."""
 
     ranks: tuple[RankFigures, ...]
-    spreads: dict[str, Spread]
-    """By the key of COMPARED."""
-    outliers: tuple[Outlier, ...]
-    """The outliers, farthest from the median first."""
+    spreads: dict[str, Spread]  #: by the key of COMPARED
+    outliers: tuple[Outlier, ...]  #: the outliers, farthest from the median first
     deciding: RankFigures | None
     """The rank that a larger batch fails on first: the highest share of its device, else the highest peak."""
 
@@ -108,11 +98,9 @@ def rank_figures(file: str, rank: int | None, trace: Trace, alignment: int = 512
     """The figures of one device, with sizes rounded up to `alignment` bytes."""
     size, told = trace.aligned_size(alignment), recorded(trace, alignment)
     live = trace.live_bytes(size)
-    step = find_step_period(trace)
-    lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
     at = int(np.argmax(live)) - 1  # the first of `live` is before the first event
-    at_peak = (trace.start <= at) & (trace.end > at)
-    of_class = {one: int(size[at_peak & (lifespan == one)].sum()) for one in LifespanClass}
+    at_peak = np.flatnonzero((trace.start <= at) & (trace.end > at))
+    of_class = held_by(class_keys(trace, at_peak), size[at_peak])
     knows_reserved = told.reserved_peak_bytes is not None
     return RankFigures(
         file=file,
@@ -123,9 +111,9 @@ def rank_figures(file: str, rank: int | None, trace: Trace, alignment: int = 512
         reserved_bytes=int(trace.reserved_bytes()[-1]) if knows_reserved else None,
         allocated_peak_bytes=told.allocated_peak_bytes + told.unseen_bytes,
         reserved_peak_bytes=told.reserved_peak_bytes,
-        persistent_bytes=of_class[LifespanClass.PERSISTENT],
-        scoped_bytes=of_class[LifespanClass.SCOPED],
-        transient_bytes=of_class[LifespanClass.TRANSIENT],
+        persistent_bytes=of_class.get("persistent", (0, 0))[0],
+        scoped_bytes=of_class.get("scoped", (0, 0))[0],
+        transient_bytes=of_class.get("transient", (0, 0))[0],
         device_bytes=trace.info.get("total_bytes"),
         out_of_memory_bytes=told.out_of_memory_bytes,
     )
@@ -166,10 +154,6 @@ def compare_ranks(ranks: Sequence[RankFigures]) -> RankComparison:
             if away >= worth_telling and _SCORE_OF_DEVIATION * away > _MOST_SCORE * deviation:
                 outliers.append((away, Outlier(one, figure, value, round(middle))))
     outliers.sort(key=lambda pair: -pair[0])
-    return RankComparison(tuple(ranks), spreads, tuple(one for _, one in outliers), _deciding(ranks))
-
-
-def _deciding(ranks: Sequence[RankFigures]) -> RankFigures | None:
-    if all(one.used_share is not None for one in ranks):
-        return max(ranks, key=lambda one: one.used_share or 0.0, default=None)
-    return max(ranks, key=lambda one: one.allocated_peak_bytes)
+    by_share = all(one.used_share is not None for one in ranks)
+    deciding = max(ranks, key=lambda one: one.used_share or 0.0 if by_share else one.allocated_peak_bytes, default=None)
+    return RankComparison(tuple(ranks), spreads, tuple(one for _, one in outliers), deciding)

@@ -7,6 +7,7 @@ and what follows from several of them is held against them only where it differs
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from stalloc.figures import human_bytes
 
@@ -69,40 +70,29 @@ _V0_BLOCK_TOKENS = 16  # of vLLM's releases that count blocks
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLog:
-    """One start of a server."""
-
-    engine: str
-    """`vLLM` or `SGLang`."""
+    engine: str  #: `vLLM` or `SGLang`
     release: str = ""
     num_ranks: int = 1
-    share: float | None = None
-    """gpu_memory_utilization of vLLM, mem_fraction_static of SGLang."""
+    share: float | None = None  #: gpu_memory_utilization of vLLM, mem_fraction_static of SGLang
     total_bytes: int | None = None
     free_at_start_bytes: int | None = None
     weights_bytes: int | None = None
     non_torch_bytes: int | None = None
     activation_bytes: int | None = None
-    cache_bytes: int | None = None
-    """Bytes for the keys and values of all layers, on one rank."""
+    cache_bytes: int | None = None  #: bytes for the keys and values of all layers, on one rank
     tokens: int | None = None
-    length: int | None = None
-    """Tokens of the longest request."""
-    concurrency: float | None = None
-    """How many requests of that length fit, as the engine says."""
+    length: int | None = None  #: tokens of the longest request
+    concurrency: float | None = None  #: how many requests of that length fit, as the engine says
     graphs_estimated_bytes: int | None = None
     graphs_bytes: int | None = None
     free_before_weights_bytes: int | None = None
     free_after_weights_bytes: int | None = None
     free_after_cache_bytes: int | None = None
     free_at_end_bytes: int | None = None
-    num_sampled: int | None = None
-    """Requests with which the sampler ran out of memory as it was warmed up."""
-    reckons_graphs: bool = False
-    """Whether the estimate of the graphs was taken from the cache."""
-    released_meanwhile: bool = False
-    """Whether vLLM saw more free memory after its measurement than before."""
-    lines: dict[str, str] = field(default_factory=dict, repr=False)
-    """The line of the log that each field is from."""
+    num_sampled: int | None = None  #: requests with which the sampler ran out of memory as it was warmed up
+    reckons_graphs: bool = False  #: whether the estimate of the graphs was taken from the cache
+    released_meanwhile: bool = False  #: whether vLLM saw more free memory after its measurement than before
+    lines: dict[str, str] = field(default_factory=dict, repr=False)  #: the line of the log that each field is from
 
     @property
     def token_bytes(self) -> float | None:
@@ -124,39 +114,34 @@ def read_server_log(text: str) -> ServerLog | None:
                 return match[1]
         return None
 
-    sizes = {name: _as_bytes(found) for name, one in _BYTES.items() if (found := find(name, one, told)) is not None}
-    counts = {
-        name: int(found.replace(",", ""))
-        for name, one in _COUNTS.items()
-        if (found := find(name, one, told)) is not None
-    }
+    values: dict[str, Any] = {}
     # settings are written before the engine says that it starts
-    ratios = {
-        name: float(found.replace(",", ""))
-        for name, one in _RATIOS.items()
-        if (found := find(name, one, told) or find(name, one, text)) is not None
-    }
-    blocks = counts.pop("num_blocks", None)
-    if blocks is not None and "tokens" not in counts:
-        counts["tokens"] = blocks * _V0_BLOCK_TOKENS
+    for fields, convert, places in (
+        (_BYTES, _as_bytes, (told,)),
+        (_COUNTS, lambda found: int(found.replace(",", "")), (told,)),
+        (_RATIOS, lambda found: float(found.replace(",", "")), (told, text)),
+    ):
+        for name, wordings in fields.items():
+            if found := next(filter(None, (find(name, wordings, place) for place in places)), None):
+                values[name] = convert(found)
+    blocks = values.pop("num_blocks", None)
+    if blocks is not None:
+        values.setdefault("tokens", blocks * _V0_BLOCK_TOKENS)
     is_sglang = bool(re.search(r"Load weight begin|KV Cache is allocated|server_args=ServerArgs", told))
     if is_sglang:
         for name, (size, line) in _of_sglang(told).items():
-            sizes.setdefault(name, size)
+            values.setdefault(name, size)
             lines.setdefault(name, line)
-    if not {"cache_bytes", "tokens", "weights_bytes", "num_sampled"} & (sizes.keys() | counts.keys()):
+    if not {"cache_bytes", "tokens", "weights_bytes", "num_sampled"} & values.keys():
         return None
-    meanwhile = find("released_meanwhile", (r"(Error in memory profiling)",), told)
     release = re.search(r"LLM engine \(v([\w.+]+)\)|vLLM API server version ([\w.+]+)", text)
     return ServerLog(
         engine="SGLang" if is_sglang else "vLLM",
         release=next(filter(None, release.groups()), "") if release else "",
         reckons_graphs="CUDA graph memory profiling is enabled" in told,
-        released_meanwhile=meanwhile is not None,
+        released_meanwhile=find("released_meanwhile", (r"(Error in memory profiling)",), told) is not None,
         lines=lines,
-        **sizes,
-        **counts,
-        **ratios,  # type: ignore[arg-type]
+        **values,
     )
 
 
@@ -207,48 +192,43 @@ _OWN_AT_START_BYTES, _OWN_OF_RANKS_BYTES = round(0.8 * GIB), round(1.3 * GIB)
 _SHORTER = 1.05  # requests that fit, over those of whole length: more is no rounding to blocks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Something about the memory of a server that its settings do not predict."""
 
-    cause: str
-    """`another process`, `graph estimate`, `sampler`, `settings`, `layers`, `not accounted for`."""
-    line: str
-    """As the log has it; empty where no single line says it."""
+    cause: str  #: `another process`, `graph estimate`, `sampler`, `settings`, `layers`, `not accounted for`
+    line: str  #: as the log has it; empty where no single line says it
     text: str
 
 
 def findings(log: ServerLog) -> list[Finding]:
     """All findings about one start, the most important first."""
-    found = [_occupied(log), _released(log), _outside(log), _budget(log), _graphs(log), _sampler(log), _requests(log)]
-    found += [_loading(log), _fraction(log)]
-    return [one for one in found if one is not None]
+    rules = (_occupied, _released, _outside, _budget, _graphs, _sampler, _requests, _loading, _fraction)
+    return [found for rule in rules if (found := rule(log)) is not None]
 
 
 def _tokens_of(log: ServerLog, num_bytes: int) -> str:
-    """Words for the tokens that so many bytes of the cache would hold."""
     return f", {num_bytes / log.token_bytes:,.0f} tokens" if log.token_bytes else ""
 
 
 def _occupied(log: ServerLog) -> Finding | None:
     total, free = log.total_bytes, log.free_at_start_bytes
-    if total is None or free is None:
-        return None
     own = _OWN_AT_START_BYTES if log.num_ranks == 1 else _OWN_OF_RANKS_BYTES
-    if total - free <= own:
+    if total is None or free is None or total - free <= own:
         return None
-    text = (
+    return Finding(
+        "another process",
+        log.lines["free_at_start_bytes"],
         f"{human_bytes(total - free)} of {human_bytes(total)} were in use before it began, and a context takes at most "
-        f"{human_bytes(own)}: another process has the rest; nvidia-smi names it"
+        f"{human_bytes(own)}: another process has the rest; nvidia-smi names it",
     )
-    return Finding(cause="another process", line=log.lines["free_at_start_bytes"], text=text)
 
 
 def _released(log: ServerLog) -> Finding | None:
     if not log.released_meanwhile:
         return None
     text = "more was free after the measurement than before: another process gave memory back meanwhile; start it again"
-    return Finding(cause="another process", line=log.lines.get("released_meanwhile", ""), text=text)
+    return Finding("another process", log.lines.get("released_meanwhile", ""), text)
 
 
 def _outside(log: ServerLog) -> Finding | None:
@@ -260,19 +240,18 @@ def _outside(log: ServerLog) -> Finding | None:
         f"{human_bytes(outside)} came to be used outside of PyTorch while it measured, where one card alone has at "
         f"most {human_bytes(most)}: another process took {human_bytes(taken)} or more{_tokens_of(log, taken)}"
     )
-    return Finding(cause="another process", line=log.lines["non_torch_bytes"], text=text)
+    return Finding("another process", log.lines["non_torch_bytes"], text)
 
 
 def _budget(log: ServerLog) -> Finding | None:
     """Findings about vLLM's cache, which is a share of the card minus what was measured."""
     if log.engine != "vLLM" or log.cache_bytes is None or log.share is None:
         return None
-    line, cache = log.lines["cache_bytes"], log.cache_bytes
-    total = log.total_bytes
+    line, cache, total = log.lines["cache_bytes"], log.cache_bytes, log.total_bytes
     if cache < 0:
         budget = f" is {human_bytes(round(total * log.share))}, which" if total is not None else ""
         text = f"gpu_memory_utilization {log.share:g} is a share of the whole card, weights included:{budget} must be "
-        return Finding(cause="settings", line=line, text=f"{text}{human_bytes(-cache)} more before there is a cache")
+        return Finding("settings", line, f"{text}{human_bytes(-cache)} more before there is a cache")
     known = (log.weights_bytes, log.activation_bytes, log.non_torch_bytes)
     if total is None or None in known:
         return None
@@ -286,17 +265,15 @@ def _budget(log: ServerLog) -> Finding | None:
         f"what is outside of PyTorch{_tokens_of(log, abs(missing))}: a fixed size of the cache, or a part of it that "
         "has a line of its own"
     )
-    return Finding(cause="not accounted for", line=line, text=text)
+    return Finding("not accounted for", line, text)
 
 
 def _graphs(log: ServerLog) -> Finding | None:
     estimate, actual = log.graphs_estimated_bytes, log.graphs_bytes
     if estimate is None or actual is None or log.cache_bytes is None or log.cache_bytes <= 0:
         return None
-    over = estimate - actual
-    if abs(over) <= max(2 * _ROUNDED_BYTES, _WORTH_TELLING * log.cache_bytes):
+    if abs(over := estimate - actual) <= max(2 * _ROUNDED_BYTES, _WORTH_TELLING * log.cache_bytes):
         return None
-    line = log.lines["graphs_estimated_bytes"]
     told = f"CUDA graphs were taken to need {human_bytes(estimate)} and take {human_bytes(actual)}"
     if over > 0 and log.reckons_graphs:
         text = (
@@ -307,7 +284,7 @@ def _graphs(log: ServerLog) -> Finding | None:
         text = f"{told}; the estimate was not taken from the cache"
     else:
         text = f"{told}: {human_bytes(-over)} come out of what gpu_memory_utilization leaves free"
-    return Finding(cause="graph estimate", line=line, text=text)
+    return Finding("graph estimate", log.lines["graphs_estimated_bytes"], text)
 
 
 def _sampler(log: ServerLog) -> Finding | None:
@@ -317,35 +294,31 @@ def _sampler(log: ServerLog) -> Finding | None:
         f"the sampler is warmed up after the cache is made, with {log.num_sampled:,} requests, and sorts 4 bytes for "
         "each of them and word of the vocabulary several times: lower max_num_seqs, or gpu_memory_utilization"
     )
-    return Finding(cause="sampler", line=log.lines["num_sampled"], text=text)
+    return Finding("sampler", log.lines["num_sampled"], text)
 
 
 def _requests(log: ServerLog) -> Finding | None:
-    if log.engine != "vLLM" or None in (log.tokens, log.length, log.concurrency) or not log.length:
+    if log.engine != "vLLM" or not log.tokens or not log.length or log.concurrency is None:
         return None
-    whole = (log.tokens or 0) / log.length
-    told = log.concurrency or 0.0
-    if not whole or told <= whole * _SHORTER:
+    whole, told = log.tokens / log.length, log.concurrency
+    if told <= whole * _SHORTER:
         return None
     text = (
         f"{whole:.2f} requests of {log.length:,} tokens would fit by the tokens, and {told:.2f} do: some layers keep "
         "less than every token of a request (a sliding window, a state)"
     )
-    return Finding(cause="layers", line=log.lines["concurrency"], text=text)
+    return Finding("layers", log.lines["concurrency"], text)
 
 
 def _loading(log: ServerLog) -> Finding | None:
     before, after, weights = log.free_before_weights_bytes, log.free_after_weights_bytes, log.weights_bytes
     if before is None or after is None or weights is None:
         return None
-    other = before - after - weights
-    if abs(other) <= 3 * _ROUNDED_BYTES:
+    if abs(other := before - after - weights) <= 3 * _ROUNDED_BYTES:
         return None
     who = "another process took" if other > 0 else "another process gave back"
     text = f"{human_bytes(before - after)} less were free after the weights, which are {human_bytes(weights)}: {who} "
-    return Finding(
-        cause="another process", line=log.lines["free_after_weights_bytes"], text=text + human_bytes(abs(other))
-    )
+    return Finding("another process", log.lines["free_after_weights_bytes"], text + human_bytes(abs(other)))
 
 
 def _fraction(log: ServerLog) -> Finding | None:
@@ -361,4 +334,4 @@ def _fraction(log: ServerLog) -> Finding | None:
         f"{human_bytes(log.cache_bytes)}: a limit of its own (--max-total-tokens), another pool beside it (a draft "
         "model, a state), or another process"
     )
-    return Finding(cause="not accounted for", line=log.lines["cache_bytes"], text=text)
+    return Finding("not accounted for", log.lines["cache_bytes"], text)

@@ -4,7 +4,7 @@ Contract: plain text, the most important first; a sentence is left out where its
 matter.
 """
 
-from stalloc.analysis.link_use import SIZE_CLASSES
+from stalloc.analysis.offload_study import SIZE_CLASSES
 from stalloc.analysis.study_record import Study
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
@@ -21,7 +21,6 @@ _SMALL, _MANY = SIZE_CLASSES[0][0], 32
 
 
 def findings(found: Study) -> list[str]:
-    """The sentences."""
     if not found.has_times:
         return [_NO_TIMES, *_moved(found), *_headroom(found)]
     estimated = f"Times are estimated, for one step on {printable(found.device_name)}: {_HOW}."
@@ -43,15 +42,12 @@ def copies_text(count: int) -> str:
 
 
 def bytes_text(size: int | None) -> str:
-    """A size, or that it is unknown."""
     return "unknown" if size is None else human_bytes(size)
 
 
 def _moved(found: Study) -> list[str]:
-    return [
-        f"The link {link.link} moved {bytes_text(link.num_bytes)} in {copies_text(link.copies)}."
-        for link in found.links
-    ]
+    told = ((link.link, bytes_text(link.num_bytes), copies_text(link.copies)) for link in found.links)
+    return [f"The link {link} moved {size} in {copies}." for link, size, copies in told]
 
 
 def _share(seconds: float, found: Study) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.peaks import allocated_peak, count_events, recorded
+from stalloc.analysis.moments import allocated_peak, count_events, recorded
 from stalloc.lifespans import Total, classify, find_period, find_step_period, fold, sequence_keys, sequence_rows
 from stalloc.lifespans.roles import repeated_blocks
 from stalloc.lifespans.steady_step import outermost
@@ -86,15 +86,9 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
         baseline_requests=trace.num_baseline_requests,
         distinct_sizes=len(np.unique(trace.size)),
         lower_bound_bytes=peak.num_bytes,
-        allocated_peak_bytes=peak.num_bytes,
         allocated_peak_event=peak.event if trace.num_requests else None,
         allocated_peak_requested_bytes=allocated_peak(trace, trace.size).num_bytes,
-        reserved_peak_bytes=told.reserved_peak_bytes,
-        reserved_peak_event=told.reserved_peak_event,
-        unseen_bytes=told.unseen_bytes,
-        fragmentation=told.fragmentation,
-        out_of_memory_event=told.out_of_memory_event,
-        out_of_memory_bytes=told.out_of_memory_bytes,
+        **vars(told),
         streams=len(trace.streams),
         period_requests=period.length if period else None,
         period_repeats=period.repeats if period else None,
@@ -108,7 +102,6 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
 
 
 def _known_of_operations(trace: Trace) -> dict[str, Any]:
-    """The fields that are about operations."""
     operations = read_operations(trace)
     if operations is None:
         return {"operations": None, "modules": None, "blocks": {}, "roles": {}}

@@ -20,6 +20,7 @@ import numpy as np
 
 from stalloc.analysis.comparison import Change
 from stalloc.analysis.grouping import site_text
+from stalloc.analysis.comparison import Change, PeakUse, class_growth, site_growth
 from stalloc.analysis.holders import Holder
 from stalloc.analysis.peak_use import PeakUse, SiteText, class_growth, peak_use, site_growth
 from stalloc.columns import Column

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.analysis.grouping import site_keys, site_text
-from stalloc.analysis.peaks import allocated_peak
+from stalloc.analysis.holders import site_keys, site_text
+from stalloc.analysis.moments import allocated_peak
 from stalloc.columns import Column
 from stalloc.lifespans import load_curve
 from stalloc.trace import Trace

@@ -1,35 +1,22 @@
-"""What a device, its host and the links between them did over time: computing, copies, phases. Tables of Trace.extra.
+"""What a device, its host and the links between them did over time: computing, copies, phases.
 
-| column | |
-|---|---|
-| `activity_start`, `activity_end` | (a,) int64: nanoseconds, on the clock of `time_us` |
-| `activity_link` | (a,) int8 of Link: what was at work |
-| `activity_bytes` | (a,) int64: bytes that were moved; 0 where something computes |
-| `activity_waited` | (a,) int64: nanoseconds that the program stood still for it; 0: it went on; -1: not known |
-| `activity_pinned` | (a,) int8: the host memory of a copy is 1 page-locked, 0 pageable, -1 not known |
-| `activity_phase` | (a,) int32: the phase that asked for it, an index into the names; -1: none |
-| `phase_start`, `phase_end` | (p,) int64: nanoseconds, of each time that a phase ran |
-| `phase_name` | (p,) int32: an index into the names |
-| `memory_time`, `memory_bytes` | (h,) int64: from this nanosecond on there are so many bytes |
-| `memory_kind` | (h,) int8 of MemoryKind: what they are |
-| `activity_text` | (t,) uint8: a JSON list of the names |
-
-A phase `update/3` is a part of the phase `update`, such as a subgroup of its parameters. Where the tables do not say
-when phases ran, a phase lasts from the first thing that it computes (or copies) to that of the next. Files are
-untrusted: what is read back is checked, whole, before anything of it is used.
+These are tables of Trace.extra, whose columns docs/files.md describes. A phase `update/3` is a part of the phase
+`update`, such as a subgroup of its parameters. Where the tables do not say when phases ran, a phase lasts from the
+first thing that it computes (or copies) to that of the next. Files are untrusted: what is read back is checked, whole,
+before anything of it is used.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from stalloc.columns import Column, Rows, Sizes, Times
 from stalloc.errors import BadInputError
 from stalloc.trace.record import MAX_BYTES, Trace
-from stalloc.trace.table_columns import DamagedTable, check_numbers, packed_list, table_column, unpacked_list
+from stalloc.trace.table_columns import DamagedTable, Rule, Rules, packed_list, unpacked_list
 
 MAX_NAMES, MAX_TEXT = 1 << 16, 1000
 _MAX_COPY_BYTES = 1 << 44
@@ -49,7 +36,6 @@ class Link(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """As people read it."""
         return _LINK_TEXTS.get(self.name, self.name.lower().replace("_", " "))
 
     @property
@@ -103,7 +89,7 @@ def _none() -> Column:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Activity:
-    """The tables of one device, as the columns above say."""
+    """The tables of one device, as the columns say."""
 
     start: Times
     end: Times
@@ -121,15 +107,21 @@ class Activity:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        for fields in _FIELDS.values():
+            if len({len(getattr(self, field)) for field in fields}) != 1:
+                raise DamagedTable(f"the columns {', '.join(fields)} differ in length")
+        _COLUMNS.check(self, {"names": len(self.names)})
+        if np.any(self.end < self.start) or np.any(self.phase_end < self.phase_start):
+            raise DamagedTable("something in it ends before it starts")
+        if float(self.num_bytes.sum(dtype=np.float64)) >= MAX_BYTES:
+            raise DamagedTable("its copies add up to more than 2**61 bytes")
 
     def __len__(self) -> int:
         return len(self.start)
 
     def columns(self) -> dict[str, Column]:
         """What belongs into Trace.extra."""
-        found = {name: np.asarray(getattr(self, part)).astype(dtype) for name, (part, dtype) in _COLUMNS.items()}
-        return found | {_TEXT: packed_list(self.names)}
+        return _COLUMNS.written(self) | {_TEXT: packed_list(self.names)}
 
 
 def activity_of(work: Iterable[Work], phases: Iterable[PhaseRun] = (), held: Iterable[Held] = ()) -> Activity:
@@ -139,24 +131,15 @@ def activity_of(work: Iterable[Work], phases: Iterable[PhaseRun] = (), held: Ite
     for name in [row.phase for row in rows] + [run.name for run in runs]:
         numbers.setdefault(name, len(numbers) - 1)
 
-    def column(values: Sequence[int]) -> Column:
-        return np.array(values, np.int64)
+    def columns(values: Sequence[tuple[int, ...]], table: str) -> dict[str, Column]:
+        fields = _FIELDS[table]
+        return dict(zip(fields, np.array(values, np.int64).reshape(-1, len(fields)).T.copy(), strict=True))
 
     try:
         return Activity(
-            start=column([row.start_ns for row in rows]),
-            end=column([row.end_ns for row in rows]),
-            link=column([row.link for row in rows]),
-            num_bytes=column([row.num_bytes for row in rows]),
-            waited=column([row.waited_ns for row in rows]),
-            pinned=column([row.pinned for row in rows]),
-            phase=column([numbers[row.phase] for row in rows]),
-            phase_start=column([run.start_ns for run in runs]),
-            phase_end=column([run.end_ns for run in runs]),
-            phase_name=column([numbers[run.name] for run in runs]),
-            memory_time=column([level.start_ns for level in levels]),
-            memory_bytes=column([level.num_bytes for level in levels]),
-            memory_kind=column([level.kind for level in levels]),
+            **columns([(*row[:4], row.waited_ns, row.pinned, numbers[row.phase]) for row in rows], "activity"),
+            **columns([(run.start_ns, run.end_ns, numbers[run.name]) for run in runs], "phase"),
+            **columns([(level.start_ns, level.num_bytes, level.kind) for level in levels], "memory"),
             names=tuple(numbers)[1:],
         )
     except (DamagedTable, OverflowError) as error:
@@ -170,7 +153,7 @@ def read_activity(trace: Trace) -> Activity | None:
     if not any(name in trace.extra for name in (*_COLUMNS, _TEXT)):
         return None
     try:
-        columns = {part: table_column(trace.extra, name, dtype) for name, (part, dtype) in _COLUMNS.items()}
+        columns = _COLUMNS.read(trace.extra)
         names = unpacked_list(trace.extra, _TEXT, MAX_NAMES)
         if not all(isinstance(name, str) for name in names):
             raise DamagedTable(f"{_TEXT} holds what is no name")
@@ -182,47 +165,21 @@ def read_activity(trace: Trace) -> Activity | None:
 
 
 _TEXT = "activity_text"
-_COLUMNS: Mapping[str, tuple[str, Any]] = {
-    "activity_start": ("start", np.int64),
-    "activity_end": ("end", np.int64),
-    "activity_link": ("link", np.int8),
-    "activity_bytes": ("num_bytes", np.int64),
-    "activity_waited": ("waited", np.int64),
-    "activity_pinned": ("pinned", np.int8),
-    "activity_phase": ("phase", np.int32),
-    "phase_start": ("phase_start", np.int64),
-    "phase_end": ("phase_end", np.int64),
-    "phase_name": ("phase_name", np.int32),
-    "memory_time": ("memory_time", np.int64),
-    "memory_bytes": ("memory_bytes", np.int64),
-    "memory_kind": ("memory_kind", np.int8),
-}
-_TABLES = (
-    ("start", "end", "link", "num_bytes", "waited", "pinned", "phase"),
-    ("phase_start", "phase_end", "phase_name"),
-    ("memory_time", "memory_bytes", "memory_kind"),
-)
-
-
-def _check(found: Activity) -> None:
-    for table in _TABLES:
-        if len({len(getattr(found, part)) for part in table}) != 1:
-            raise DamagedTable(f"the columns {', '.join(table)} differ in length")
-    latest, num_names = _LATEST_NS, len(found.names)
-    bounds = {  # lowest, and what is beyond
-        **dict.fromkeys(("start", "end", "phase_start", "phase_end", "memory_time"), (-latest, latest)),
-        "link": (0, len(Link)),
-        "num_bytes": (0, _MAX_COPY_BYTES),
-        "waited": (-1, latest),
-        "pinned": (-1, 2),
-        "phase": (-1, num_names),
-        "phase_name": (0, num_names),
-        "memory_bytes": (0, _MAX_COPY_BYTES),
-        "memory_kind": (0, len(MemoryKind)),
+_COLUMNS = Rules(
+    {
+        "activity_start": Rule("start", np.int64, "activity", -_LATEST_NS, _LATEST_NS),
+        "activity_end": Rule("end", np.int64, "activity", -_LATEST_NS, _LATEST_NS),
+        "activity_link": Rule("link", np.int8, "activity", 0, len(Link)),
+        "activity_bytes": Rule("num_bytes", np.int64, "activity", 0, _MAX_COPY_BYTES),
+        "activity_waited": Rule("waited", np.int64, "activity", -1, _LATEST_NS),
+        "activity_pinned": Rule("pinned", np.int8, "activity", -1, 2),
+        "activity_phase": Rule("phase", np.int32, "activity", -1, "names"),
+        "phase_start": Rule("phase_start", np.int64, "phase", -_LATEST_NS, _LATEST_NS),
+        "phase_end": Rule("phase_end", np.int64, "phase", -_LATEST_NS, _LATEST_NS),
+        "phase_name": Rule("phase_name", np.int32, "phase", 0, "names"),
+        "memory_time": Rule("memory_time", np.int64, "memory", -_LATEST_NS, _LATEST_NS),
+        "memory_bytes": Rule("memory_bytes", np.int64, "memory", 0, _MAX_COPY_BYTES),
+        "memory_kind": Rule("memory_kind", np.int8, "memory", 0, len(MemoryKind)),
     }
-    for part, (lowest, bound) in bounds.items():
-        check_numbers(part, getattr(found, part), lowest, bound)
-    if np.any(found.end < found.start) or np.any(found.phase_end < found.phase_start):
-        raise DamagedTable("something in it ends before it starts")
-    if float(found.num_bytes.sum(dtype=np.float64)) >= MAX_BYTES:
-        raise DamagedTable("its copies add up to more than 2**61 bytes")
+)
+_FIELDS = _COLUMNS.fields()

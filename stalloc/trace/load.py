@@ -8,11 +8,10 @@ Call sites are checked where they are read (trace/sites.py); tables that nobody 
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +24,15 @@ from stalloc.trace.record import MAX_BYTES, Action, Trace
 from stalloc.trace.sources.activity_csv import looks_like_activity_csv, read_activity_csv
 from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_deepspeed_log
 from stalloc.trace.sources.dtr_log import looks_like_dtr_log, read_dtr_log
-from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
-from stalloc.trace.sources.kineto_activity import read_kineto_activity
-from stalloc.trace.sources.log_text import BOMS, log_text, unpacked
+from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto, read_kineto_activity
+from stalloc.trace.sources.log_text import BOMS, is_tar, log_text, unpack, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
-from stalloc.trace.sources.packed import is_tar, unpack
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
 from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
 from stalloc.trace.sources.torch_snapshot import read_json_snapshot, read_torch_snapshot, refuse_without_history
 from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
+from stalloc.trace.table_columns import DamagedTable
 
 _PRIORITY = re.compile(rb"<\d{1,3}>")  # with which lines of syslog begin
 _PPROF = re.compile(rb"\n[\x02-\x08]\x08")  # begins with the kind of its first column
@@ -70,7 +68,8 @@ def load_traces(path: str | os.PathLike[str], *, history: bool = True, call_site
     where `call_sites` may be missing. Raises BadInputError for everything else, and, unless `history` is false, for a
     snapshot of one moment.
     """
-    traces = _load(path, read_npz, partial(_read_content, call_sites=call_sites))
+    records = _load(path, lambda name, data: map(record_of, _read_content(name, data, call_sites=call_sites)))
+    traces = [record.trace for record in records if record.trace is not None]
     if history:
         refuse_without_history(shown_name(path), traces)
     return traces
@@ -83,9 +82,6 @@ def load_devices(path: str | os.PathLike[str], *, history: bool = True) -> list[
     CSV `start_us,end_us,link,bytes,phase`, and in logs of DeepSpeed, where a rank is a device. Raises BadInputError as
     `load_traces` does.
     """
-
-    def of_archive(name: Path, file: BinaryIO) -> list[DeviceRecord]:
-        return [record_of(trace) for trace in read_npz(name, file)]
 
     def of_content(name: Path, data: bytes) -> list[DeviceRecord]:
         head = data[:4096].lstrip()
@@ -108,7 +104,7 @@ def load_devices(path: str | os.PathLike[str], *, history: bool = True) -> list[
             for device in sorted(traces.keys() | activity.keys())
         ]
 
-    records = _load(path, of_archive, of_content)
+    records = _load(path, of_content)
     if history:
         refuse_without_history(shown_name(path), [record.trace for record in records if record.trace is not None])
     return records
@@ -129,31 +125,25 @@ def read_log(path: str | os.PathLike[str]) -> str | None:
     return log_text(data)
 
 
-T = TypeVar("T", Trace, DeviceRecord)
-
-
 def _load(
-    path: str | os.PathLike[str],
-    of_archive: Callable[[Path, BinaryIO], list[T]],
-    of_content: Callable[[Path, bytes], list[T]],
-) -> list[T]:
-    """Read a file with one function for archives and one for all else, and check the traces in what comes back."""
+    path: str | os.PathLike[str], of_content: Callable[[Path, bytes], Iterable[DeviceRecord]]
+) -> list[DeviceRecord]:
+    """Read a file, with a function for all that is no archive of ours, and check the traces in it."""
     name = shown_name(path)
     try:
         with open_input(path, "a trace file") as file:
             content = unpack(name, file)
             if content is None and file.read(2) == b"PK":
                 file.seek(0)
-                found = of_archive(name, file)
+                found = [record_of(trace) for trace in read_npz(name, file)]
             else:
                 file.seek(0)
                 if content is None:
                     content = read_bounded(file, str(name), memory_limit_bytes())
-                found = of_content(name, _without_mark(content))
-            for one in found:
-                trace = one.trace if isinstance(one, DeviceRecord) else one
-                if trace is not None:
-                    check_read(trace)
+                found = list(of_content(name, _without_mark(content)))
+            for record in found:
+                if record.trace is not None:
+                    _check(record.trace)
             return found
     except BadInputError as error:  # what a trace says of itself does not know the file
         sentence = str(error) if str(name) in str(error) else f"{name}: {error}"
@@ -216,13 +206,15 @@ _MAX_ADDRESS = (1 << 63) - MAX_BYTES  # so that a block ends below 2**63
 _SEGMENTS = ("segment_pool", "segment_is_small", "segment_is_expandable")
 
 
-def check_read(trace: Trace) -> None:
+def _check(trace: Trace) -> None:
     """Raise BadInputError, naming the column or the table, for the first one that does not fit the others."""
-    if len(trace.action):
-        _check_events(trace)
-    _check_extra(trace)
+    try:
+        if len(trace.action):
+            _check_events(trace)
+        _check_extra(trace)
+    except DamagedTable as error:
+        raise BadInputError(f"trace of device {trace.device}: {error}: the file is damaged.") from error
     read_operations(trace)
-    read_activity(trace)
 
 
 def _check_events(trace: Trace) -> None:
@@ -230,15 +222,15 @@ def _check_events(trace: Trace) -> None:
         event = getattr(trace, name)
         rows = np.flatnonzero(event != outside)
         if not np.array_equal(trace.event_request[event[rows]], rows) or np.any(trace.action[event[rows]] != action):
-            raise _wrong(trace, f"column {name} names other events than those of its requests")
+            raise DamagedTable(f"column {name} names other events than those of its requests")
         if np.count_nonzero((trace.action == action) & (trace.event_request >= 0)) != len(rows):
-            raise _wrong(trace, f"its events name requests that column {name} does not know")
+            raise DamagedTable(f"its events name requests that column {name} does not know")
     asked = np.flatnonzero((trace.action == Action.FREE_REQUESTED) & (trace.event_request >= 0))
     row = trace.event_request[asked]
     if np.any((asked < trace.free_requested[row]) | (asked < trace.start[row]) | (asked > trace.end[row])):
-        raise _wrong(trace, "its events ask to free what does not live")
+        raise DamagedTable("its events ask to free what does not live")
     if np.any((trace.free_requested < trace.start) | (trace.free_requested > trace.end)):
-        raise _wrong(trace, "column free_requested names events at which its requests do not live")
+        raise DamagedTable("column free_requested names events at which its requests do not live")
 
 
 def _check_extra(trace: Trace) -> None:
@@ -247,37 +239,31 @@ def _check_extra(trace: Trace) -> None:
         if name in extra:
             column = _numbers(trace, name, (num_requests,))
             if len(column) and (column.min() < 0 or column.max() >= MAX_BYTES):
-                _refuse(trace, name, "holds what is no number of bytes")
+                raise DamagedTable(f"table {name} holds what is no number of bytes")
     if "id" in extra and (extra["id"].shape != (num_requests,) or extra["id"].dtype.kind not in "iuU"):
-        _refuse(trace, "id", "is not one for each request")
+        raise DamagedTable("table id is not one for each request")
     num_segments = len(trace.segment_address)
     for name in _SEGMENTS:
         if name in extra:
             _numbers(trace, name, (num_segments, 2) if name == "segment_pool" else (num_segments,))
     present = [name for name in _BLOCKS if name in extra]
     if present and len(present) < len(_BLOCKS):
-        _refuse(trace, present[0], f"comes without {', '.join(set(_BLOCKS) - set(present))}")
+        raise DamagedTable(f"table {present[0]} comes without {', '.join(set(_BLOCKS) - set(present))}")
     if present:
         columns = [_numbers(trace, name, extra[_BLOCKS[0]].shape[:1]) for name in _BLOCKS]
         address, size, request = columns
         if len(size) and (size.min() < 0 or float(size.sum(dtype=np.float64)) >= MAX_BYTES):
-            _refuse(trace, "block_size", "holds what is no number of bytes")
+            raise DamagedTable("table block_size holds what is no number of bytes")
         if len(address) and int(address.max()) > _MAX_ADDRESS:
-            _refuse(trace, "block_address", "holds an address that no address space has")
+            raise DamagedTable("table block_address holds an address that no address space has")
         if len(request) and (request.min() < -1 or request.max() >= num_requests):
-            _refuse(trace, "block_request", "points outside the requests")
+            raise DamagedTable("table block_request points outside the requests")
 
 
 def _numbers(trace: Trace, name: str, shape: tuple[int, ...]) -> Column:
     column = trace.extra[name]
     if column.shape != shape or column.dtype.kind not in "iub":
-        _refuse(trace, name, f"is {column.dtype} of shape {column.shape}, expected whole numbers of shape {shape}")
+        raise DamagedTable(
+            f"table {name} is {column.dtype} of shape {column.shape}, expected whole numbers of shape {shape}"
+        )
     return column
-
-
-def _refuse(trace: Trace, name: str, why: str) -> None:
-    raise _wrong(trace, f"table {name} {why}")
-
-
-def _wrong(trace: Trace, what: str) -> BadInputError:
-    return BadInputError(f"trace of device {trace.device}: {what}: the file is damaged.")

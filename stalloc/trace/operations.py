@@ -1,26 +1,8 @@
-"""What the program did with the requests of a trace: operations, accesses, shapes, modules; tables of Trace.extra.
+"""What the program did with the requests of a trace: operations, accesses, shapes, modules.
 
-| column | |
-|---|---|
-| `op_name` | (k,) int32: index into the names, which `op_text` holds |
-| `op_parent` | (k,) int32: the range that this one lies in, an earlier row; -1: none |
-| `op_begin`, `op_end` | (k,) int64: the range began before event `op_begin`, and ended before event `op_end` |
-| `op_thread` | (k,) int16: threads are numbered from 0 as they appear |
-| `op_sequence` | (k,) int32: what autograd calls an operation and the node that is its backward; -1: nothing |
-| `op_kind` | (k,) int8 of RangeKind |
-| `op_shape`, `op_module` | (k,) int32: rows of shapes and of modules, -1 for none |
-| `access_op`, `access_request` | (a,) int32: the operation and the request, ordered by operation |
-| `access_kind` | (a,) int8: 0 read, 1 written |
-| `made_by` | (n,) int32: the operation that asked for each request; -1: not known |
-| `role` | (n,) int8 of Role |
-| `shape_flops`, `shape_read_bytes`, `shape_written_bytes` | (s,) int64: of a call of this shape |
-| `shape_ns` | (s,) int64: nanoseconds that a call took on the GPU where it was measured; 0: not measured |
-| `module_parent` | (q,) int32: the module that holds this one, an earlier row; -1: none |
-| `module_is_block` | (q,) int8: 1 for one of the repeated blocks of its model, such as the layers of a transformer |
-| `op_text`, `shape_text`, `module_text` | (t,) uint8: JSON lists: names; calls; [name, class] |
-
-A request stands for the storage that lies in it: views of one storage are one request. Files are untrusted: what is
-read back is checked, whole, before anything of it is used.
+These are tables of Trace.extra, whose columns docs/files.md describes. A request stands for the storage that lies in
+it: views of one storage are one request. Files are untrusted: what is read back is checked, whole, before anything of
+it is used.
 """
 
 import enum
@@ -33,7 +15,7 @@ import numpy as np
 from stalloc.columns import Column, Rows, Times
 from stalloc.errors import BadInputError
 from stalloc.trace.record import Trace
-from stalloc.trace.table_columns import DamagedTable, check_numbers, packed_list, table_column, unpacked_list
+from stalloc.trace.table_columns import DamagedTable, Rule, Rules, packed_list, unpacked_list
 
 ACCESS_READ, ACCESS_WRITTEN = 0, 1
 MAX_NAMES, MAX_TEXT = 1 << 20, 1000
@@ -64,7 +46,6 @@ class Role(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """As people read it."""
         return self.name.lower().replace("_", " ")
 
 
@@ -78,7 +59,7 @@ class ModuleName:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Operations:
-    """The tables of one trace, as the columns above say; `op_` is left out of their names."""
+    """The tables of one trace, as the columns say; `op_` is left out of their names."""
 
     name: Rows
     names: tuple[str, ...]
@@ -109,46 +90,44 @@ class Operations:
         return len(self.name)
 
     def name_of(self, row: int) -> str:
-        """The name of a range."""
         return self.names[self.name[row]]
 
     def columns(self) -> dict[str, Column]:
         """What belongs into Trace.extra."""
-        found = {column: np.asarray(getattr(self, field)).astype(dtype) for column, (field, dtype) in _COLUMNS.items()}
         modules = [[module.name, module.kind] for module in self.modules]
         texts = {"op_text": self.names, "shape_text": self.shapes, "module_text": modules}
-        return found | {name: packed_list(listed) for name, listed in texts.items()}
+        return _COLUMNS.written(self) | {name: packed_list(listed) for name, listed in texts.items()}
 
 
-_COLUMNS: Mapping[str, tuple[str, Any]] = {
-    "op_name": ("name", np.int32),
-    "op_parent": ("parent", np.int32),
-    "op_begin": ("begin", np.int64),
-    "op_end": ("end", np.int64),
-    "op_thread": ("thread", np.int16),
-    "op_sequence": ("sequence", np.int32),
-    "op_kind": ("kind", np.int8),
-    "op_shape": ("shape", np.int32),
-    "op_module": ("module", np.int32),
-    "access_op": ("access_op", np.int32),
-    "access_request": ("access_request", np.int32),
-    "access_kind": ("access_kind", np.int8),
-    "made_by": ("made_by", np.int32),
-    "role": ("role", np.int8),
-    "shape_flops": ("shape_flops", np.int64),
-    "shape_read_bytes": ("shape_read_bytes", np.int64),
-    "shape_written_bytes": ("shape_written_bytes", np.int64),
-    "shape_ns": ("shape_ns", np.int64),
-    "module_parent": ("module_parent", np.int32),
-    "module_is_block": ("module_is_block", np.int8),
-}
+_COLUMNS = Rules(
+    {
+        "op_name": Rule("name", np.int32, "op", 0, "names"),
+        "op_parent": Rule("parent", np.int32, "op", -1, "ops"),
+        "op_begin": Rule("begin", np.int64, "op", 0, "moments"),
+        "op_end": Rule("end", np.int64, "op", 0, "moments"),
+        "op_thread": Rule("thread", np.int16, "op", 0, 1 << 15),
+        "op_sequence": Rule("sequence", np.int32, "op", -1, 1 << 31),
+        "op_kind": Rule("kind", np.int8, "op", 0, len(RangeKind)),
+        "op_shape": Rule("shape", np.int32, "op", -1, "shapes"),
+        "op_module": Rule("module", np.int32, "op", -1, "modules"),
+        "access_op": Rule("access_op", np.int32, "access", 0, "ops"),
+        "access_request": Rule("access_request", np.int32, "access", 0, "requests"),
+        "access_kind": Rule("access_kind", np.int8, "access", 0, 2),
+        "made_by": Rule("made_by", np.int32, "request", -1, "ops"),
+        "role": Rule("role", np.int8, "request", 0, len(Role)),
+        "shape_flops": Rule("shape_flops", np.int64, "shape", 0, 1 << 62),
+        "shape_read_bytes": Rule("shape_read_bytes", np.int64, "shape", 0, 1 << 62),
+        "shape_written_bytes": Rule("shape_written_bytes", np.int64, "shape", 0, 1 << 62),
+        "shape_ns": Rule("shape_ns", np.int64, "shape", 0, 1 << 62),
+        "module_parent": Rule("module_parent", np.int32, "module", -1, "modules"),
+        "module_is_block": Rule("module_is_block", np.int8, "module", 0, 2),
+    }
+)
 _TEXTS = ("op_text", "shape_text", "module_text")
-_ALL = (*_COLUMNS, *_TEXTS)
 
 
 def has_operations(trace: Trace) -> bool:
-    """Whether a trace knows operations."""
-    return any(name in trace.extra for name in _ALL)
+    return any(name in trace.extra for name in (*_COLUMNS, *_TEXTS))
 
 
 def read_operations(trace: Trace) -> Operations | None:
@@ -166,7 +145,7 @@ def read_operations(trace: Trace) -> Operations | None:
 
 
 def _read(extra: Mapping[str, Column]) -> Operations:
-    columns = {field: table_column(extra, name, dtype) for name, (field, dtype) in _COLUMNS.items()}
+    columns = _COLUMNS.read(extra)
     names, shapes, modules = (unpacked_list(extra, name, MAX_NAMES) for name in _TEXTS)
     if not all(isinstance(name, str) for name in names):
         raise DamagedTable("op_text holds what is no name")
@@ -188,41 +167,13 @@ def _is_name(value: Any) -> bool:
 
 def _check(trace: Trace, found: Operations) -> None:
     num_ops, num_shapes, num_modules = len(found.name), len(found.shapes), len(found.modules)
-    tables = {
-        "op": (num_ops, ("name", "parent", "begin", "end", "thread", "sequence", "kind", "shape", "module")),
-        "access": (len(found.access_op), ("access_op", "access_request", "access_kind")),
-        "request": (trace.num_requests, ("made_by", "role")),
-        "shape": (num_shapes, ("shape_flops", "shape_read_bytes", "shape_written_bytes", "shape_ns")),
-        "module": (num_modules, ("module_parent", "module_is_block")),
-    }
-    for table, (rows, fields) in tables.items():
-        if any(len(getattr(found, field)) != rows for field in fields):
+    lengths = {"op": num_ops, "access": len(found.access_op), "request": trace.num_requests, "shape": num_shapes}
+    lengths["module"] = num_modules
+    for table, fields in _COLUMNS.fields().items():
+        if any(len(getattr(found, field)) != lengths[table] for field in fields):
             raise DamagedTable(f"its columns of the table of {table}s differ in length")
-    end = trace.num_events + 1
-    bounds = {  # lowest, and what is beyond
-        "name": (0, len(found.names)),
-        "parent": (-1, num_ops),
-        "begin": (0, end),
-        "end": (0, end),
-        "thread": (0, 1 << 15),
-        "sequence": (-1, 1 << 31),
-        "kind": (0, len(RangeKind)),
-        "shape": (-1, num_shapes),
-        "module": (-1, num_modules),
-        "access_op": (0, num_ops),
-        "access_request": (0, trace.num_requests),
-        "access_kind": (0, 2),
-        "made_by": (-1, num_ops),
-        "role": (0, len(Role)),
-        "module_parent": (-1, num_modules),
-        "module_is_block": (0, 2),
-        "shape_flops": (0, 1 << 62),
-        "shape_read_bytes": (0, 1 << 62),
-        "shape_written_bytes": (0, 1 << 62),
-        "shape_ns": (0, 1 << 62),
-    }
-    for field, (lowest, bound) in bounds.items():
-        check_numbers(field, getattr(found, field), lowest, bound)
+    bounds = {"names": len(found.names), "ops": num_ops, "moments": trace.num_events + 1, "shapes": num_shapes}
+    _COLUMNS.check(found, bounds | {"modules": num_modules, "requests": trace.num_requests})
     if np.any(found.parent >= np.arange(num_ops)) or np.any(found.module_parent >= np.arange(num_modules)):
         raise DamagedTable("something in it lies within what comes later")
     if np.any(found.end < found.begin) or np.any(np.diff(found.access_op) < 0):

@@ -11,6 +11,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.trace.record import COLUMNS, Trace
 
+_EXTRA = "extra."
 _Packed = tuple[bytes, np.dtype[Any], tuple[int, ...]]
 
 
@@ -19,26 +20,25 @@ class KeptTrace:
 
     def __init__(self, trace: Trace) -> None:
         self._trace: Trace | None = trace
-        self._columns: dict[str, _Packed] = {}
-        self._extra: dict[str, _Packed] = {}
+        self._packed: dict[str, _Packed] = {}
         self._rest: dict[str, Any] = {}
 
     def pack(self) -> None:
         """Pack the trace, if it is not packed yet."""
         trace = self._trace
         if trace is not None:
+            self._packed = {name: _pack(getattr(trace, name)) for name in COLUMNS}
+            self._packed |= {_EXTRA + name: _pack(column) for name, column in trace.extra.items()}
             self._rest = {name: value for name, value in vars(trace).items() if name not in (*COLUMNS, "extra")}
-            self._columns = {name: _pack(getattr(trace, name)) for name in COLUMNS}
-            self._extra = {name: _pack(column) for name, column in trace.extra.items()}
             self._trace = None
 
     def trace(self) -> Trace:
-        """The trace."""
         trace = self._trace
         if trace is not None:
             return trace
-        columns: dict[str, Any] = {name: _unpack(*packed) for name, packed in self._columns.items()}
-        return Trace(**columns, **self._rest, extra={name: _unpack(*packed) for name, packed in self._extra.items()})
+        columns: dict[str, Any] = {name: _unpack(*packed) for name, packed in self._packed.items()}
+        known = {name: columns.pop(name) for name in COLUMNS}
+        return Trace(**known, **self._rest, extra={name.removeprefix(_EXTRA): one for name, one in columns.items()})
 
 
 def _is_words(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:

@@ -63,8 +63,7 @@ def mark_columns(marks: Sequence[tuple[int, int, str]]) -> tuple[tuple[str, ...]
     names = tuple(dict.fromkeys(name for _, _, name in marks))
     index = {name: number for number, name in enumerate(names)}
     rows = [(event, kind, index[name]) for event, kind, name in marks]
-    values = np.array(rows, np.int64).reshape(-1, len(MARK_COLUMNS)).T
-    return names, {column: part.astype(DTYPES[column]) for column, part in zip(MARK_COLUMNS, values, strict=True)}
+    return names, dict(zip(MARK_COLUMNS, np.array(rows, np.int64).reshape(-1, len(MARK_COLUMNS)).T, strict=True))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,23 +1,15 @@
 """Call sites: which stack asked for a request, each distinct stack and frame kept once, in five columns of Trace.extra.
 
-| column | |
-|---|---|
-| `site` | (n,) int32: stack that allocated each request; -1: not known |
-| `event_site` | (m,) int32: stack of each event that asks for memory (alloc, segment, oom); -1: none kept |
-| `site_begin` | (k+1,) int64: stack i is `site_frame[site_begin[i]:site_begin[i+1]]`, innermost frame first |
-| `site_frame` | (l,) int32: frames by number |
-| `site_text` | (t,) uint8: a JSON list of [file name, line, function], one a frame |
-
-Files are untrusted: what is kept is bounded, what is read back is checked, and names hold printable characters only. A
-name may still hold markup: whoever shows it escapes it.
+docs/files.md describes the columns. Files are untrusted: what is kept is bounded, what is read back is checked, and
+names hold printable characters only. A name may still hold markup: whoever shows it escapes it.
 """
 
 import json
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +18,7 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.trace.record import Trace
+from stalloc.trace.table_columns import packed_list
 
 MAX_DEPTH = 512
 MAX_TEXT = 1000
@@ -129,37 +122,28 @@ class StackCollector:
             return {}
         renumbered = np.full(len(self._begin), -1, np.int32)
         renumbered[used] = np.arange(len(used))
-        stacks = [self._entries[self._begin[number] : self._begin[number + 1]] for number in used.tolist()]
-        frames, entries = np.unique(
-            np.concatenate([np.array(stack, np.int64) for stack in stacks]), return_inverse=True
-        )
-        text = json.dumps([self._frames[number] for number in frames.tolist()], separators=(",", ":")).encode()
+        bounds = [(self._begin[number], self._begin[number + 1]) for number in used.tolist()]
+        stacks = [np.array(self._entries[begin:end], np.int64) for begin, end in bounds]
+        frames, entries = np.unique(np.concatenate(stacks), return_inverse=True)
         return {
             "site": renumbered[site],  # -1 picks the last entry, which no stack has
             "event_site": renumbered[event_site],
             "site_begin": np.cumsum([0, *map(len, stacks)], dtype=np.int64),
             "site_frame": entries.reshape(-1).astype(np.int32),
-            "site_text": np.frombuffer(text, np.uint8),
+            "site_text": packed_list([self._frames[number] for number in frames.tolist()]),
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Sites:
-    """The call sites of a trace."""
-
-    site: Column
-    """(n,) int32: stack of each request, or -1."""
-    event_site: Column
-    """(m,) int32: stack of each event, or -1."""
-    begin: Column
-    """(k+1,) int64: where each stack begins in `frame`."""
-    frame: Column
-    """(l,) int32: index into `frames`."""
+    site: Column  #: (n,) int32: stack of each request, or -1
+    event_site: Column  #: (m,) int32: stack of each event, or -1
+    begin: Column  #: (k+1,) int64: where each stack begins in `frame`
+    frame: Column  #: (l,) int32: index into `frames`
     frames: tuple[Frame, ...]
 
     @property
     def num_stacks(self) -> int:
-        """Number of distinct stacks."""
         return len(self.begin) - 1
 
     def stack(self, number: int) -> list[Frame]:
@@ -167,10 +151,6 @@ class Sites:
         if number < 0:
             return []
         return [self.frames[index] for index in self.frame[self.begin[number] : self.begin[number + 1]].tolist()]
-
-    def names(self, depth: int = 1) -> list[str]:
-        """(k,) the name of each stack: see `site_name`."""
-        return [site_name(self.stack(number), depth) for number in range(self.num_stacks)]
 
 
 def read_sites(trace: Trace) -> Sites | None:
@@ -197,13 +177,23 @@ def read_sites(trace: Trace) -> Sites | None:
     return Sites(site=site, event_site=event_site, begin=begin, frame=frame, frames=frames)
 
 
-def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any]) -> list[str]:
-    """The name of the call site of each of these rows of a trace; `unknown` where it is not known."""
+T = TypeVar("T")
+
+
+def of_stacks(
+    trace: Trace, rows: Sequence[int] | npt.NDArray[Any], told: Callable[[list[Frame]], T], unknown: T
+) -> list[T]:
+    """What is told of the stack of each of these rows of a trace; `unknown` where it is not known."""
     sites = read_sites(trace)
     if sites is None:
-        return [UNKNOWN] * len(rows)
-    names = np.array([*sites.names(), UNKNOWN], dtype=object)  # -1 picks the last one
-    return names[sites.site[np.asarray(rows, np.int64)]].tolist()
+        return [unknown] * len(rows)
+    values = [*(told(sites.stack(number)) for number in range(sites.num_stacks)), unknown]  # -1 picks the last
+    return [values[number] for number in sites.site[np.asarray(rows, np.int64)].tolist()]
+
+
+def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any]) -> list[str]:
+    """The name of the call site of each of these rows of a trace; `unknown` where it is not known."""
+    return of_stacks(trace, rows, site_name, UNKNOWN)
 
 
 def site_name(stack: Sequence[Frame], depth: int = 1) -> str:

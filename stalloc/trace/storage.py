@@ -1,14 +1,15 @@
 """Traces on disk: one `.trace.npz`, the same bytes for the same traces, columns prefixed by device, a JSON header.
 
 Nothing is pickled. Tables that this version does not know travel in `extra` and are written again; a file of a newer
-schema is refused with one sentence. Before v1 there is one schema and no migration.
+schema is refused with one sentence. Before v1 there is one schema and no migration. What passes has the types that
+the Trace record states; keys of `info` that nobody knows are kept as they are.
 """
 
 import io
 import json
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +19,93 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.files import whole
 from stalloc.npz import DAMAGE, Columns
-from stalloc.trace.header import FORMAT, SCHEMA_VERSION, NotATrace, read_header
-from stalloc.trace.record import COLUMNS, Trace
+from stalloc.trace.record import COLUMNS, MAX_BYTES, Trace
+
+SCHEMA_VERSION = 1
+FORMAT = "stalloc trace"
+MAX_HEADER_BYTES = 16 << 20
+MAX_DEVICE = 4095
+_Check = Callable[[Any], bool]
+
+
+class NotATrace(ValueError):
+    """The archive is of another kind, or of another version; the text says which."""
+
+
+def read_header(content: bytes) -> list[dict[str, Any]]:
+    """The entries of the devices. Raises NotATrace, and what damaged JSON raises."""
+    if len(content) > MAX_HEADER_BYTES:
+        raise ValueError(f"its header is {len(content):,} bytes long")
+    header = json.loads(content)
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise NotATrace("not a trace of stalloc: give a .trace.npz file that stalloc wrote")
+    schema = header.get("schema")
+    if type(schema) is not int or schema != SCHEMA_VERSION:
+        shown = str(schema)[:20] if type(schema) is int else f"of type {type(schema).__name__}"
+        raise NotATrace(
+            f"written with trace schema {shown}, this stalloc reads {SCHEMA_VERSION}: "
+            f"use the version of stalloc that wrote it, or record again"
+        )
+    entries = header.get("devices")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError("its header lists no devices")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ValueError(f"entry {number} of its header is no object")
+        for name, (is_right, expected) in _ENTRY.items():
+            if name not in entry or not is_right(entry[name]):
+                raise ValueError(f"{name} of device {number} in its header is not {expected}")
+        for name, (is_right, expected) in _INFO.items():
+            if name in entry["info"] and not is_right(entry["info"][name]):
+                raise ValueError(f"info.{name} of device {number} in its header is not {expected}")
+    if len({entry["device"] for entry in entries}) < len(entries):
+        raise ValueError("its header has a device twice")
+    return entries
+
+
+def _whole(lowest: int, highest: int) -> _Check:
+    return lambda value: type(value) is int and lowest <= value <= highest
+
+
+def _is(kind: type) -> _Check:
+    return lambda value: isinstance(value, kind)
+
+
+def _list_of(is_right: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a truth value or nothing."""
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def is_settings(value: Any) -> bool:
+    """Whether a value is what a snapshot says of its allocator's settings: plain values, or one dictionary of them."""
+    if not isinstance(value, dict):
+        return False
+    return all(
+        isinstance(key, str)
+        and (is_plain(item) or (isinstance(item, dict) and all(map(is_plain, [*item, *item.values()]))))
+        for key, item in value.items()
+    )
+
+
+_ENTRY: dict[str, tuple[_Check, str]] = {
+    "device": (_whole(0, MAX_DEVICE), f"a number from 0 to {MAX_DEVICE}"),
+    "streams": (_list_of(_whole(-(1 << 63), (1 << 64) - 1)), "a list of streams"),
+    "names": (_list_of(_is(str)), "a list of names"),
+    "reserved_start_bytes": (_whole(0, MAX_BYTES), "a number of bytes"),
+    "info": (_is(dict), "an object"),
+}
+_INFO: dict[str, tuple[_Check, str]] = {
+    **dict.fromkeys(("source", "file", "converted_from", "device_name", "torch"), (_is(str), "text")),
+    "complete": (_is(bool), "true or false"),
+    "notes": (_list_of(_is(str)), "a list of texts"),
+    **dict.fromkeys(("unseen_bytes", "total_bytes"), (_whole(0, MAX_BYTES), "a number of bytes")),
+    "allocator_settings": (is_settings, "a table of settings"),
+}
+
 
 _SUFFIX = ".trace.npz"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date a zip can hold: files must not depend on when they were written
@@ -36,7 +122,9 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
     devices = [trace.device for trace in traces]
     if len(set(devices)) != len(devices):
         raise BadInputError(f"{path}: two traces of the same device cannot share a file: save them one by one.")
-    members: dict[str, Column] = {"header": np.frombuffer(_header(traces), np.uint8)}
+    entries = [{name: getattr(trace, name) for name in _ENTRY} for trace in traces]
+    header = json.dumps({"format": FORMAT, "schema": SCHEMA_VERSION, "devices": entries}, sort_keys=True)
+    members: dict[str, Column] = {"header": np.frombuffer(header.encode(), np.uint8)}
     for trace in traces:
         for name in COLUMNS:
             members[f"d{trace.device}.{name}"] = getattr(trace, name)
@@ -49,24 +137,6 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
             entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, buffer.getvalue(), compresslevel=1)
-
-
-def _header(traces: Sequence[Trace]) -> bytes:
-    header = {
-        "format": FORMAT,
-        "schema": SCHEMA_VERSION,
-        "devices": [
-            {
-                "device": trace.device,
-                "streams": list(trace.streams),
-                "names": list(trace.names),
-                "reserved_start_bytes": trace.reserved_start_bytes,
-                "info": trace.info,
-            }
-            for trace in traces
-        ],
-    }
-    return json.dumps(header, sort_keys=True).encode()
 
 
 def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
@@ -92,13 +162,10 @@ def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
 def _read_device(columns: Columns, entry: dict[str, Any]) -> Trace:
     prefix = f"d{entry['device']}."
     extra_prefix = prefix + "extra."
+    fields: dict[str, Any] = {name: columns[prefix + name] for name in COLUMNS}
+    fields |= {name: tuple(entry[name]) if isinstance(entry[name], list) else entry[name] for name in _ENTRY}
     return Trace(
-        device=entry["device"],
-        **{name: columns[prefix + name] for name in COLUMNS},
-        streams=tuple(entry["streams"]),
-        names=tuple(entry["names"]),
-        reserved_start_bytes=entry["reserved_start_bytes"],
-        info=entry["info"],
+        **fields,
         extra={
             name.removeprefix(extra_prefix): columns[name] for name in columns.names if name.startswith(extra_prefix)
         },

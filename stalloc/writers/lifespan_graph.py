@@ -6,7 +6,7 @@ recording, the number of phases is never.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,7 @@ class Relations:
     """How the lifespans of one device hang together."""
 
     device: int
-    graph: nx.Graph
-    """The graph of the groups, with plain attributes; nodes are numbered."""
+    graph: nx.Graph  #: the graph of the groups, with plain attributes; nodes are numbered
     cut_events: list[int]
     """Events before which next to nothing but persistent requests is live: there the trace can be split."""
 
@@ -50,23 +49,19 @@ def write_relations(path: Path, devices: Sequence[Relations]) -> None:
     Raises BadInputError if the file cannot be written, or GraphML is wanted of several devices.
     """
     if path.suffix != ".graphml":
-        write_chunks(path, _json(devices))
+        told = [
+            {
+                "device": device.device,
+                "phases": device.graph.graph["phases"],
+                "cut_events": device.cut_events,
+                "nodes": [{"id": number, **attributes} for number, attributes in device.graph.nodes(data=True)],
+                "edges": [list(edge) for edge in device.graph.edges],
+            }
+            for device in devices
+        ]
+        write_chunks(path, [json.dumps({"devices": told}).encode() + b"\n"])
         return
     if len(devices) != 1:
         raise BadInputError(f"{path}: GraphML holds one graph and there are {len(devices)} devices: name a .json file.")
     lines = nx.generate_graphml(devices[0].graph)
     write_chunks(path, (f"{line}\n".encode() for line in lines))
-
-
-def _json(devices: Sequence[Relations]) -> Iterator[bytes]:
-    told = [
-        {
-            "device": device.device,
-            "phases": device.graph.graph["phases"],
-            "cut_events": device.cut_events,
-            "nodes": [{"id": number, **attributes} for number, attributes in device.graph.nodes(data=True)],
-            "edges": [list(edge) for edge in device.graph.edges],
-        }
-        for device in devices
-    ]
-    yield json.dumps({"devices": told}).encode() + b"\n"

@@ -8,11 +8,11 @@ from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 from stalloc.trace import DeviceRecord, Trace
-from stalloc.writers.drawn_study import Drawn, drawn_study
-from stalloc.writers.page.story import headline, remarks
+from stalloc.writers.page.story import Drawn, drawn_study, headline, remarks
 from stalloc.writers.writing import write_chunks
 
 _ROWS = 8
+_PARTS = ("", "compute_", "copy_", "overlap_", "idle_")
 
 
 def write_markdown(path: Path, records: Sequence[tuple[str, DeviceRecord]]) -> None:
@@ -30,11 +30,7 @@ def _section(name: str, record: DeviceRecord) -> list[str]:
 
 def _study(drawn: Drawn) -> list[str]:
     phases = [
-        (
-            phase.name,
-            *map(human_seconds, (phase.seconds, phase.compute_seconds, phase.copy_seconds)),
-            *map(human_seconds, (phase.overlap_seconds, phase.idle_seconds)),
-        )
+        (phase.name, *(human_seconds(getattr(phase, f"{part}seconds")) for part in _PARTS))
         for phase in drawn.found.phases
     ]
     split = _table(("phase", "time", "computes", "copies", "both", "idle"), phases)

@@ -8,10 +8,9 @@ none. Times are microseconds from the first event, or event indices where the so
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,28 +77,23 @@ def _trace_events(trace: Trace, places: Places) -> Iterator[dict[str, Any]]:
     yield from _memory_events(trace, places.address, clock)
 
 
-@dataclass(frozen=True, eq=False)
-class _Clock:
+class _Clock(NamedTuple):
     """Microseconds at which events are; where the source has no times, an event takes one."""
 
-    table: Column | None
-    """(m+1,) of each event and the end, increasing."""
+    at: Callable[[Column], Column]  #: of (k,) events, each from 0 to the end of the record
     end: float
-
-    def at(self, events: Column) -> Column:
-        """(k,) times of events, each from 0 to the end of the record."""
-        return events.astype(np.float64) if self.table is None else self.table[events]
 
 
 def _clock(trace: Trace) -> _Clock:
     count = trace.num_events
     if not _has_clock(trace):
-        return _Clock(None, float(count))
+        return _Clock(lambda events: events.astype(np.float64), float(count))
     since = (trace.time_us - trace.time_us[0]).astype(np.float64)
     same = np.concatenate([[True], np.diff(trace.time_us) != 0])
     index = np.arange(count)
     since += np.minimum(index - np.maximum.accumulate(np.where(same, index, 0)), 900) / 1000  # keeps their order
-    return _Clock(np.concatenate([since, [since[-1] + 1]]), float(since[-1] + 1))
+    times = np.append(since, since[-1] + 1)
+    return _Clock(times.__getitem__, float(times[-1]))
 
 
 def _has_clock(trace: Trace) -> bool:
@@ -126,15 +120,8 @@ def _marks(trace: Trace, clock: _Clock) -> Iterator[dict[str, Any]]:
                 spans.append((open_phases.pop(opened)[0], at, name))
     spans += [(began, clock.end, name) for began, name in open_phases]
     for began, ended, name in sorted(spans, key=lambda span: (span[0], -span[1])):
-        yield {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": name,
-            "pid": trace.device,
-            "tid": 0,
-            "ts": round(began, 3),
-            "dur": round(ended - began, 3),
-        }
+        common = {"ph": "X", "cat": "user_annotation", "name": name, "pid": trace.device, "tid": 0}
+        yield common | {"ts": round(began, 3), "dur": round(ended - began, 3)}
 
 
 def _slices(trace: Trace, begin: Column, end: Column) -> Iterator[dict[str, Any]]:
@@ -188,15 +175,8 @@ def _memory_events(trace: Trace, address: Column, clock: _Clock) -> Iterator[dic
         if reserved is not None:
             args["Total Reserved"] = shown_reserved
         name = "[OutOfMemory]" if kind == Action.OOM else "[memory]"
-        yield {
-            "ph": "i",
-            "cat": "cpu_instant_event",
-            "s": "t",
-            "name": name,
-            "pid": trace.device,
-            "tid": 0,
-            "ts": time,
-        } | {"args": args}
+        common = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": name, "pid": trace.device, "tid": 0}
+        yield common | {"ts": time, "args": args}
 
 
 def _counter(trace: Trace, name: str, time: float, num_bytes: int) -> dict[str, Any]:

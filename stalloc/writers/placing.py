@@ -21,14 +21,10 @@ MADE_UP_BASE = 1 << 40
 class Places:
     """Where the n requests of a trace are, and the s segments around them."""
 
-    address: Column
-    """(n,) uint64."""
-    segment_address: Column
-    """(s,) uint64, increasing where they are made up."""
-    segment_size: Column
-    """(s,) bytes."""
-    segment_stream: Column
-    """(s,) index into the trace's streams."""
+    address: Column  #: (n,) uint64
+    segment_address: Column  #: (s,) uint64, increasing where they are made up
+    segment_size: Column  #: (s,) bytes
+    segment_stream: Column  #: (s,) index into the trace's streams
     segments_recorded: bool
     """Whether the segments are those of the record; if not, its segment events say nothing of them."""
     notes: tuple[str, ...]

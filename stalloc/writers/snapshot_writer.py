@@ -9,7 +9,7 @@ import itertools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,14 +65,14 @@ def snapshot_of(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
     return snapshot, notes
 
 
-class _Events:
-    """The (e,) events to be written: their rows in the trace, or those of bare lifespans."""
-
-    def __init__(self, action: Column, address: Column, size: Column, stream: Column, time_us: Column) -> None:
-        self.action, self.address, self.size, self.stream, self.time_us = action, address, size, stream, time_us
-        self.site = np.full(len(action), -1, np.int64)
-        self.row = np.arange(len(action))
-        """Event of the trace that each was."""
+class _Events(NamedTuple):
+    action: Column
+    address: Column
+    size: Column
+    stream: Column
+    time_us: Column
+    site: Column  #: stack, -1 for none
+    row: Column  #: event of the trace that each was; of bare lifespans the moment
 
 
 def _events(trace: Trace, places: Places) -> _Events:
@@ -81,21 +81,20 @@ def _events(trace: Trace, places: Places) -> _Events:
     address = trace.address.copy()
     of_request = trace.event_request >= 0
     address[of_request] = places.address[trace.event_request[of_request]]
-    keep = np.ones(trace.num_events, bool)
-    if not places.segments_recorded:
-        keep = ~np.isin(trace.action, _SEGMENT_ACTIONS)
-    rows = np.flatnonzero(keep)
+    rows = np.flatnonzero(places.segments_recorded | ~np.isin(trace.action, _SEGMENT_ACTIONS))
     unasked = np.flatnonzero(_never_asked(trace)[rows])
     rows = np.insert(rows, unasked, rows[unasked])
     asking = unasked + np.arange(len(unasked))
-    columns = (trace.action, address, trace.event_size, trace.event_stream, trace.time_us)
-    events = _Events(*(column[rows] for column in columns))
-    events.action[asking] = Action.FREE_REQUESTED
-    events.row = rows
+    action = trace.action[rows]
+    action[asking] = Action.FREE_REQUESTED
     sites = read_sites(trace)
-    if sites is not None:
-        events.site = sites.event_site[rows].astype(np.int64)
-    return events
+    site = _no_stacks(rows) if sites is None else sites.event_site[rows]
+    size, stream, time_us = trace.event_size[rows], trace.event_stream[rows], trace.time_us[rows]
+    return _Events(action, address[rows], size, stream, time_us, site, rows)
+
+
+def _no_stacks(rows: Column) -> Column:
+    return np.full(len(rows), -1, np.int64)
 
 
 def _never_asked(trace: Trace) -> Column:
@@ -111,15 +110,13 @@ def _events_of_lifespans(trace: Trace, places: Places) -> _Events:
     born = np.flatnonzero(trace.start >= 0)
     count = len(freed)
     row = np.concatenate([freed, freed, born])
-    action = np.repeat(
-        np.array([Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.ALLOC]), [count, count, len(born)]
-    )
+    kinds = (Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.ALLOC)
+    action = np.repeat(np.array(kinds), [count, count, len(born)])
     at = np.concatenate([trace.end[freed], trace.end[freed], trace.start[born]])
     order = np.lexsort((action, row, action == Action.ALLOC, at))
     row, action, at = row[order], action[order], at[order]
-    events = _Events(action, places.address[row], trace.size[row], trace.stream[row], np.zeros(len(row), np.int64))
-    events.row = at
-    return events
+    columns = (places.address[row], trace.size[row], trace.stream[row])
+    return _Events(action, *columns, np.zeros(len(row), np.int64), _no_stacks(row), at)
 
 
 def _stacks(trace: Trace) -> list[Stack]:
@@ -134,62 +131,50 @@ def _stacks(trace: Trace) -> list[Stack]:
 
 
 def _history(trace: Trace, events: _Events, stacks: list[Stack]) -> list[dict[str, Any]]:
-    history: list[dict[str, Any]] = []
-    columns = (events.action, events.address, events.size, events.stream, events.time_us, events.site)
-    for action, address, size, stream, time_us, site in zip(*(column.tolist() for column in columns), strict=True):
-        place = "device_free" if action == Action.OOM else "addr"
-        history.append(
-            {
-                "action": _NAMES[action],
-                place: address,
-                "size": size,
-                "stream": trace.streams[stream],
-                "time_us": time_us,
-                "frames": stacks[site],
-            }
-        )
-    return history
+    columns = zip(*(column.tolist() for column in events[:-1]), strict=True)
+    return [
+        {
+            "action": _NAMES[action],
+            "device_free" if action == Action.OOM else "addr": address,
+            "size": size,
+            "stream": trace.streams[stream],
+            "time_us": time_us,
+            "frames": stacks[site],
+        }
+        for action, address, size, stream, time_us, site in columns
+    ]
 
 
 def _segments(trace: Trace, places: Places, stacks: list[Stack]) -> list[dict[str, Any]]:
-    block_address, block_size, block_request = _blocks(trace, places)
+    found = _blocks(trace, places)
+    order = np.argsort(found[0])
+    columns = [column[order] for column in found]
     sites = read_sites(trace)
     site = sites.site if sites is not None else np.full(trace.num_requests, -1)
-    order = np.argsort(block_address)
-    block_address, block_size, block_request = block_address[order], block_size[order], block_request[order]
-    firsts = np.searchsorted(block_address, places.segment_address)
-    lasts = np.searchsorted(block_address, places.segment_address + places.segment_size.astype(np.uint64))
+    firsts = np.searchsorted(columns[0], places.segment_address)
+    lasts = np.searchsorted(columns[0], places.segment_address + places.segment_size.astype(np.uint64))
     num_segments = len(places.segment_address)
     pool = _told(trace, places, "segment_pool", (num_segments, 2))
     small = _told(trace, places, "segment_is_small", (num_segments,))
     expandable = _told(trace, places, "segment_is_expandable", (num_segments,))
     segments = []
     for i in range(num_segments):
-        begin, total = int(places.segment_address[i]), int(places.segment_size[i])
         inside = slice(firsts[i], lasts[i])
         blocks: list[dict[str, Any]] = []
-        for at, size, row in zip(
-            *(column[inside].tolist() for column in (block_address, block_size, block_request)), strict=True
-        ):
-            state = "inactive"
+        for at, size, row in zip(*(column[inside].tolist() for column in columns), strict=True):
+            block = {"address": at, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
             if row >= 0:
                 asked = trace.free_requested[row] < trace.num_events
-                state = "active_pending_free" if asked else "active_allocated"
-            blocks.append(
-                {
-                    "address": at,
-                    "size": size,
-                    "requested_size": int(trace.size[row]) if row >= 0 else 0,
-                    "state": state,
-                    "frames": stacks[int(site[row])] if row >= 0 else [],
-                }
-            )
+                block["requested_size"] = int(trace.size[row])
+                block["state"] = "active_pending_free" if asked else "active_allocated"
+                block["frames"] = stacks[int(site[row])]
+            blocks.append(block)
         active = [block for block in blocks if block["state"] != "inactive"]
         segments.append(
             {
                 "device": trace.device,
-                "address": begin,
-                "total_size": total,
+                "address": int(places.segment_address[i]),
+                "total_size": int(places.segment_size[i]),
                 "allocated_size": sum(block["size"] for block in active if block["state"] == "active_allocated"),
                 "active_size": sum(block["size"] for block in active),
                 "requested_size": sum(block["requested_size"] for block in active),
@@ -244,20 +229,18 @@ def _blocks(trace: Trace, places: Places) -> tuple[Column, Column, Column]:
 
 def _annotations(trace: Trace, events: _Events) -> list[dict[str, Any]]:
     """Marks as torch's annotations; `mark` holds the event and the kind, since wall times may coincide or be absent."""
-    annotations: list[dict[str, Any]] = []
-    last = int(events.time_us[-1]) + 1 if len(events.time_us) else 0
-    place = np.searchsorted(events.row, trace.mark_event)
-    for event, kind, name in zip(place.tolist(), trace.mark_kind.tolist(), trace.mark_name.tolist(), strict=True):
-        annotations.append(
-            {
-                "stage": "END" if kind == MARK_PHASE_END else "START",
-                "name": trace.names[name],
-                "device": trace.device,
-                "time_us": int(events.time_us[event]) if event < len(events.time_us) else last,
-                "mark": [event, kind],
-            }
-        )
-    return annotations
+    times = [*events.time_us.tolist(), int(events.time_us[-1]) + 1 if len(events.time_us) else 0]
+    marks = (np.searchsorted(events.row, trace.mark_event), trace.mark_kind, trace.mark_name)
+    return [
+        {
+            "stage": "END" if kind == MARK_PHASE_END else "START",
+            "name": trace.names[name],
+            "device": trace.device,
+            "time_us": times[event],
+            "mark": [event, kind],
+        }
+        for event, kind, name in zip(*(column.tolist() for column in marks), strict=True)
+    ]
 
 
 def _left_out(trace: Trace, places: Places) -> list[str]:

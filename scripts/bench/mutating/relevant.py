@@ -47,12 +47,9 @@ _OF_MODULE = {
     "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
     "replay/simulation": "simulate",
     "analysis/error_text": "error_causes error_wordings",
-    "analysis/size_text": "error_wordings",
-    "analysis/peaks": "stats",
-    "analysis/peak_use": "pytest_plugin",
+    "analysis/moments": "stats",
     "analysis/holders": "top",
-    "analysis/comparison": "diff",
-    "analysis/grouping": "top",
+    "analysis/comparison": "diff pytest_plugin",
 }
 
 

@@ -23,10 +23,9 @@ _TIMES = re.compile(
 )
 _TIME = re.compile(rb" \| (\w+): (\d+(?:\.\d+)?)")
 _DATE = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})\]")
-_DEVICE = re.compile(
-    rb"MA (\d{1,7}\.?\d{0,6}) GB\s+Max_MA (\d{1,7}\.?\d{0,6}) GB\s+CA (\d{1,7}\.?\d{0,6}) GB\s+Max_CA "
-)
-_HOST = re.compile(rb"CPU Virtual Memory:\s+used = (\d{1,7}\.?\d{0,6}) GB")
+_GB = rb"(\d{1,7}\.?\d{0,6}) GB"
+_DEVICE = re.compile(rb"MA %s\s+Max_MA %s\s+CA %s\s+Max_CA " % (_GB, _GB, _GB))
+_HOST = re.compile(rb"CPU Virtual Memory:\s+used = " + _GB)
 _OTHER = re.compile(rb"\s*(?:[\x80<{]|\[\s*[\[{])")
 _SAYS = (b" time (ms) | ", b"see_memory_usage] ", b"\ntime (ms) | ")
 _SHORT = {b"fwd": "forward", b"forward": "forward", b"bwd": "backward", b"backward": "backward", b"step": "update"}
@@ -110,9 +109,12 @@ def _named(times: dict[bytes, int]) -> dict[str, int]:
 
 def _phases(steps: list[tuple[int, dict[str, int]]]) -> list[PhaseRun]:
     found: list[PhaseRun] = []
-    now = next((moment - _total(times) for moment, times in steps if moment >= 0), 0)
-    for moment, times in steps:
-        now = max(now, moment - _total(times))
+    begins = [  # where the line says when it was printed
+        moment - sum(value for name, value in times.items() if "/" not in name) for moment, times in steps
+    ]
+    now = next((begin for begin, (moment, _) in zip(begins, steps, strict=True) if moment >= 0), 0)
+    for begin, (_, times) in zip(begins, steps, strict=True):
+        now = max(now, begin)
         for phase in ("forward", "backward", "update"):
             end = now + times.get(phase, 0)
             parts = [(name, value) for name, value in times.items() if name.startswith(f"{phase}/")]
@@ -125,10 +127,6 @@ def _phases(steps: list[tuple[int, dict[str, int]]]) -> list[PhaseRun]:
                 found.append(PhaseRun(now, end, f"{phase}/rest" if parts else phase))
             now = end
     return found
-
-
-def _total(times: dict[str, int]) -> int:
-    return sum(value for name, value in times.items() if "/" not in name)
 
 
 def _note_memory(rank: _Rank, moment: int, line: bytes) -> None:

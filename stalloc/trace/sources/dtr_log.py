@@ -101,7 +101,9 @@ class _Storages:
         elif instruction == "RELEASE":
             self._release(str(entry["NAME"]))
         elif instruction == "ANNOTATE":
-            self._annotate(str(entry["ANNOTATION"]))
+            name = str(entry["ANNOTATION"]).lower()
+            self.marks += [(len(self.action), MARK_PHASE_END, self.marks[-1][2])] if self.marks else []
+            self.marks.append((len(self.action), MARK_PHASE_BEGIN, name))
         elif instruction != "MUTATE":
             raise ValueError(f"unknown instruction {str(instruction)[:30]!r}")
 
@@ -143,8 +145,3 @@ class _Storages:
             self.action.append(action)
             self.identity.append(storage)
             self.size.append(self._num_bytes[storage])
-
-    def _annotate(self, name: str) -> None:
-        if self.marks:
-            self.marks.append((len(self.action), MARK_PHASE_END, self.marks[-1][2]))
-        self.marks.append((len(self.action), MARK_PHASE_BEGIN, name.lower()))

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.pairing import pair_events
 from stalloc.trace.record import SEGMENT_COLUMNS, Action, Trace, empty_columns, index_streams, mark_columns
+from stalloc.trace.recorder import pair_events
 
 MAX_SIZE_BYTES = 1 << 44
 """No device holds more; it also keeps every sum of sizes within 64 bits."""
@@ -68,7 +67,6 @@ def make_trace(
     marks: Sequence[Mark] = (),
     baseline: Sequence[tuple[int, int]] = (),
     has_addresses: bool = False,
-    has_beginning: bool = True,
     reserved_start_bytes: int = 0,
     notes: Sequence[str] = (),
     more_info: dict[str, Any] | None = None,
@@ -77,8 +75,8 @@ def make_trace(
 
     `action`, `identity` (an address, or a number that stands for one), `size` (bytes, at most MAX_SIZE_BYTES),
     `raw_stream` (default: one stream, 0) and `time_us` are (m,). `baseline` is (identity, bytes) of what the source
-    says was live before its first event; a free of any other unknown identity adds to it. `has_beginning` says whether
-    a recording without a baseline is known to be complete.
+    says was live before its first event; a free of any other unknown identity adds to it; without either the recording
+    is complete, unless `more_info`, which overrides what is put into Trace.info, says otherwise.
 
     Raises BadInputError when there are no events, or something is allocated or freed twice with nothing between.
     """
@@ -90,38 +88,23 @@ def make_trace(
     pairs = pair_events(actions, identities, sizes, stream, f"{path}: device {device}")
     freed = set(pairs.address[pairs.start < 0].tolist())
     lasting = np.array([bytes_ for number, bytes_ in baseline if number not in freed], np.int64)
-    num_lasting = len(lasting)
-
-    def after_lasting(column: Column, value: Any) -> Column:
-        return np.concatenate([np.broadcast_to(np.asarray(value, np.int64), num_lasting), column])
-
     names, mark_table = mark_columns(marks)
-    start = after_lasting(pairs.start, -1)
+    requests = pairs.columns(lasting)
+    complete = not np.any(requests["start"] < 0)
     return Trace(
         device=device,
-        start=start,
-        end=after_lasting(pairs.end, num_events),
-        size=after_lasting(pairs.size, lasting),
-        stream=after_lasting(pairs.stream, 0),
-        free_requested=after_lasting(pairs.free_requested, num_events),
+        **requests,
         action=actions,
         address=identities if has_addresses else np.zeros(num_events, np.uint64),
         event_size=sizes,
         event_stream=stream,
-        event_request=np.where(pairs.event_request >= 0, pairs.event_request + num_lasting, -1),
         time_us=np.zeros(num_events, np.int64) if time_us is None else np.asarray(time_us, np.int64),
         **mark_table,
         **empty_columns(SEGMENT_COLUMNS),
         streams=streams,
         names=names,
         reserved_start_bytes=reserved_start_bytes,
-        info={
-            "source": source,
-            "file": path.name,
-            "complete": has_beginning and not np.any(start < 0),
-            "notes": list(notes),
-        }
-        | (more_info or {}),
+        info={"source": source, "file": path.name, "complete": complete, "notes": list(notes)} | (more_info or {}),
         extra={},
     )
 

@@ -10,6 +10,7 @@ import io
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,24 +75,23 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
             raise BadInputError(f"{path}: line {number}: upper is not above lower, the lifespan is empty: correct it.")
     if not ids:
         raise BadInputError(f"{path}: the CSV has a header and no lifespans: write one line a request.")
-    columns = {name: np.array(column, np.int64) for name, column in values.items()}
-    order = np.argsort(columns["lower"], kind="stable")
-    extra = {"id": _id_column(ids)[order]}
-    extra |= {name: columns[name][order] for name in ("offset", "alignment") if name in columns}
+    order = np.argsort(np.array(values["lower"], np.int64), kind="stable")
+    columns = {name: np.array(column, np.int64)[order] for name, column in values.items()}
+    extra: dict[str, Any] = {name: columns[name] for name in ("offset", "alignment") if name in columns}
+    extra["id"] = _id_column(ids)[order]
     notes = []
     if "alignment" in columns and np.any(columns["alignment"] > 1):
         notes.append("the file asks for alignments of single requests: plans have one alignment for all")
     if has_gaps:
         notes.append("the file has gaps inside lifespans: requests are taken to be live in them")
-    raw_stream = columns.get("stream", np.zeros(len(ids), np.int64))[order]
-    streams, stream = index_streams(raw_stream)
+    streams, stream = index_streams(columns.get("stream", np.zeros(len(ids), np.int64)))
     return Trace(
         device=0,
-        start=columns["lower"][order],
-        end=columns["upper"][order],
-        size=columns["size"][order],
+        start=columns["lower"],
+        end=columns["upper"],
+        size=columns["size"],
         stream=stream,
-        free_requested=columns["upper"][order],
+        free_requested=columns["upper"],
         **empty_columns(EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS),
         streams=streams,
         names=(),

@@ -95,9 +95,8 @@ def place(trace: Trace, profile: Profile) -> Placed:
     made_by = np.full(trace.num_requests, -1, np.int64)
     for event, place_of in zip(memory, found, strict=True):
         if event.is_alloc and place_of >= 0 and event.range >= 0:
-            made_by[trace.event_request[place_of]] = max(counted[event.range], -1)
-            if counted[event.range] < 0:
-                made_by[trace.event_request[place_of]] = event.range
+            outermost = counted[event.range]
+            made_by[trace.event_request[place_of]] = outermost if outermost >= 0 else event.range
     accesses, unresolved = _accesses(trace.device, ranges, counted, begin, requests)
     kept, renumbered = _kept(ranges, accesses, made_by)
     operations = _tables(profile, kept, renumbered, begin, end, accesses, made_by)
@@ -116,11 +115,9 @@ def _match(trace: Trace, memory: Sequence[MemoryEvent]) -> tuple[list[int], int]
     for event in memory:
         rows = history.get((event.address, event.is_alloc), [])
         place_of = bisect_right(rows, latest.get(event.address, -1))
-        if place_of < len(rows):
-            latest[event.address] = rows[place_of]
-            found.append(rows[place_of])
-        else:
-            found.append(-1)
+        found.append(rows[place_of] if place_of < len(rows) else -1)
+        if found[-1] >= 0:
+            latest[event.address] = found[-1]
     return found, sum(row < 0 for row in found)
 
 
@@ -205,6 +202,9 @@ def _kept(
     return np.flatnonzero(wanted).tolist(), renumbered
 
 
+_RANGE_COLUMNS = ("name", "parent", "begin", "end", "thread", "sequence", "kind", "shape", "module")
+
+
 def _tables(
     profile: Profile,
     kept: Sequence[int],
@@ -237,15 +237,7 @@ def _tables(
     touched = np.array(accesses, np.int64).reshape(-1, 3).T
     work = np.array([profile.work[call] for call in calls], np.int64).reshape(-1, 3).T
     return Operations(
-        name=table[0],
-        parent=table[1],
-        begin=table[2],
-        end=table[3],
-        thread=table[4],
-        sequence=table[5],
-        kind=table[6],
-        shape=table[7],
-        module=table[8],
+        **dict(zip(_RANGE_COLUMNS, table, strict=True)),
         names=tuple(names),
         access_op=renumbered[touched[0]],
         access_request=touched[1],

@@ -38,11 +38,9 @@ _MAX_DEVICE, _MAX_STREAM = 4095, (1 << 63) - 1
 
 
 class _Events:
-    """The columns of one device."""
-
     def __init__(self) -> None:
         self.action, self.identity, self.size = array("b"), array("Q"), array("q")
-        self.stream, self.time_us = array("q"), array("q")
+        self.raw_stream, self.time_us = array("q"), array("q")
         self.live: dict[int, int] = {}  #: bytes by address, in a log whose frees do not tell them
 
     def add(self, kind: Action, address: int, num_bytes: int, stream: int, time_us: int) -> None:
@@ -51,7 +49,7 @@ class _Events:
         self.action.append(kind)
         self.identity.append(address)
         self.size.append(num_bytes)
-        self.stream.append(stream)
+        self.raw_stream.append(stream)
         self.time_us.append(time_us)
 
 
@@ -90,43 +88,42 @@ def read_rmm_log(path: Path, data: bytes) -> list[Trace]:
             if not line.endswith(b"\n") and number > 1:
                 notes.append("the last line of the log is cut short, so later ones may be missing")
                 break
-            columns = "Event Type, Device ID, address, stream, bytes" if is_old else (
-                "thread, time, allocate or free, pointer, bytes, stream"
-            )  # fmt: skip
+            new = "thread, time, allocate or free, pointer, bytes, stream"
+            columns = "Event Type, Device ID, address, stream, bytes" if is_old else new
             raise BadInputError(
                 f"{path}: line {number} is not {columns}: "
                 "log it again, and let the program end so that RMM writes the log out."
             ) from error
     if not events:
         events[device] = _Events()
-    return [_trace(path, one, events[one], notes) for one in sorted(events)]
-
-
-def _trace(path: Path, device: int, events: _Events, notes: list[str]) -> Trace:
-    return make_trace(
-        path,
-        "rmm log",
-        device=device,
-        action=events.action,
-        identity=events.identity,
-        size=events.size,
-        raw_stream=np.asarray(events.stream, np.int64),
-        time_us=events.time_us,
-        has_addresses=True,
-        notes=notes,
-    )
+    return [
+        make_trace(
+            path,
+            "rmm log",
+            device=number,
+            action=one.action,
+            identity=one.identity,
+            size=one.size,
+            raw_stream=np.asarray(one.raw_stream, np.int64),
+            time_us=one.time_us,
+            has_addresses=True,
+            notes=notes,
+        )
+        for number, one in sorted(events.items())
+    ]
 
 
 def _add(events: _Events, cells: list[str]) -> None:
     _, time, name, pointer, num_bytes, on_stream = cells
-    events.add(_ACTIONS[name], _address(pointer), _bytes(num_bytes), _stream(on_stream), _microseconds(time))
+    address, stream = _number(pointer, MAX_ADDRESS), _number(on_stream, _MAX_STREAM)
+    events.add(_ACTIONS[name], address, _bytes(num_bytes), stream, _microseconds(time))
 
 
 def _add_old(events: dict[int, _Events], cells: list[str]) -> None:
     name, device, pointer, on_stream, num_bytes, *more = cells
     if not (device.isascii() and device.isdigit()) or int(device) > _MAX_DEVICE:
         raise ValueError(device)
-    one, address, stream = events[int(device)], _address(pointer), _stream(on_stream)
+    one, address, stream = events[int(device)], _number(pointer, MAX_ADDRESS), _number(on_stream, _MAX_STREAM)
     time_us = round(float(more[3]) * 1e6)  # when the call began, in seconds
     if not 0 <= time_us < 1 << 62:
         raise ValueError(more[3])
@@ -139,19 +136,11 @@ def _add_old(events: dict[int, _Events], cells: list[str]) -> None:
     one.add(kind, address, size, stream, time_us)
 
 
-def _pointer(text: str, most: int) -> int:
+def _number(text: str, most: int) -> int:
     number = 0 if text == _NULL else int(text, 16)
     if not 0 <= number <= most:
         raise ValueError(text)
     return number
-
-
-def _address(text: str) -> int:
-    return _pointer(text, MAX_ADDRESS)
-
-
-def _stream(text: str) -> int:
-    return _pointer(text, _MAX_STREAM)
 
 
 def _bytes(text: str) -> int:

@@ -8,6 +8,7 @@ shape one note says so, and nothing else changes.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace.header import is_plain
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, MAX_BYTES
 from stalloc.trace.sites import MAX_DEPTH, UNKNOWN, Frame, site_name
+from stalloc.trace.storage import is_plain
 
 
 class Budget:
@@ -41,8 +42,7 @@ KEYS = ("host_segments", "host_traces")
 _MOST_SITES = 20
 _SHOWN_SITES = 3
 _LONGEST_NAME = 200
-_LARGER = {"alloc": 1}
-_SMALLER = {"free_completed": 1, "free": 1}
+_ALLOC, _FREES = "alloc", {"free_completed", "free"}
 
 
 def pinned_host(budget: Budget, snapshot: dict[Any, Any]) -> dict[str, Any]:
@@ -74,9 +74,10 @@ def _read(budget: Budget, snapshot: dict[Any, Any]) -> dict[str, Any]:
                 used += size
                 sites[names.of(block)] += size
     events = _events(budget, snapshot.get("host_traces") or [])
-    used_peak = _peak(events)
+    used_peak, live = _followed(events)
     if not sites:  # segments without stacks, or none: by the events
-        sites = _live_sites(events, names)
+        for event in live:
+            sites[names.of(event)] += _size(event["size"])
     return {
         "num_blocks": num_blocks,
         "bytes": total,
@@ -98,52 +99,36 @@ def _events(budget: Budget, traces: Any) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for entry in budget.spend(traces):
         events += budget.spend(entry) if isinstance(entry, list | tuple) else [entry]
-    return [event for event in events if event["action"] in _LARGER or event["action"] in _SMALLER]
+    return [event for event in events if event["action"] in _FREES | {_ALLOC}]
 
 
-def _peak(events: list[dict[str, Any]]) -> int | None:
-    """The most that was in use at a time, beyond what was before the events."""
-    live: dict[int, int] = {}
+def _followed(events: list[dict[str, Any]]) -> tuple[int | None, Iterable[dict[str, Any]]]:
+    """The most that was in use at a time, beyond what was before the events; and what is in use after them."""
+    live: dict[int, dict[str, Any]] = {}
     now = most = 0
     for event in events:
         address = int(event["addr"])
-        if event["action"] in _LARGER:
-            live[address] = _size(event["size"])
-            now += live[address]
+        if event["action"] == _ALLOC:
+            live[address] = event
+            now += _size(event["size"])
             most = max(most, now)
-        else:
-            now -= live.pop(address, 0)
-    return most if events else None
+        elif address in live:
+            now -= _size(live.pop(address)["size"])
+    return most if events else None, live.values()
 
 
-def _live_sites(events: list[dict[str, Any]], names: "_Names") -> Counter[str]:
-    live = {}
-    for event in events:
-        if event["action"] in _LARGER:
-            live[int(event["addr"])] = event
-        else:
-            live.pop(int(event["addr"]), None)
-    sites: Counter[str] = Counter()
-    for event in live.values():
-        sites[names.of(event)] += _size(event["size"])
-    return sites
-
-
-class _Names:
+class _Names(dict[int, str]):
     """Names of stacks, each list of frames read once: many blocks and events share one."""
-
-    def __init__(self) -> None:
-        self._of_list: dict[int, str] = {}
 
     def of(self, told: dict[str, Any]) -> str:
         """The line that a block or an event is of."""
         frames = told.get("frames")
         if not frames or not isinstance(frames, list | tuple):
             return UNKNOWN
-        if id(frames) not in self._of_list:
+        if id(frames) not in self:
             stack = [Frame(str(one["filename"]), int(one["line"]), str(one["name"])) for one in frames[:MAX_DEPTH]]
-            self._of_list[id(frames)] = printable(site_name(stack), _LONGEST_NAME)
-        return self._of_list[id(frames)]
+            self[id(frames)] = printable(site_name(stack), _LONGEST_NAME)
+        return self[id(frames)]
 
 
 def _note(found: dict[str, Any]) -> str:
@@ -190,9 +175,26 @@ class SnapshotNotes:
             info["allocator_settings"] = dict(self._settings)
         return info
 
-    def marks(self, budget: Budget, device: int, time_us: Column) -> tuple[Column, Column, Column, tuple[str, ...]]:
-        """The mark columns of a device, with times (m,), and the names that they refer to."""
-        return _marks(budget.spend(self._annotations), device, time_us)
+    def marks(self, budget: Budget, device: int, time_us: Column) -> list[tuple[int, int, str]]:
+        """The marks of a device, with times (m,): profiler steps are steps, all other annotations are phases."""
+        annotations = budget.spend(self._annotations)
+        placed: list[tuple[int, int, str]] = []
+        if all("mark" in note for note in annotations):  # ours: places without a clock
+            for note in annotations:
+                event, kind = (int(number) for number in note["mark"])
+                if note["device"] == device:
+                    placed.append((event, kind, _name(note)))
+        elif len(time_us) and time_us[0] > 0:
+            for note in annotations:
+                if note.get("device", device) != device or note.get("stage") not in ("START", "END"):
+                    continue
+                name, begins = _name(note), note["stage"] == "START"
+                event = int(np.searchsorted(time_us, int(note["time_us"])))
+                if not name.startswith("ProfilerStep#"):
+                    placed.append((event, MARK_PHASE_BEGIN if begins else MARK_PHASE_END, name))
+                elif begins:
+                    placed.append((event, MARK_STEP, name))
+        return sorted(placed, key=lambda mark: mark[0])
 
 
 def _plain_settings(budget: Budget, settings: dict[Any, Any]) -> dict[str, Any]:
@@ -203,36 +205,6 @@ def _plain_settings(budget: Budget, settings: dict[Any, Any]) -> dict[str, Any]:
         if is_plain(value) or (isinstance(value, dict) and all(map(is_plain, budget.spend(list(value.values()))))):
             plain[str(key)] = value
     return plain
-
-
-def _marks(annotations: list[Any], device: int, time_us: Column) -> tuple[Column, Column, Column, tuple[str, ...]]:
-    """Annotations as marks: profiler steps are steps, all others are phases. Placed by wall time, once."""
-    placed: list[tuple[int, int, str]] = []
-    if all("mark" in note for note in annotations):  # ours: places without a clock
-        for note in annotations:
-            event, kind = (int(number) for number in note["mark"])
-            if note["device"] == device:
-                placed.append((event, kind, _name(note)))
-    elif len(time_us) and time_us[0] > 0:
-        for note in annotations:
-            if note.get("device", device) != device or note.get("stage") not in ("START", "END"):
-                continue
-            name, begins = _name(note), note["stage"] == "START"
-            event = int(np.searchsorted(time_us, int(note["time_us"])))
-            if name.startswith("ProfilerStep#"):
-                if begins:
-                    placed.append((event, MARK_STEP, name))
-            else:
-                placed.append((event, MARK_PHASE_BEGIN if begins else MARK_PHASE_END, name))
-    placed.sort(key=lambda mark: mark[0])
-    names = tuple(dict.fromkeys(name for _, _, name in placed))
-    index = {name: i for i, name in enumerate(names)}
-    return (
-        np.array([event for event, _, _ in placed], np.int64),
-        np.array([kind for _, kind, _ in placed], np.int8),
-        np.array([index[name] for _, _, name in placed], np.int64),
-        names,
-    )
 
 
 def _name(annotation: dict[str, Any]) -> str:

@@ -16,18 +16,17 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
-from stalloc.trace.header import MAX_DEVICE
-from stalloc.trace.pairing import Pairs, pair_events
-from stalloc.trace.record import Action, Trace, index_streams
+from stalloc.trace.record import Action, Trace, index_streams, mark_columns
+from stalloc.trace.recorder import Pairs, pair_events
 from stalloc.trace.sites import StackCollector
 from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
 from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
+from stalloc.trace.storage import MAX_DEVICE
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
 _ASKING_ACTIONS = {"alloc", "segment_alloc", "segment_map", "oom"}
 _RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
-_USUAL_POOL = (0, 0)
 _DECODED_JSON = 20  #: times its text
 
 
@@ -38,15 +37,12 @@ class _Segments:
     address: Column
     size: Column
     stream: Column
-    block_address: Column
-    block_size: Column
-    block_stream: Column
-    block_site: Column
-    """Stack of each block, -1 where there is none."""
-    pool: Column
-    """The pool of each segment: 0 for the usual pools, another number for a private one, such as a CUDA graph's."""
-    tables: dict[str, Column]
-    """Every block, free ones included, and what else is said of segments: see docs/files.md."""
+    block: Column  #: (k,) of _BLOCK
+    tables: dict[str, Column]  #: every block, free ones included, and what else is said of segments: see docs/files.md
+
+
+_BLOCK = np.dtype([("address", np.uint64), ("size", np.int64), ("stream", np.int64), ("site", np.int32)])
+"""An active block; the stack that asked for it is -1 where there is none."""
 
 
 @without_collection()
@@ -88,13 +84,12 @@ def _traces(path: Path, snapshot: Any, num_bytes: int) -> list[Trace]:
         segments: dict[int, list[dict[str, Any]]] = {}
         for segment in budget.spend(snapshot["segments"]):
             segments.setdefault(int(segment["device"]), []).append(segment)
-        traces = []
-        without_history = sorted(
-            device for device in segments if device >= len(histories) or not _says_something(histories[device])
-        )
-        for device, history in enumerate(histories):
-            if _says_something(history):
-                traces.append(_read_device(path, budget, said, device, history, segments.get(device, [])))
+        telling = ("alloc", "free_completed")
+        told = [at for at, history in enumerate(histories) if any(event["action"] in telling for event in history)]
+        without_history = sorted(segments.keys() - set(told))
+        traces = [
+            _read_device(path, budget, said, device, histories[device], segments.get(device, [])) for device in told
+        ]
         if not traces:
             traces = [_read_state(path, budget, said, device, segments[device]) for device in without_history]
     except BadInputError:
@@ -135,49 +130,37 @@ def _read_state(path: Path, budget: Budget, said: SnapshotNotes, device: int, se
     return trace.replace(info=trace.info | {"history": False, "notes": [*trace.info["notes"], note]})
 
 
-def _says_something(history: list[Any]) -> bool:
-    return any(event["action"] in ("alloc", "free_completed") for event in history)
-
-
 def _read_device(
     path: Path, budget: Budget, said: SnapshotNotes, device: int, history: list[Any], segments: list[Any]
 ) -> Trace:
     where = f"{path}: device {device}"
+    history = [event for event in history if event["action"] not in _IGNORED_ACTIONS]
     action, address, size, raw_stream, time_us = _event_columns(where, history)
     stacks = StackCollector()
     end_state = _segment_columns(budget, segments, stacks)
-    raw = np.concatenate([raw_stream, end_state.stream, end_state.block_stream])
-    streams, stream_index = index_streams(raw)
-    event_stream, segment_stream, block_stream = np.split(
-        stream_index, np.cumsum([len(raw_stream), len(end_state.stream)])
-    )
+    raw = (raw_stream, end_state.stream, end_state.block["stream"])
+    streams, index = index_streams(np.concatenate(raw))
+    event_stream, segment_stream, block_stream = np.split(index, np.cumsum([len(one) for one in raw[:2]]))
     pairs = pair_events(action, address, size, event_stream, where)
-    old = _baseline_blocks(where, pairs, end_state, len(action))
-    num_old, num_events = int(old.sum()), len(action)
-
-    def with_old(column: Column, value: Any) -> Column:
-        # the baseline that is still there at the end goes first: it has start -1 as well
-        return np.concatenate([np.broadcast_to(np.asarray(value, np.int64), num_old), column])
-
-    event_site = _event_sites(history, stacks)
-    site = with_old(np.where(pairs.start >= 0, event_site[pairs.start], -1), end_state.block_site[old])
-    mark_event, mark_kind, mark_name, names = said.marks(budget, device, time_us)
+    is_old = _baseline_blocks(where, pairs, end_state, len(action))
+    old = end_state.block[is_old]
+    event_site = np.fromiter(
+        (stacks.add(event.get("frames")) if event["action"] in _ASKING_ACTIONS else -1 for event in history),
+        np.int32,
+        len(history),
+    )
+    # the baseline that is still there at the end goes first: it has start -1 as well
+    site = np.concatenate([old["site"], np.where(pairs.start >= 0, event_site[pairs.start], -1)])
+    names, marks = mark_columns(said.marks(budget, device, time_us))
     trace = Trace(
         device=device,
-        start=with_old(pairs.start, -1),
-        end=with_old(pairs.end, num_events),
-        size=with_old(pairs.size, end_state.block_size[old]),
-        stream=with_old(pairs.stream, block_stream[old]),
-        free_requested=with_old(pairs.free_requested, num_events),
+        **pairs.columns(old["size"], block_stream[is_old]),
         action=action,
         address=address,
         event_size=size,
         event_stream=event_stream,
-        event_request=np.where(pairs.event_request >= 0, pairs.event_request + num_old, -1),
         time_us=time_us,
-        mark_event=mark_event,
-        mark_kind=mark_kind,
-        mark_name=mark_name,
+        **marks,
         segment_address=end_state.address,
         segment_size=end_state.size,
         segment_stream=segment_stream,
@@ -185,33 +168,23 @@ def _read_device(
         names=names,
         reserved_start_bytes=0,
         info={},
-        extra=stacks.columns(site, event_site) | end_state.tables | _block_requests(end_state, pairs, old, num_events),
+        extra=stacks.columns(site, event_site) | end_state.tables | _block_requests(end_state, pairs, old["address"]),
     )
     return _with_reserved(where, trace, said.info(device))
 
 
 def _event_columns(where: str, history: list[Any]) -> tuple[Column, Column, Column, Column, Column]:
-    known = [event for event in history if event["action"] not in _IGNORED_ACTIONS]
-    unknown = next((event["action"] for event in known if event["action"] not in _ACTIONS), None)
+    unknown = next((event["action"] for event in history if event["action"] not in _ACTIONS), None)
     if unknown is not None:
         shown = repr(unknown[:40]) if isinstance(unknown, str) else f"of a {type(unknown).__name__}"
         raise BadInputError(f"{where}: unknown event {shown}: this torch is newer than stalloc.")
-    num = len(known)
+    num = len(history)
     return (
-        np.fromiter((_ACTIONS[event["action"]] for event in known), np.int8, num),
-        np.fromiter((event.get("addr", event.get("device_free", 0)) for event in known), np.uint64, num),
-        np.fromiter((event["size"] for event in known), np.int64, num),
-        np.fromiter((event["stream"] for event in known), np.int64, num),
-        np.fromiter((event.get("time_us", 0) for event in known), np.int64, num),
-    )
-
-
-def _event_sites(history: list[Any], stacks: StackCollector) -> Column:
-    known = [event for event in history if event["action"] not in _IGNORED_ACTIONS]
-    return np.fromiter(
-        (stacks.add(event.get("frames")) if event["action"] in _ASKING_ACTIONS else -1 for event in known),
-        np.int32,
-        len(known),
+        np.fromiter((_ACTIONS[event["action"]] for event in history), np.int8, num),
+        np.fromiter((event.get("addr", event.get("device_free", 0)) for event in history), np.uint64, num),
+        np.fromiter((event["size"] for event in history), np.int64, num),
+        np.fromiter((event["stream"] for event in history), np.int64, num),
+        np.fromiter((event.get("time_us", 0) for event in history), np.int64, num),
     )
 
 
@@ -227,17 +200,14 @@ def _segment_columns(budget: Budget, segments: list[Any], stacks: StackCollector
                 frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
                 blocks.append((int(block.get("address", address)), int(requested), stream, stacks.add(frames)))
             address += int(block["size"])  # old snapshots give blocks no address: they lie one after the other
-    pools = [_pool(segment) for segment in segments]
-    private = {pool: number for number, pool in enumerate(dict.fromkeys([_USUAL_POOL, *pools]))}
+    pools = [[int(part) for part in segment.get("segment_pool_id", (0, 0))] for segment in segments]
+    if any(len(pool) != 2 for pool in pools):
+        raise ValueError("an id of a pool that is no pair")
     return _Segments(
         address=np.array([int(segment["address"]) for segment in segments], np.uint64),
         size=np.array([int(segment["total_size"]) for segment in segments], np.int64),
         stream=np.array([int(segment.get("stream", 0)) for segment in segments], np.int64),
-        block_address=np.array([block[0] for block in blocks], np.uint64),
-        block_size=np.array([block[1] for block in blocks], np.int64),
-        block_stream=np.array([block[2] for block in blocks], np.int64),
-        block_site=np.array([block[3] for block in blocks], np.int32),
-        pool=np.array([private[pool] for pool in pools], np.int64),
+        block=np.array(blocks, _BLOCK),
         tables={
             "block_address": np.array([span[0] for span in spans], np.uint64),
             "block_size": np.array([span[1] for span in spans], np.int64),
@@ -248,17 +218,11 @@ def _segment_columns(budget: Budget, segments: list[Any], stacks: StackCollector
     )
 
 
-def _pool(segment: dict[str, Any]) -> tuple[int, int]:
-    owner, number = segment.get("segment_pool_id", _USUAL_POOL)
-    return int(owner), int(number)
-
-
-def _block_requests(end_state: _Segments, pairs: Pairs, old: Column, num_events: int) -> dict[str, Column]:
-    """Which request is in each block at the end, -1 for a free one."""
-    num_old = int(old.sum())
-    alive = np.flatnonzero(pairs.end == num_events)
-    address = np.concatenate([end_state.block_address[old], pairs.address[alive]])
-    row = np.concatenate([np.arange(num_old), alive + num_old])
+def _block_requests(end_state: _Segments, pairs: Pairs, old: Column) -> dict[str, Column]:
+    """Which request is in each block at the end, -1 for a free one; `old`: addresses of the first requests."""
+    alive = np.flatnonzero(pairs.end == len(pairs.event_request))
+    address = np.concatenate([old, pairs.address[alive]])
+    row = np.concatenate([np.arange(len(old)), alive + len(old)])
     order = np.argsort(address)
     address, row = address[order], row[order]
     block = end_state.tables["block_address"]
@@ -271,13 +235,13 @@ def _block_requests(end_state: _Segments, pairs: Pairs, old: Column, num_events:
 def _baseline_blocks(where: str, pairs: Pairs, end_state: _Segments, num_events: int) -> Column:
     """Which active blocks no event allocated; refuses an end state that contradicts the events."""
     alive = pairs.address[pairs.end == num_events]
-    missing = np.count_nonzero(~np.isin(alive, end_state.block_address))
+    missing = np.count_nonzero(~np.isin(alive, end_state.block["address"]))
     if missing:
         raise BadInputError(
             f"{where}: {missing} requests are live at the end by the events and not by the segments, "
             f"so part of the snapshot was cut away: save it again in one piece."
         )
-    return ~np.isin(end_state.block_address, alive)
+    return ~np.isin(end_state.block["address"], alive)
 
 
 def _with_reserved(where: str, trace: Trace, info: dict[str, Any]) -> Trace:

@@ -17,26 +17,11 @@ from typing import Any
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
-from stalloc.trace.sources.pickle_scan import MAX_DEPTH, Verdict, scan
+from stalloc.trace.sources.pickle_scan import FINE, REFUSALS, UNUSUAL, scan
 
-_ADMITTED = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-}
+_ADMITTED = {("collections", kind.__name__): kind for kind in (collections.OrderedDict, collections.defaultdict)}
 _READ_AHEAD_BYTES = 1 << 17  # what the unpickler looks ahead, if it can: without frames it else reads value by value
 _FREE_BYTES, _MAX_DENSITY = 64 << 20, 32  # snapshots take 11 to 22 bytes of memory for each of their own
-_SENTENCES = {
-    Verdict.NO_PICKLE: "not a pickle",
-    Verdict.CUT_SHORT: "the pickle is cut short",
-    Verdict.BAD_MEMO: "the pickle refers to more objects than it holds",
-    Verdict.NESTED: f"the pickle nests its contents too deeply, beyond {MAX_DEPTH} levels",
-    Verdict.UNUSUAL: "the pickle holds kinds of objects that no snapshot has",
-    Verdict.BAD_KEY: "a key of a dictionary in the pickle is neither a string nor an integer",
-    Verdict.LONG_NUMBER: "the pickle holds a number beyond 64 bits",
-    Verdict.CALLS: "the pickle asks for calls, which a snapshot never does",
-    Verdict.CYCLE: "a container in the pickle holds itself, or grows after it was used",
-    Verdict.INCONSISTENT: "damaged pickle",
-}
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -63,12 +48,10 @@ def load_plain_pickle(path: Path, data: bytes, left_out: str = "") -> Any:
     for name in (_name(data, *places) for places in wanted):
         if name not in _ADMITTED:
             raise _refusal(path, ".".join(name))
-    if verdict != Verdict.FINE:
-        raise BadInputError(f"{path}: {_SENTENCES[verdict]}: give an intact torch.cuda.memory snapshot.")
+    if verdict != FINE:
+        raise BadInputError(f"{path}: {REFUSALS[verdict]}: give an intact torch.cuda.memory snapshot.")
     if memory_bytes > _FREE_BYTES + _MAX_DENSITY * len(data):
-        raise BadInputError(
-            f"{path}: {_SENTENCES[Verdict.UNUSUAL]}, {memory_bytes:,} bytes of them: give an intact one."
-        )
+        raise BadInputError(f"{path}: {REFUSALS[UNUSUAL]}, {memory_bytes:,} bytes of them: give an intact one.")
     if memory_bytes > memory_limit_bytes():
         raise BadInputError(f"{path}: the pickle does not fit into memory: record fewer steps.")
     try:
@@ -98,12 +81,9 @@ def _name(data: bytes, module: int, name: int) -> tuple[str, str]:
     """The global that is asked for at these positions."""
     if name < 0:
         name = data.index(b"\n", module) + 1
-        return _text(data[module : name - 1]), _text(data[name : data.index(b"\n", name)])
+        lines = data[module : name - 1], data[name : data.index(b"\n", name)]
+        return lines[0].decode("utf-8", "replace"), lines[1].decode("utf-8", "replace")
     return _string(data, module), _string(data, name)
-
-
-def _text(line: bytes) -> str:
-    return line.decode("utf-8", "replace")
 
 
 def _string(data: bytes, at: int) -> str:

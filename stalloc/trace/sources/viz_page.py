@@ -61,17 +61,15 @@ def _read_elements(path: Path, text: bytes) -> Trace:
     for name, column in (("actions", actions), ("initially_allocated", initial)):
         for number, element in enumerate(column):
             whole_number(element, 0, len(sizes) - 1, f"{path}: entry {number} of {name}", "element")
-    live = set(initial)
-    action, identity = array("b"), array("Q")
+    live, action = set(initial), array("b")
     for element in actions:
         action.append(Action.FREE_COMPLETED if element in live else Action.ALLOC)
-        identity.append(element)
         live ^= {element}
     return make_trace(
         path,
         _SOURCE,
         action=action,
-        identity=identity,
+        identity=actions,
         size=[sizes[element] for element in actions],
         baseline=[(element, sizes[element]) for element in dict.fromkeys(initial)],
         notes=["addresses, streams and the device are not in the page"],

@@ -1,4 +1,9 @@
-"""Addresses over time for a picture: what was never reserved is left out, so that segments lie side by side."""
+"""Addresses over time for a picture: what was never reserved is left out, so that segments lie side by side.
+
+So that a million requests stay fluid, each has a level of detail. At zoom L a column of pixels shows about 2^L events.
+A request is drawn there if it lives as long as that, or if it is among the largest that begin within the same 2^L
+events: what is drawn then depends on the width of the picture, not on the length of the record.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -29,10 +34,8 @@ class AddressMap:
     """Where each request lives, in units of 512 bytes from the bottom of the picture."""
 
     name: str
-    place: Column
-    """(n,) the lowest unit of each request."""
-    height: int
-    """The height of the map, in units."""
+    place: Column  #: (n,) the lowest unit of each request
+    height: int  #: the height of the map, in units
     segments: Column
     """(s, 4) moment at which a segment begins and ends, lowest and highest unit; moment 0 is before the first event."""
     note: str = ""
@@ -56,9 +59,8 @@ def side_by_side(
     `segments` are (s,) columns: address ranges [low, high) (uint64) that were reserved in the moments [begin, end).
     """
     low, high, begin, end = segments
-    covered, size = covered_ranges(
-        np.concatenate([address, low]), np.concatenate([np.maximum(trace.size, 1), (high - low).astype(np.int64)])
-    )
+    sizes = np.concatenate([np.maximum(trace.size, 1), (high - low).astype(np.int64)])
+    covered, size = covered_ranges(np.concatenate([address, low]), sizes)
     bottom = np.cumsum(size) - size
 
     def unit(at: Column) -> Column:
@@ -78,9 +80,8 @@ def planned_map(trace: Trace) -> AddressMap:
     made = plan(lifespans, alignment=ALIGNMENT_BYTES, method=method, time_budget_seconds=_MAX_SECONDS)
     height = max(-(-made.peak_bytes // ALIGNMENT_BYTES), 1)
     arena = np.array([[0, max(trace.num_events, 1) + 1, 0, height]], np.int64)
-    return AddressMap(
-        name="stalloc's plan, in hindsight", place=made.offset // ALIGNMENT_BYTES, height=height, segments=arena
-    )
+    place = made.offset // ALIGNMENT_BYTES
+    return AddressMap(name="stalloc's plan, in hindsight", place=place, height=height, segments=arena)
 
 
 def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
@@ -99,14 +100,11 @@ def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
 
     def close(begin: int, end: int, event: int) -> None:
         """What is reserved of the cells [begin, end) goes at an event."""
-        at = begin
-        while at < end:
-            until = at + 1
-            while until < end and since[until] == since[at] and not breaks[until]:
-                until += 1
+        cells = np.arange(begin, end)
+        starts = cells[(cells == begin) | breaks[cells] | (since[cells] != since[cells - 1])].tolist()
+        for at, until in itertools.pairwise([*starts, end]):
             if since[at] != _GONE:
                 found.append((at, until, max(int(since[at]) + 1, 0), event + 1))
-            at = until
 
     for number, row in enumerate(rows.tolist()):
         cell_begin, cell_end = int(first[number]), int(last[number])
@@ -193,3 +191,25 @@ def _model_segments(
         since[reserved & (since < 0)] = moment
     low, high, begin, end = np.array(found, np.int64).reshape(-1, 4).T
     return low.astype(np.uint64), high.astype(np.uint64), begin, end
+
+
+LARGEST_IN_COLUMN = 16  #: requests of one column that are drawn however short they live
+
+
+def detail_levels(start: Column, end: Column, size: Column) -> Column:
+    """(n,) uint8: the highest zoom level at which each request is drawn.
+
+    `start`, `end` (n,) are event indices, `size` (n,) bytes. A request of level l lives less than 2^(l+1) events, so
+    that those around an event are found by their start.
+    """
+    level = np.frexp(np.maximum(end - start, 1).astype(float))[1] - 1  # floor(log2(duration))
+    begin = np.maximum(start, 0)
+    rows = np.flatnonzero(size > 0)
+    for zoom in range(1, int(end.max(initial=1)).bit_length() + 1):
+        column = begin[rows] >> zoom
+        order = np.lexsort((-size[rows], column))
+        sorted_column = column[order]
+        first = np.searchsorted(sorted_column, sorted_column)
+        rows = rows[order[np.arange(len(rows)) - first < LARGEST_IN_COLUMN]]
+        level[rows] = np.maximum(level[rows], zoom)
+    return level.astype(np.uint8)

@@ -1,11 +1,34 @@
-"""The page's first sentences: what is wrong, or that nothing is, with the numbers of `explain`, `top` and `stats`."""
+"""What every report says of a device: first sentences, with the numbers of `explain`, `top`, `stats`; its study."""
+
+from dataclasses import dataclass
 
 from stalloc.analysis import Explanation, Holders
 from stalloc.analysis.explanation import CAUSES
+from stalloc.analysis.offload_study import Series, study, study_series
+from stalloc.analysis.study_findings import findings
+from stalloc.analysis.study_record import Study
 from stalloc.analysis.summary import Summary
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import Trace
+from stalloc.trace import DeviceRecord, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What charts and summaries show."""
+
+    found: Study
+    series: Series | None  #: none where times say nothing
+    findings: list[str]
+
+
+def drawn_study(record: DeviceRecord) -> Drawn | None:
+    """The study of a record that has kernels or copies; None of one that has not."""
+    if record.activity is None or not len(record.activity):
+        return None
+    found = study(record)
+    return Drawn(found=found, series=study_series(record) if found.has_times else None, findings=findings(found))
+
 
 _MUCH = 0.05  # of what is reserved, below which a gap is not worth a headline
 
@@ -23,10 +46,8 @@ def headline(told: Explanation, held: Holders, summary: Summary) -> list[str]:
             else f"Out of memory: {printable(error.asked_by)} requested {human_bytes(error.wanted_bytes)}; the file "
             "does not say what was free on the device."
         )
-    found += [
-        f"Memory grows {human_bytes(growth.bytes_per_step)} a step at {printable(growth.name)}."
-        for growth in held.growth[:2]
-    ]
+    grown = ((human_bytes(growth.bytes_per_step), printable(growth.name)) for growth in held.growth[:2])
+    found += [f"Memory grows {size} a step at {name}." for size, name in grown]
     gap = told.reserved_bytes - told.allocated_bytes
     if gap > _MUCH * max(told.reserved_bytes, 1):
         cause = max(told.causes, key=lambda name: told.causes[name])
