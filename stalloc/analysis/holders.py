@@ -15,8 +15,8 @@ from stalloc.analysis.moments import allocated_peak, asked_by, event_at, is_oom,
 from stalloc.columns import Column
 from stalloc.figures import human_bytes
 from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, module_of_requests, sequence_rows
-from stalloc.lifespans.operation_modules import path_of
 from stalloc.lifespans.periods import TINY_BYTES
+from stalloc.lifespans.roles import path_of
 from stalloc.printable import printable
 from stalloc.trace import MARK_PHASE_END, MARK_STEP, Trace
 from stalloc.trace.operations import Operations, Role, read_operations

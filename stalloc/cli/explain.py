@@ -32,9 +32,8 @@ from rich.text import Text
 
 from stalloc.allocator_conf import variable_to_set
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
-from stalloc.analysis.error_advice import sentences
 from stalloc.analysis.error_search import find_errors
-from stalloc.analysis.error_text import DEVICE, ErrorText
+from stalloc.analysis.error_text import DEVICE, ErrorText, sentences
 from stalloc.analysis.holders import find_growth
 from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.analysis.server_log import ServerLog, findings, read_server_log

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stalloc.analysis.peak_use import lasting
+from stalloc.analysis.comparison import lasting
 from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import StallocError
 from stalloc.guard import judgement

@@ -18,11 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.comparison import Change
-from stalloc.analysis.grouping import site_text
-from stalloc.analysis.comparison import Change, PeakUse, class_growth, site_growth
-from stalloc.analysis.holders import Holder
-from stalloc.analysis.peak_use import PeakUse, SiteText, class_growth, peak_use, site_growth
+from stalloc.analysis.comparison import Change, PeakUse, SiteText, class_growth, peak_use, site_growth
+from stalloc.analysis.holders import Holder, site_text
 from stalloc.columns import Column
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError

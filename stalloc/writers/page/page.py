@@ -29,7 +29,7 @@ from stalloc.analysis.study_record import as_json
 from stalloc.columns import Column
 from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError
-from stalloc.lifespans.named_phases import named_phases
+from stalloc.lifespans.steady_step import named_phases
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
 from stalloc.sizes import ALIGNMENT_BYTES
