@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from harm.fuzz import MODELS, kept_sources, least_capacity, reserved_bytes
-from harm.peaks import draw_changing
+from harm.fuzz import MODELS, draw_changing, kept_sources, least_capacity, reserved_bytes
 from harm.random_programs import RandomProgram, draw
 
 from ablation.rows import FREE, MALLOC, Row

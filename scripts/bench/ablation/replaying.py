@@ -1,25 +1,46 @@
 """A recorded program on a device of numbers, under the stalloc that this process has: what it held, hit and called.
 
-Contract: controller, planner and compiled core are those that serve torch and CuPy; pages are counted as the driver
-would count them, those included that wait to be mapped elsewhere. Searches and plans are waited for, so that equal runs
-give equal figures. All requests come from one thread.
+Contract: requests go by the entries that torch and CuPy use; controller, planner and compiled core are those that serve
+them; pages are counted as the driver would count them, those included that wait to be mapped elsewhere. Searches and
+plans are waited for, so that equal runs give equal figures. All requests come from one thread.
 """
 
+import ctypes
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 
-from ablation.asking import ask
-from ablation.rows import MALLOC, Row
+from ablation.rows import FREE, MALLOC, Row
+from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.device.mapped_pages import PAGE_BYTES
 from stalloc.replay.offline import let_go, make_controller
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.statistics import report
+
+_malloc = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
+_free = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
+
+
+@numba.njit  # type: ignore[misc]  # small, since it holds nothing of the core
+def ask(device, rows, address):  # type: ignore[no-untyped-def]
+    """Make requests and frees; False if one is not served that was when it was recorded."""
+    for i in range(len(rows)):
+        what, block = rows[i, 0], rows[i, 1]
+        if what == FREE:
+            _free(device, address[block])
+        else:
+            address[block] = _malloc(device, rows[i, 2], rows[i, 3])
+            if what == MALLOC and address[block] == 0:
+                return False
+            if what != MALLOC:
+                _free(device, address[block])
+    return True
 
 
 class Driver:

@@ -1,7 +1,9 @@
-"""Random programs in exactly the least memory that torch needs for them.
+"""Random programs: in exactly the least memory that torch needs for them, and what those that change hold at most.
 
 Contract: the least memory comes from the exact models of torch's allocator (stalloc.replay), the better of the default
 and of expandable segments; stalloc then runs once with it, on a device of numbers, the steps that are watched included.
+Programs that change take from the sixth step on steps that are like those before and not the same: some requests have
+another size, some are left out, some blocks stay.
 """
 
 import multiprocessing
@@ -15,8 +17,9 @@ from typing import TypeVar
 import numpy as np
 from running.machine import Machine
 
-from harm.random_programs import MIB, RandomProgram, Source, draw, sources
-from stalloc.replay import Events, Kind, make
+from harm.random_programs import MIB, Kind, RandomProgram, Source, Writer, draw, order_of, sources
+from stalloc.replay import Events, make
+from stalloc.replay import Kind as EventKind
 from stalloc.replay.offline import let_go
 
 T = TypeVar("T")
@@ -94,9 +97,60 @@ def held_bytes(program: RandomProgram, capacity_bytes: int = 0) -> int | None:
 def _as_events(program: RandomProgram) -> Events:
     count = len(program.events)
     return Events(
-        kind=np.where(program.events > 0, int(Kind.ALLOC), int(Kind.FREE_COMPLETED)).astype(np.int8),
+        kind=np.where(program.events > 0, int(EventKind.ALLOC), int(EventKind.FREE_COMPLETED)).astype(np.int8),
         request=np.abs(program.events) - 1,
         event=np.arange(count),
         size=program.size,
         stream=np.zeros(len(program.size), np.int64),
     )
+
+
+_FIRST_CHANGED = 5  # steps before are as they will be
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What one program holds at most, in bytes."""
+
+    seed: int
+    source: str
+    load_bytes: int
+    better_bytes: int  #: under the better of torch's models
+    stalloc_bytes: int
+
+    @property
+    def excess_bytes(self) -> int:
+        """More than under the better by more than 4 MiB or 0.5 %; not positive where it is not."""
+        return self.stalloc_bytes - self.better_bytes - max(4 * MIB, self.better_bytes // 200)
+
+
+def peaks_of(folder: str, seed: int) -> Peaks:
+    """Draw a program that changes, and run it. Raises AssertionError if a device without end runs out of memory."""
+    program = draw_changing(seed, kept_sources(folder))
+    held = held_bytes(program)
+    assert held is not None, "the device has no end"
+    better = min(reserved_bytes(program, name) for name in MODELS)
+    return Peaks(seed, program.source, program.load_bytes, better, held)
+
+
+def draw_changing(seed: int, drawn_from: list[Source]) -> RandomProgram:
+    """The program of a seed: some steps are each another, or one of two others, or from the middle on all another."""
+    rng = np.random.default_rng(seed)
+    source = drawn_from[rng.integers(len(drawn_from))]
+    kinds = [Kind(rng, source, int(rng.integers(40, 400))) for _ in range(rng.integers(1, 4))]
+    order = order_of(rng, len(kinds), int(rng.integers(10, 24)))
+    writer = Writer(rng, source, most_standing=60)
+    way = rng.integers(3)
+    variants: dict[tuple[int, int], Kind] = {}
+    for step, number in enumerate(order):
+        kind = kinds[number]
+        if step >= _FIRST_CHANGED and way == 0 and rng.random() < 0.3:
+            kind = kind.changed(rng)
+        elif step >= _FIRST_CHANGED and (rng.random() < 0.4 if way == 1 else way == 2 and 2 * step >= len(order)):
+            which = number, int(rng.integers(2)) if way == 1 else 0
+            if which not in variants:
+                variants[which] = kind.changed(rng)
+            kind = variants[which]
+        writer.play(kind, 1.0)
+        writer.end_step(step, keeps=0.1, most=20)
+    return writer.program(seed)

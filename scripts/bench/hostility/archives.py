@@ -9,8 +9,7 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .texts import deflated_zeros, mutate_bytes, mutate_json
-from .trees import NUMBERS, TEXTS
+from .texts import NUMBERS, TEXTS, deflated_zeros, mutate_bytes, mutate_json
 
 _SHAPES = ("()", "(0,)", "(1,)", "(-1,)", "(3, 5)", "(1000000000,)", "(2**40,)", "(9999999999999999999,)", "[1]", "5")
 _TYPES = ("<i8", "|O", "<U1000000", "|V8", "<f8", "|u1", ">i8", "<M8[s]", "|b1", "<c16", "<i1", "|S0", "i4,i4", "x")

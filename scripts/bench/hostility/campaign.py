@@ -1,4 +1,4 @@
-"""A number of mutations: which seed and verb each takes, which inputs are kept, and what was found, by cause.
+"""What is run on each kind of file, and a number of mutations: which seed and verb each takes, and what was found.
 
 Contract: a mutation is a function of the campaign's seed and its number alone as long as the corpus is the same, apart
 from which inputs were kept before it; a finding is saved as the file that shows it.
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,72 @@ from stalloc.planner import plan, save_plans
 
 from .corpus import MUTATORS, Seed, load, parse
 from .texts import packed
-from .verbs import Verb, run, verbs_of
 from .workers import UNMADE, Outcome, Run, Task, observe, run_all
+
+Arguments = Callable[[Path, Path, Path], list[str]]
+"""Of a file, of the intact file that goes with it, and of a folder for what is written."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One way to use a file."""
+
+    name: str
+    arguments: Arguments | None  #: None: load the plans and judge them, without the command line
+    weight: int = 1
+
+
+def _plan(file: Path, intact: Path, out: Path) -> list[str]:
+    """How long a search goes on is no matter of what the file holds."""
+    return ["plan", str(file), "-o", str(out / "p.plan.npz"), "--time-budget", "0.5"]
+
+
+_ON_TRACES = (
+    Verb("stats", lambda file, _, __: ["stats", str(file)], 4),
+    Verb("explain", lambda file, _, __: ["explain", str(file)], 3),
+    Verb("top", lambda file, _, __: ["top", str(file)], 2),
+    Verb("top --tree", lambda file, _, __: ["top", "--tree", str(file)]),
+    Verb("timeline", lambda file, _, __: ["timeline", str(file)]),
+    Verb("report", lambda file, _, out: ["report", str(file), "-o", str(out / "r.html")], 2),
+    Verb("report markdown", lambda file, _, out: ["report", str(file), "-o", str(out / "r.md")]),
+    Verb("plan", _plan, 2),
+    Verb("simulate", lambda file, _, __: ["simulate", str(file)]),
+    Verb("diff", lambda file, intact, _: ["diff", str(intact), str(file)], 2),
+    Verb("validate", lambda file, intact, _: ["validate", str(intact.parent / "plan.npz"), str(file)], 2),
+    Verb("convert to trace", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.trace.npz")]),
+    Verb("convert to snapshot", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.pickle")]),
+    Verb("convert to perfetto", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.json")]),
+    Verb("convert to csv", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.csv")]),
+)
+_ON_PLANS = (
+    Verb("validate", lambda file, intact, _: ["validate", str(file), str(intact)], 2),
+    Verb("judge", None, 3),
+    Verb("stats", lambda file, _, __: ["stats", str(file)]),
+)
+_ON_PLACES = (Verb("plan --fixed", lambda file, intact, _: ["plan", str(intact), "--fixed", str(file)]),)
+
+
+def verbs_of(kind: str) -> tuple[Verb, ...]:
+    """The verbs that take a kind of file."""
+    return {"plan": _ON_PLANS, "fixed": _ON_PLACES}.get(kind, _ON_TRACES)
+
+
+def run(verb: Verb, file: Path, intact: Path, out: Path) -> int:
+    """Run a verb as the command line does; its exit code."""
+    if verb.arguments is not None:
+        from stalloc.cli import main
+
+        return main(verb.arguments(file, intact, out))
+    from stalloc.notices import say
+    from stalloc.planner import load_plans, validate
+
+    try:
+        plans = load_plans(file)
+    except BadInputError as error:
+        say(str(error))
+        return 2
+    return 0 if all(validate(one).ok for one in plans) else 1
+
 
 LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
 """Above what the intact file takes."""

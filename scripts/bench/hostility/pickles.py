@@ -6,8 +6,7 @@ import pickletools
 import random
 from functools import lru_cache
 
-from .texts import mutate_bytes
-from .trees import mutate_tree
+from .texts import mutate_bytes, mutate_tree
 
 _FRAME = 0x95
 _NEVER_LOADED = b"R2cibobPQ\x81\x82\x83\x84\x93"  # of a mutation: what calls, and what doubles

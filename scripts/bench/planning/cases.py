@@ -14,7 +14,7 @@ import numpy as np
 from stalloc.errors import BadInputError
 from stalloc.trace import load_traces
 
-from .baselines.gaps import Column
+from .baselines.placing import Column
 from .generator import KINDS, make
 
 SHARED = Path(os.environ.get("STALLOC_SHARED") or Path(__file__).resolve().parents[3].parent / "shared")

@@ -1,15 +1,162 @@
-"""All figures of one rank of one configuration: a run under stalloc and a recording.
+"""All figures of one rank of one configuration, of a run under stalloc and of a recording, and a file that keeps them.
 
-Contract: bytes are those that the virtual driver handed out over the whole run, watched steps included.
+Contract: of the run, bytes are those that the virtual driver handed out, watched steps included. What torch and GMLake
+would have, what a step takes and plans of it are of one recording by `stalloc record --ops`, which runs torch's default
+allocator on a virtual GPU: what that reserved was seen, what others would have is by their models. Seconds of steps are
+estimates.
 """
 
+import json
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from harm.running import Outcome, Setting, run
+import numpy as np
+from harm.catalogue import ROOT, Program
+from harm.running import Outcome, Setting, last_line, run
+from planning.baselines import stalloc_paper
+from planning.baselines.placing import Column
+from planning.cases import Case
+from planning.judging import judged
 
 from pretraining.cells import Cell
-from pretraining.recorded_step import Recorded, look_at
+from stalloc.cost.gpu_rates import rates_of
+from stalloc.cost.host_rates import ADAM_PARAMETERS_PER_SECOND
+from stalloc.cost.queues import Queue
+from stalloc.cost.step_seconds import estimate_step
+from stalloc.files import write_whole
+from stalloc.lifespans import lower_bound
+from stalloc.lifespans.roles import within
+from stalloc.lifespans.steady_step import SteadyStep, recorded_step
+from stalloc.planner import plan
+from stalloc.replay.simulation import Candidate, least_memory, run_one
+from stalloc.trace import Trace, load_traces
+from stalloc.trace.operations import Operations, RangeKind
+
+GPU, MEMORY = "H100", "1TiB"  #: whose rates are used; more memory than any configuration asks for
+NATIVE, EXPANDABLE = Candidate("torch"), Candidate("expandable")
+GMLAKE = Candidate("gmlake")
+EAGER_GMLAKE = Candidate("gmlake", "fragmentation_limit:2097152")  #: stitches for all that is not small
+_ALIGNMENT = 512
+_GRADIENT_BYTES = 4  #: of a parameter, where the processor updates it
+
+
+class RecordingError(Exception):
+    """The program could not be recorded; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Figures of a recording; plans are of its last step that operations cover, without what lives throughout."""
+
+    allocated_bytes: int  #: peak, as torch rounds requests
+    native_bytes: int  #: reserved at the peak by torch's default, as are the three that follow
+    expandable_bytes: int
+    gmlake_bytes: int  #: with the settings that it is published with
+    eager_gmlake_bytes: int
+    native_least_bytes: int  #: memory in which torch's default completes
+    expandable_least_bytes: int
+    pipeline_seconds: float  #: forward and backward of all microbatches, without waiting for other ranks
+    update_seconds: float  #: the rest of the step
+    requests: int  #: of the step
+    phases: int
+    load_bytes: int  #: no plan of the step is lower
+    paper_bytes: int  #: the plan by the paper's published method
+    paper_seconds: float
+    plan_bytes: int  #: stalloc's plan
+    plan_seconds: float
+
+
+def look_at(program: Program) -> Recorded:
+    """Record a program and measure. Raises RecordingError if it fails."""
+    trace = _record(program)
+    operations, step = recorded_step(trace)
+    edges = phase_edges(operations, step)
+    pipeline, update = _seconds(trace, operations, step)
+    case = _case(program.name, trace, step, edges)
+    load = case.load_bytes
+    began = time.perf_counter()
+    by_paper = judged(case, stalloc_paper.place(case.start, case.end, case.size, phase_edges=edges), load)
+    paper_seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    ours = judged(case, plan((case.start, case.end, case.size), alignment=_ALIGNMENT).offset, load)
+    return Recorded(
+        allocated_bytes=lower_bound(trace),
+        native_bytes=int(trace.reserved_bytes().max()),
+        expandable_bytes=run_one(trace, EXPANDABLE).peak_reserved_bytes,
+        gmlake_bytes=run_one(trace, GMLAKE).peak_reserved_bytes,
+        eager_gmlake_bytes=run_one(trace, EAGER_GMLAKE).peak_reserved_bytes,
+        native_least_bytes=least_memory(trace, NATIVE),
+        expandable_least_bytes=least_memory(trace, EXPANDABLE),
+        pipeline_seconds=pipeline,
+        update_seconds=update,
+        requests=len(case.size),
+        phases=len(edges),
+        load_bytes=load,
+        paper_bytes=by_paper,
+        paper_seconds=paper_seconds,
+        plan_bytes=ours,
+        plan_seconds=time.perf_counter() - began,
+    )
+
+
+def _record(program: Program) -> Trace:
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        file = Path(folder) / "rank.trace.npz"
+        options = ("--ops", "-o", str(file), "--device", "virtual", "--memory", MEMORY)
+        command = [sys.executable, "-P", "-m", "stalloc", "record", *options, str(program.script), *program.arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RecordingError(f"{program.name} was not recorded: {last_line(done.stderr)}")
+        return load_traces(file)[0]
+
+
+def phase_edges(operations: Operations, step: SteadyStep) -> Column:
+    """(k,) events at which a phase begins: each stage's forward and backward pass of each microbatch, and the rest.
+
+    Nodes of one backward pass run from the last operation of the forward pass to the first, so that one with a later
+    operation than the node before it begins another pass.
+    """
+    inside = (operations.begin >= step.begin_event) & (operations.end <= step.end_event)
+    in_backward = within(operations, RangeKind.BACKWARD)
+    kinds = [module.kind for module in operations.modules]
+    is_stage = np.array([kind == "Stage" for kind in kinds] + [False])[operations.module]  # the last is for none
+    forward = np.flatnonzero(inside & ~in_backward & (operations.kind == RangeKind.MODULE) & is_stage)
+    nodes = np.flatnonzero(inside & (operations.kind == RangeKind.BACKWARD))
+    nodes = nodes[np.argsort(operations.begin[nodes], kind="stable")]
+    known = nodes[operations.sequence[nodes] >= 0]
+    turns = np.flatnonzero(np.diff(operations.sequence[known]) > 0) + 1
+    backward = known[np.append(0, turns)] if len(known) else known
+    ends = [operations.end[forward], operations.end[nodes[-1:]]]
+    edges = np.concatenate([[step.begin_event], operations.begin[forward], operations.begin[backward], *ends])
+    return np.unique(edges).astype(np.int64)
+
+
+def _seconds(trace: Trace, operations: Operations, step: SteadyStep) -> tuple[float, float]:
+    """What forward and backward take on one rank that never waits, and the rest of the step."""
+    estimated = estimate_step(trace, rates_of(GPU))
+    assert estimated is not None, "there is a step"
+    of_models = (operations.module >= 0) | within(operations, RangeKind.BACKWARD)
+    rows = np.flatnonzero(of_models[estimated.operations])
+    begin, end = estimated.schedule.begin[rows[0]], estimated.schedule.end[rows[-1]]
+    tasks = zip(estimated.operations, estimated.by_data, strict=True)
+    copied = [row for row, task in tasks if task.queue == Queue.TO_HOST]
+    updated = sum(int(operations.shape_written_bytes[operations.shape[row]]) for row in copied) // _GRADIENT_BYTES
+    rest = estimated.seconds - (end - begin) + updated / ADAM_PARAMETERS_PER_SECOND
+    return end - begin, rest
+
+
+def _case(name: str, trace: Trace, step: SteadyStep, edges: Column) -> Case:
+    rows = step.requests
+    size = trace.aligned_size(_ALIGNMENT)[rows]
+    start, end = trace.start[rows], np.minimum(trace.end[rows], step.end_event)
+    kept = (size > 0) & (end > start)
+    start, end, size = (np.array(column[kept], np.int64) for column in (start, end, size))
+    return Case("recorded step", name, start, end, size, _ALIGNMENT, edges)
+
 
 AMPLE_BYTES = 1 << 40
 
@@ -49,3 +196,22 @@ def _hit_rate(outcome: Outcome) -> float:
     before, last = steps[len(steps) // 2 - 1], steps[-1]
     hits, misses = (last[name] - before[name] for name in ("hits", "misses"))
     return hits / (hits + misses) if last["on_plan"] and hits + misses else 0.0
+
+
+class KeptRows:
+    """The file; without a path nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: dict[str, dict] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
+
+    def find(self, cell: Cell) -> Row | None:
+        """What is known of a cell."""
+        kept = self._rows.get(cell.name)
+        return Row(**kept | {"recorded": Recorded(**kept["recorded"])}) if kept else None
+
+    def keep(self, cell: Cell, row: Row) -> None:
+        """Add or replace a row, and write the file."""
+        self._rows[cell.name] = asdict(row)
+        if self._path is not None:
+            write_whole(str(self._path), json.dumps(self._rows, indent=1) + "\n")

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from planning.generator import MODELS, Model
 
-from running.machine import Figures, Machine
-from running.programs import Step, evaluation_step, halved, training_step, with_extra, without
+from running.machine import Figures, Machine, Step, evaluation_step, halved, training_step, with_extra, without
 
 MIB = 1 << 20
 _STAGE = Model(num_layers=8)

@@ -14,7 +14,7 @@ from stalloc.planner import plan_arrays
 from stalloc.planner.budget import Budget
 
 from . import cp_sat, inductor, onnxruntime, stalloc_paper, tflite, usmp, xla
-from .gaps import Column
+from .placing import Column
 
 
 @dataclass(frozen=True)

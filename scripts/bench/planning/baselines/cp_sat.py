@@ -9,7 +9,7 @@ import importlib.util
 
 import numpy as np
 
-from .gaps import Column, fit_in_order
+from .placing import Column, fit_in_order
 
 SECONDS = 25.0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .gaps import Column
+from .placing import Column
 
 
 @dataclass(eq=False)

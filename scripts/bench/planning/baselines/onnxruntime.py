@@ -9,7 +9,7 @@ import numpy as np
 
 from stalloc.compiled import njit
 
-from .gaps import Column
+from .placing import Column
 
 
 def place(start: Column, end: Column, size: Column) -> Column:

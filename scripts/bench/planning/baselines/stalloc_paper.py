@@ -16,8 +16,7 @@ import numpy as np
 
 from stalloc.compiled import njit
 
-from .gaps import Column
-from .stacking import stack_in_order, ticks
+from .placing import Column, stack_in_order, ticks
 
 TURN = 0.05
 #: hosts that a group is tried with

@@ -8,8 +8,7 @@ live then.
 
 import numpy as np
 
-from .gaps import Column, fit_in_order
-from .stacking import ticks
+from .placing import Column, fit_in_order, ticks
 
 
 def by_size(start: Column, end: Column, size: Column) -> Column:

@@ -10,8 +10,7 @@ a swap is drawn through one neighbour rather than from the list of all neighbour
 
 import numpy as np
 
-from .gaps import Column, fit_in_order
-from .stacking import stack_in_order, ticks
+from .placing import Column, fit_in_order, stack_in_order, ticks
 
 ATTEMPTS = 500
 

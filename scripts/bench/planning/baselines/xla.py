@@ -7,7 +7,7 @@ each into the smallest free chunk that holds it during its whole live range, els
 
 import numpy as np
 
-from .gaps import Column, fit_in_order
+from .placing import Column, fit_in_order
 
 
 def place(start: Column, end: Column, size: Column) -> Column:
