@@ -27,8 +27,6 @@ class Location(ctypes.Structure):
 
 
 class Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
     _fields_ = (
         ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", Location), ("win32", ctypes.c_void_p),
         ("compression", ctypes.c_ubyte), ("direct_access", ctypes.c_ubyte), ("rest", ctypes.c_ubyte * 6),
@@ -36,8 +34,6 @@ class Properties(ctypes.Structure):
 
 
 class Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
@@ -51,7 +47,6 @@ class Driver:
         self.times_us: dict[str, list[float]] = {}
 
     def name(self, status: int) -> str:
-        """A status, and what the driver calls it."""
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(status, ctypes.byref(text))
         return f"{status} ({text.value.decode() if text.value else 'a status without a name'})"
@@ -70,7 +65,6 @@ class Driver:
         return status == 0
 
     def fails(self, sentence: str) -> None:
-        """Keep something that is wrong."""
         self.failures.append(sentence)
         note(failed=sentence)
 
@@ -80,7 +74,6 @@ class Driver:
         return value.value if self.call(function, ctypes.byref(value), *arguments, about=about) else -1
 
     def check(self) -> None:
-        """Fail with the first call that failed."""
         check(not self.failures, self.failures[0] if self.failures else "")
 
 

@@ -11,7 +11,6 @@ MIB = 1 << 20
 
 
 def _begin(**options: Any) -> tuple[Any, Any]:
-    """torch and the runtime."""
     use_device()
     runtime = installed(**options)
     with step("import torch"):
@@ -46,7 +45,6 @@ class Patterns:
         self.num_checked = 0
 
     def add(self, size: int) -> None:
-        """A block of so many bytes."""
         while self._live and self._held + size > self._most:
             self.drop()
         host = self._torch.randint(0, 256, (min(size, 65536),), dtype=self._torch.uint8)
@@ -57,7 +55,6 @@ class Patterns:
         self._live[next(self._numbers)] = block, host
 
     def drop(self) -> None:
-        """Compare one block and free it."""
         number = self._rng.choice(list(self._live))
         block, host = self._live.pop(number)
         same = self._torch.equal(block[-len(host) :].cpu(), host)
@@ -66,7 +63,6 @@ class Patterns:
         self.num_checked += 1
 
     def run(self, num: int, sizes: tuple[int, ...]) -> None:
-        """Add and drop."""
         for _ in range(num):
             if self._live and self._rng.random() < 0.45:
                 self.drop()

@@ -30,7 +30,6 @@ class PartFailed(Exception):
 
 
 def note(**facts: Any) -> None:
-    """Keep facts."""
     file = os.environ.get("GPU_CHECK_NOTES")
     if file:
         with open(file, "a", encoding="utf-8") as notes:

@@ -24,7 +24,6 @@ def module_name(path: Path) -> str:
 
 @cache
 def import_graph() -> tuple[dict[str, Path], dict[str, set[str]]]:
-    """The modules of the checkout by name, and what each imports."""
     sources = [path for folder in ("stalloc", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
     modules = {module_name(path): path for path in sources}
     owners = handed_on(modules)

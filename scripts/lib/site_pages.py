@@ -25,7 +25,6 @@ _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made."""
     made = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in PAGES.items()}
     made |= {"commands.md": commands(), "python.md": python_reference()}
     origins = {page: name for name, page in PAGES.items()}

@@ -29,7 +29,6 @@ def rows_of(program: RandomProgram) -> np.ndarray:
 
 
 def main() -> None:
-    """Draw `NUMBER` programs of both kinds."""
     folder, traces, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     for seed in range(1, number + 1):
         for kind, draw_one, needs in (("tight", draw, least_capacity), ("changing", draw_changing, reserved_bytes)):

@@ -79,7 +79,6 @@ class Writer:
         self.note(Row.STEP_END, None, kind)
 
     def result(self) -> dict[str, Any]:
-        """Columns of all devices, one device after the other."""
         columns = [_of_device(one, [row[1:] for row in self.rows if row[0] == one.device.index])
                    for one in self._runtime.controllers]  # fmt: skip
         names = np.array(list(self.names) or [""])
@@ -120,7 +119,6 @@ def _of_device(controller: Any, between: list[tuple[int, ...]]) -> np.ndarray:
 
 
 def gpu_of(num_devices: int) -> devices.VirtualGPU:
-    """As many, of ample memory."""
     return devices.VirtualGPU(name="of an ablation", total_bytes=MEMORY_BYTES, num_devices=num_devices)
 
 

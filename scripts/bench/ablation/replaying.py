@@ -55,14 +55,12 @@ class Driver:
 
     @property
     def calls(self) -> int:
-        """That map, unmap, make and release memory, or wait for the device."""
         return int(self._device.num_allocs + self._device.num_frees + self._waits)
 
     def _note_peak(self) -> None:
         self._peak_bytes = max(self._peak_bytes, self._device.taken + self._kept_bytes)
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
-        """As the device does, which uses what is kept first."""
         done: bool = self._map(address, count, held)
         if done:
             self._kept_bytes = max(0, self._kept_bytes - count * PAGE_BYTES)
@@ -70,23 +68,19 @@ class Driver:
         return done
 
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
-        """The same, and keeps it."""
         before = self._device.taken
         self._unmap(address, count, held)
         self._kept_bytes += before - self._device.taken
 
     def take(self, size_bytes: int) -> Any:
-        """The same."""
         memory = self._take(size_bytes)
         self._note_peak()
         return memory
 
     def wait(self) -> None:
-        """Nothing is queued."""
         self._waits += 1
 
     def collect(self) -> None:
-        """What is kept goes back."""
         self._kept_bytes = 0
 
     def take_peak(self) -> int:
@@ -124,7 +118,6 @@ class Recording:
 
 
 def later_half(times: np.ndarray) -> float:
-    """What a step took on average, of those in the later half, by when each ended."""
     return float(np.diff(times[len(times) // 2 :]).mean()) if len(times) > 3 else 0.0
 
 

@@ -17,7 +17,6 @@ class Rule:
     changes: tuple[Change, ...]
 
     def __add__(self, other: "Rule") -> "Rule":
-        """Both off."""
         name, what = f"{self.name} + {other.name}", "several rules"
         return Rule(name, self.lines + other.lines, what, self.changes + other.changes)
 

@@ -33,17 +33,14 @@ FULL, BATCHES = 8, 6  #: rows of a batch, and batches of an epoch, the last of w
 
 
 def tokens(rows: int, length: int, words: int = 4000) -> Any:
-    """Numbers of words."""
     return torch.randint(0, words, (rows, length)).cuda()
 
 
 def images(rows: int, side: int, channels: int = 3) -> Any:
-    """Noise."""
     return torch.randn(rows, channels, side, side).cuda()
 
 
 def of_timm(name: str, side: int, **settings: Any) -> tuple[nn.Module, Callable[[Any, int], Any]]:
-    """A model that tells pictures apart."""
     model = timm.create_model(name, num_classes=100, **settings)
 
     def loss(model: Any, rows: int) -> Any:
@@ -54,7 +51,6 @@ def of_timm(name: str, side: int, **settings: Any) -> tuple[nn.Module, Callable[
 
 
 def llama() -> tuple[nn.Module, Callable[[Any, int], Any]]:
-    """In bfloat16."""
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=4000, use_cache=False))
 
@@ -66,7 +62,6 @@ def llama() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 
 def t5() -> tuple[nn.Module, Callable[[Any, int], Any]]:
-    """Encoder and decoder."""
     sizes = {"d_model": 512, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 4000}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
     return model, lambda model, rows: model(input_ids=tokens(rows, 256), labels=tokens(rows, 96)).loss
@@ -86,7 +81,6 @@ def bert() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 
 def whisper() -> tuple[nn.Module, Callable[[Any, int], Any]]:
-    """Speech."""
     sizes = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4}
     model = WhisperForConditionalGeneration(
         WhisperConfig(**sizes, decoder_attention_heads=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024, vocab_size=4000,
@@ -111,7 +105,6 @@ def lora() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 
 def unet() -> tuple[nn.Module, Callable[[Any, int], Any]]:
-    """The noise of pictures."""
     model = UNet2DModel(
         sample_size=64,
         block_out_channels=(64, 128, 256),
@@ -127,7 +120,6 @@ def unet() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 
 def dit() -> tuple[nn.Module, Callable[[Any, int], Any]]:
-    """A diffusion transformer."""
     model = DiTTransformer2DModel(num_attention_heads=6, attention_head_dim=64, num_layers=6, sample_size=32,
                                   in_channels=4, out_channels=4, num_embeds_ada_norm=1000)  # fmt: skip
 
@@ -154,7 +146,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[[Any, int], Any]]]] = {
 
 
 def main(name: str) -> None:
-    """Train."""
     model, loss = MODELS[name]()
     model = model.cuda()
     trained = [one for one in model.parameters() if one.requires_grad]

@@ -38,7 +38,6 @@ Made = tuple[nn.Module, Callable[[], Tensor], bool]
 
 
 def gpt(size: str, *, autocast: bool = False) -> Made:
-    """`examples/train_gpt.py`."""
     whole = train_gpt.SIZES[size]
     cut = train_gpt.ModelSize(
         num_layers=4, num_heads=4, dim=64, hidden_dim=160, vocab_size=128, dtype=whole.dtype, tied_head=whole.tied_head
@@ -66,7 +65,6 @@ def resnet() -> Made:
 
 
 def unet() -> Made:
-    """`diffusion_unet.py`, under autocast."""
     model = of_script("diffusion_unet.py")["UNet"](32, (1, 2, 2))
 
     def loss() -> Tensor:
@@ -176,7 +174,6 @@ def _own(tensor: Any) -> Tensor:
 
 
 def compared(name: str, num_choices: int) -> dict[str, Any]:
-    """How often a program came out equal, differed, or was refused."""
     make, chosen = PROGRAMS[name], random.Random(name)
     expected = train(make, None)
     found: dict[str, Any] = {"equal": 0, "differs": 0, "raised": []}

@@ -109,7 +109,6 @@ class Checkout:
         return subprocess.run(self.command(*arguments), **options)
 
     def command(self, *arguments: str) -> list[str]:
-        """What `run` runs."""
         return [sys.executable, "-P", *arguments]
 
     def _show_package(self) -> None:

@@ -44,7 +44,6 @@ def sizes_of(count: int) -> list[int]:
 
 
 def main() -> None:
-    """Capture, replay, and print."""
     allocator, name, count, order, keep = sys.argv[1:]
     from stalloc.device import activate, find_gpu
 

@@ -21,7 +21,6 @@ class Program:
 
     @property
     def takes_steps(self) -> bool:
-        """Whether a number of steps may follow its arguments."""
         return self.script.parent == OWN
 
     @property

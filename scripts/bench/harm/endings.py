@@ -19,8 +19,6 @@ _MOST_STEPS = 30
 
 @dataclass(frozen=True)
 class Ending:
-    """How one program ended."""
-
     command: str
     expected: int
     code: int
@@ -28,7 +26,6 @@ class Ending:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the program's."""
         return self.code == self.expected
 
 

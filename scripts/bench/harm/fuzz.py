@@ -31,8 +31,6 @@ ENOUGH = 0.99
 
 @dataclass(frozen=True)
 class Trial:
-    """One program in the least memory."""
-
     seed: int
     source: str
     load_bytes: int
@@ -49,12 +47,10 @@ def over_seeds(trial: Callable[[str, int], T], num_programs: int, seed: int, fol
 
 @cache
 def kept_sources(folder: str) -> list[Source]:
-    """The recordings of a folder, read once."""
     return sources(Path(folder))
 
 
 def try_one(folder: str, seed: int) -> Trial:
-    """Draw a program, find the least memory for it, and run it with that."""
     program = draw(seed, kept_sources(folder))
     least = min(least_capacity(program, name) for name in MODELS)
     done = held_bytes(program, least) is not None
@@ -110,8 +106,6 @@ _FIRST_CHANGED = 5  # steps before are as they will be
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one program holds at most, in bytes."""
-
     seed: int
     source: str
     load_bytes: int

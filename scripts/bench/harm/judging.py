@@ -40,7 +40,6 @@ class Row:
 
     @property
     def better_bytes(self) -> int:
-        """The peak of the better of the two."""
         return min(self.default_bytes, self.other_bytes)
 
 
@@ -67,7 +66,6 @@ def judge(row: Row, ours: Outcome) -> None:
 
 
 def judge_processor(row: Row, ratio: float) -> None:
-    """The same for the processor time."""
     row.processor_ratio = ratio
     if ratio > 1.05:
         row.missed.append(f"processor time {ratio:.2f} of native's, not 1.05")
@@ -150,7 +148,6 @@ def line_of(row: Row) -> str:
 
 
 def misses(rows: list[Row]) -> list[str]:
-    """A line for each target that a row missed."""
     return [f"MISSED {row.name}: {what}" for row in rows for what in row.missed]
 
 

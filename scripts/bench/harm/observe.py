@@ -55,7 +55,6 @@ class Observer:
         self._rows.append(row)
 
     def result(self, code: int) -> dict[str, Any]:
-        """What is written once the program is over."""
         from stalloc.device import virtual
 
         self("after the last step")

@@ -36,7 +36,6 @@ class Peer:
 
 
 def settings(program: Program) -> tuple[Setting, Setting]:
-    """The two that stalloc is compared with."""
     return Setting.DEFAULT, Setting.ASYNC if program.is_cupy else Setting.EXPANDABLE
 
 

@@ -42,7 +42,6 @@ class RandomProgram:
 
     @property
     def load_bytes(self) -> int:
-        """The most that is live at once."""
         return int(np.cumsum(np.sign(self.events) * self.size[np.abs(self.events) - 1]).max())
 
 
@@ -126,13 +125,11 @@ class Writer:
         return sizes
 
     def _allocate(self, size_bytes: int) -> int:
-        """A request that lives until it is freed; its row."""
         self._size.append(size_bytes)
         self._events.append(len(self._size))
         return len(self._size) - 1
 
     def _free(self, row: int) -> None:
-        """The end of a request."""
         self._events.append(-row - 1)
 
     def play(self, kind: Kind, factor: float) -> None:
@@ -155,7 +152,6 @@ class Writer:
         self._step_ends.append(len(self._events))
 
     def program(self, seed: int) -> RandomProgram:
-        """All of it, with sizes that bring it to its load."""
         size, events = np.array(self._size, np.int64), np.array(self._events, np.int64)
         wanted = LEAST_LOAD_BYTES * float(np.exp(self._rng.uniform(0, np.log(8))))
         return RandomProgram(seed, self._source.name, _scaled(size, events, wanted), events, tuple(self._step_ends))

@@ -41,7 +41,6 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the program came to its end, its figures were written and the process ended well."""
         return self.code == 0 and bool(self.seen)
 
     @property
@@ -51,7 +50,6 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held over the whole run."""
         return peak(self.steps, "held")
 
     @property
@@ -75,7 +73,6 @@ def peak(steps: list[dict[str, Any]], name: str) -> int:
 
 
 def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES) -> Outcome:
-    """Run it once."""
     variables = variables_of(program, setting, memory_bytes)
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         result = Path(folder) / "seen.json"

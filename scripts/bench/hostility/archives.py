@@ -18,8 +18,6 @@ _STORED, _DEFLATED = 0, 8
 
 @dataclass(frozen=True)
 class Member:
-    """One member of an archive, with what the archive claims of it."""
-
     name: bytes
     payload: bytes  #: as it lies in the archive
     method: int
@@ -30,7 +28,6 @@ class Member:
 
 
 def member(name: bytes, data: bytes, *, packed: bool) -> Member:
-    """An honest member."""
     payload = data
     if packed:
         packer = zlib.compressobj(1, zlib.DEFLATED, -15)
@@ -132,7 +129,6 @@ def _with_claims(rng: random.Random, one: Member) -> Member:
 
 
 def _bomb(rng: random.Random, name: bytes) -> Member:
-    """A column of zeros of more than a GB in a MB and a half."""
     mib = 1400
     described = f"{{'descr': '{rng.choice(['<i8', '|u1'])}', 'fortran_order': False, 'shape': ({mib << 17},), }}\n"
     head = b"\x93NUMPY\1\0" + struct.pack("<H", len(described)) + described.encode()
@@ -154,7 +150,6 @@ def _joined(magic: bytes, described: bytes, values: bytes) -> bytes:
 
 
 def _with_json(rng: random.Random, content: bytes, other: bytes) -> bytes:
-    """The JSON in a column of bytes changed, its shape made to fit."""
     try:
         _, _, values = _split(content)
         json.loads(values)

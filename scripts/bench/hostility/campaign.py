@@ -26,15 +26,12 @@ Arguments = Callable[[Path, Path, Path], list[str]]
 
 @dataclass(frozen=True)
 class Verb:
-    """One way to use a file."""
-
     name: str
     arguments: Arguments | None  #: None: load the plans and judge them, without the command line
     weight: int = 1
 
 
 def _plan(file: Path, intact: Path, out: Path) -> list[str]:
-    """How long a search goes on is no matter of what the file holds."""
     return ["plan", str(file), "-o", str(out / "p.plan.npz"), "--time-budget", "0.5"]
 
 
@@ -64,12 +61,10 @@ _ON_PLACES = (Verb("plan --fixed", lambda file, intact, _: ["plan", str(intact),
 
 
 def verbs_of(kind: str) -> tuple[Verb, ...]:
-    """The verbs that take a kind of file."""
     return {"plan": _ON_PLANS, "fixed": _ON_PLACES}.get(kind, _ON_TRACES)
 
 
 def run(verb: Verb, file: Path, intact: Path, out: Path) -> int:
-    """Run a verb as the command line does; its exit code."""
     if verb.arguments is not None:
         from stalloc.cli import main
 
@@ -129,8 +124,6 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One mutation to be."""
-
     base: Seed
     prepared: _Prepared
     verb: Verb
@@ -138,8 +131,6 @@ class _Plan:
 
 
 class Campaign:
-    """Mutations of a corpus in forked children."""
-
     def __init__(self, seeds: list[Seed], *, seed: int = 1, jobs: int = 1, keep: Path | None = None) -> None:
         self.cells: dict[tuple[str, str], Cell] = defaultdict(Cell)
         self.findings: dict[tuple[str, str, str], Finding] = {}
@@ -197,7 +188,6 @@ class Campaign:
         return lambda: run(verb, file, intact, file.parent)
 
     def run(self, mutations: int, seconds: float = float("inf")) -> Iterator[int]:
-        """Run so many mutations, or for so long; the number done so far, after each round."""
         end = time.monotonic() + seconds
         while self.num_runs < mutations and time.monotonic() < end:
             count = min(ROUND, mutations - self.num_runs)
@@ -226,7 +216,6 @@ class Campaign:
         return _Plan(base, prepared, verb, number)
 
     def _mutated(self, plan: _Plan) -> tuple[str, bytes]:
-        """Name and content of the file of a mutation."""
         rng = random.Random(f"{self._seed} mutate {plan.number}")
         suffix, mutate = MUTATORS[plan.base.kind]
         data = plan.base.data
@@ -304,7 +293,6 @@ class Campaign:
             found.files.append(file.name)
 
     def close(self) -> None:
-        """Remove what was written."""
         self._folder.cleanup()
 
 

@@ -55,7 +55,6 @@ class Seed:
 
 
 def own_seeds() -> list[Seed]:
-    """A file of every kind, made here."""
     snapshot = _snapshot()
     seeds = [
         Seed("snapshot", "snapshot", pickle.dumps(snapshot, protocol=4)),
@@ -105,7 +104,6 @@ def parse(kind: str, data: bytes) -> None:
 
 
 def load(seed: Seed) -> Any:
-    """The traces of a seed."""
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         path = Path(folder) / f"seed{MUTATORS[seed.kind][0]}"
         path.write_bytes(seed.data)
@@ -170,7 +168,6 @@ def _with_operations(seed: Seed) -> bytes:
 
 
 def _cut(name: str, data: bytes) -> tuple[str, bytes]:
-    """The kind of a shared file, and a part of it that reads as the whole does."""
     if ".pickle" in name:
         return "snapshot", _cut_snapshot(data)
     if ".csv" in name:

@@ -34,8 +34,6 @@ _PASSES = 3
 
 
 class Oracle:
-    """What lives, by address."""
-
     def __init__(self, controller: Any) -> None:
         self._controller = controller
         self._live: list[tuple[int, int]] = []
@@ -43,7 +41,6 @@ class Oracle:
         self._version: tuple[int, ...] = ()  # what it was read at
 
     def add(self, address: int, size_bytes: int) -> None:
-        """A request is served at this address."""
         end, record = address + size_bytes, self._controller.state.record
         version = (
             record.statistics.num_segment_allocs,
@@ -62,7 +59,6 @@ class Oracle:
         insort(self._live, (address, end))
 
     def remove(self, address: int) -> None:
-        """It is freed."""
         del self._live[bisect_left(self._live, (address, 0))]
 
 
@@ -87,7 +83,6 @@ class Program:
         return cls(plan.schedule_size[usable], plan.schedule_stream[usable], np.full(int(usable.sum()), count // 2 + 1))
 
     def schedule(self) -> Schedule:
-        """The schedule of this program: a cycle without a prologue."""
         count = len(self.size)
         start = np.arange(count, dtype=np.int64)
         return Schedule(
@@ -132,7 +127,6 @@ class Program:
 
 
 def make_program(rng: np.random.Generator) -> Program:
-    """A program of random requests, some of which live into the next pass."""
     count = int(rng.integers(6, 24))
     size = (rng.choice(rng.integers(1, 4096, 5), count) * 1024 + 513).astype(np.int64)
     streams = rng.integers(0, 2, count) if rng.random() < 0.3 else np.zeros(count, np.int64)
@@ -156,8 +150,6 @@ _SPECIAL = (-(1 << 63), -(1 << 40), -512, -2, -1, 0, 1, 511, 512, 1 << 20, 1 << 
 
 @dataclass
 class Findings:
-    """What happened to the plans of a soak."""
-
     plans: int = 0
     refused: int = 0
     served: int = 0

@@ -34,8 +34,6 @@ _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run did."""
-
     code: int | None  #: the exit code; None if it had none
     failure: str = ""  #: "traceback", "signal", "hang", "output" or empty
     cause: str = ""  #: of a failure: the error and where it was raised, or the signal
@@ -142,7 +140,6 @@ class _Child:
         return index, outcome
 
     def kill(self) -> None:
-        """End it, whatever it does."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -179,7 +176,6 @@ def _work(tasks: Sequence[Task], share: list[int], writing: int) -> None:
 
 
 def _own(name: str) -> int:
-    """A figure of this process in bytes, such as VmRSS."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition(f"{name}:")[2].split(maxsplit=1)[0]) << 10
 

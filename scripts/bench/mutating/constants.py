@@ -62,7 +62,6 @@ def _place(statement: ast.stmt, value: ast.expr, source: str) -> int:
 
 
 def _numbers(module: ast.Module, is_table: bool) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
-    """Statement, name and value of each number that decides."""
     for node in module.body:
         if isinstance(node, ast.ClassDef):
             for field in node.body if is_table else ():
@@ -83,7 +82,6 @@ def _numbers(module: ast.Module, is_table: bool) -> Iterator[tuple[ast.stmt, str
 
 
 def _named(target: ast.expr, value: ast.expr, is_table: bool) -> Iterator[tuple[str, ast.expr]]:
-    """The numbers of an assignment, by name."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         for one, its in zip(target.elts, value.elts, strict=True):
             yield from _named(one, its, is_table)

@@ -116,12 +116,10 @@ class Mutant:
 
     @property
     def survived(self) -> bool:
-        """Whether no test noticed."""
         return not self.caught_by
 
     @property
     def line(self) -> str:
-        """What is said of it."""
         end = f"caught by {self.caught_by}, which {self.how}" if self.caught_by else f"SURVIVED: {self.why}"
         return f"{self.name}: {end} ({self.seconds:.0f} s)"
 
@@ -149,7 +147,6 @@ class Trials:
         return [test for test, passes in self._passes.items() if not passes]
 
     def stop(self) -> None:
-        """End the tests that run; what is said of their mutants counts for nothing."""
         for process in list(self._running):
             _end(process)
 
@@ -212,7 +209,6 @@ class Trials:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and whatever it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

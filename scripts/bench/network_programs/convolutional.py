@@ -35,7 +35,6 @@ class UNet(nn.Module):
         self.head = (nn.Conv2d if dimensions == 2 else nn.Conv3d)(widths[0], num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of each class at each point."""
         skips = []
         for at, block in enumerate(self.down):
             x = block(self.pool(x, 2) if at else x)
@@ -78,7 +77,6 @@ def dcgan_generator() -> nn.Module:
 
 
 def of_torchvision(name: str, **settings: Any) -> nn.Module:
-    """One of torchvision's, with random weights."""
     from torchvision.models import get_model
 
     return get_model(name, weights=None, **settings)
@@ -119,7 +117,6 @@ def loss_of(network: nn.Module, name: str, x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train for two steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NETWORKS)
     parser.add_argument("--autocast", action="store_true", help="float16 with GradScaler")

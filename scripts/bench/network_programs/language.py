@@ -55,7 +55,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def tokens(rows: int, length: int) -> Tensor:
-    """Texts of the host, uploaded."""
     return torch.randint(5, VOCABULARY, (rows, length)).cuda()
 
 
@@ -69,7 +68,6 @@ def generated(model: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def main() -> None:
-    """Train, then write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")

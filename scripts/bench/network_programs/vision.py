@@ -26,7 +26,6 @@ class Block(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, places, width) again."""
         batch, places, width = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, places, 3, self.num_heads, width // self.num_heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -46,14 +45,12 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, NUM_CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, classes)."""
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1) + self.places
         return self.head(self.blocks(x)[:, 0])
 
 
 def of_transformers(name: str, **settings: Any) -> nn.Module:
-    """An image classifier of Hugging Face with random weights."""
     import transformers
 
     config = getattr(transformers, f"{name}Config")(num_labels=NUM_CLASSES, **settings)
@@ -76,7 +73,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NETWORKS)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")

@@ -18,7 +18,6 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, shape.width, bias=shape.is_gpt)
 
     def forward(self, x: Tensor, microbatch: int = 0) -> Tensor:
-        """Which microbatch it is changes nothing here."""
         if self.is_gpt:
             return functional.dropout(self.down(functional.gelu(self.up(x))), 0.1)
         gate, value = self.up(x).chunk(2, -1)
@@ -35,7 +34,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=shape.is_gpt)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fused attention: its (length, length) weights are never in memory."""
         sequences, length, width = x.shape
         parts = self.qkv(x).view(sequences, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -54,7 +52,6 @@ class Layer(nn.Module):
         self.attention, self.mixer = Attention(shape), mixer
 
     def forward(self, x: Tensor, microbatch: int) -> Tensor:
-        """(sequences, length, width) to the same."""
         x = x + self.attention(self.first(x))
         return x + self.mixer(self.second(x), microbatch)
 
@@ -74,7 +71,6 @@ class Stage(nn.Module):
         self.num_microbatches = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """One microbatch."""
         self.num_microbatches += 1
         if self.embedding is not None:
             x = self.embedding(x)

@@ -22,8 +22,6 @@ from .cases import CAPACITY, Case
 
 @dataclass(frozen=True)
 class Result:
-    """What a method came to on a case."""
-
     peak_bytes: int
     seconds: float  #: median of the runs
     proven: bool = False  #: stalloc says that no plan has a lower peak
@@ -92,7 +90,6 @@ def _within(case: Case, reports: list[tuple[float, Progress]], ended: float) -> 
 
 
 def run_baseline(case: Case, load_bytes: int, baseline: Baseline) -> Result | str:
-    """One run of a baseline, or why there is none."""
     if baseline.missing:
         return baseline.missing
     if len(case.size) > baseline.max_requests:

@@ -28,7 +28,6 @@ def _seconds(seconds: float) -> str:
 
 
 def print_heading() -> None:
-    """What the lines below mean."""
     print("case, requests, load in bytes; then peak / load and time of each method, 1 where the peak equals the load")
 
 
@@ -47,7 +46,6 @@ def print_case(case: Case, load_bytes: int, ours: Result, others: list[Result | 
 
 
 def print_rows(rows: list[Row]) -> None:
-    """The targets, those missed marked."""
     print(f"\n{'target':72}{'value':>14}  wanted")
     for row in rows:
         print(f"{row.name:72}{row.value:>14}  {row.target or ''}{'   MISSED' if row.ok is False else ''}")

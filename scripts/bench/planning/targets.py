@@ -38,8 +38,6 @@ Measured = list[tuple[Case, int, Result]]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; `ok` and `target` are None where nothing is asked of it."""
-
     name: str
     value: Any
     target: str | None = None
@@ -47,17 +45,14 @@ class Row:
 
 
 def at_most(name: str, value: float, limit: float, unit: str) -> Row:
-    """A row whose value may not exceed the limit."""
     return Row(f"{name}, {unit}", round(value, 5), f"<= {limit:g}", value <= limit)
 
 
 def at_least(name: str, value: int, limit: int) -> Row:
-    """A row of a count that may not fall below the limit."""
     return Row(name, value, f">= {limit}", value >= limit)
 
 
 def gap_percent(load_bytes: int, result: Result) -> float:
-    """How far a peak lies above the load."""
     return 100 * (result.peak_bytes / load_bytes - 1)
 
 
@@ -113,7 +108,6 @@ def of_minimalloc(measured: Measured, backwards: Measured, shuffled: Measured) -
 
 
 def of_idealloc(measured: Measured) -> list[Row]:
-    """The instances published with idealloc."""
     rows = []
     for case, load, result in measured:
         rows.append(at_most(f"{case.name} above the load", gap_percent(load, result), 0.0, "%"))
@@ -133,7 +127,6 @@ def of_stages(measured: Measured) -> list[Row]:
 
 
 NUM_EDITS, QUICK_EDITS = 6, 2  #: of each case
-TIMES_QUICKER = 20
 #: cases with fewer requests are planned in less time than a call takes, those with more take too long for a table
 WORTH_IT, MOST = 2_000, 200_000
 #: seconds from scratch above which planning anew is worth avoiding
@@ -245,7 +238,6 @@ def warm_seconds(repeat: int) -> float:
 
 
 def cold_seconds() -> float:
-    """Import and first plan with an empty cache of compiled functions."""
     with tempfile.TemporaryDirectory() as folder:
         return _figure(_FIRST_PLAN, NUMBA_CACHE_DIR=folder)
 

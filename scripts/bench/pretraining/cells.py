@@ -28,7 +28,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As the kept rows are named."""
         return f"{self.model} {self.configuration} {self.rank}"
 
     def program(self, steps: int, options: tuple[str, ...] = ()) -> Program:

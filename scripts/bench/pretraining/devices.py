@@ -30,7 +30,6 @@ class Need:
 
     @property
     def torch_bytes(self) -> int:
-        """The least memory under the better of torch's settings."""
         return min(self.native_bytes, self.expandable_bytes)
 
 

@@ -167,8 +167,6 @@ class MeasuringError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One rank of one configuration."""
-
     date: str  #: on which it was measured
     steps: int
     stalloc_bytes: int  #: reserved at the peak
@@ -206,12 +204,10 @@ class KeptRows:
         self._rows: dict[str, dict] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
 
     def find(self, cell: Cell) -> Row | None:
-        """What is known of a cell."""
         kept = self._rows.get(cell.name)
         return Row(**kept | {"recorded": Recorded(**kept["recorded"])}) if kept else None
 
     def keep(self, cell: Cell, row: Row) -> None:
-        """Add or replace a row, and write the file."""
         self._rows[cell.name] = asdict(row)
         if self._path is not None:
             write_whole(str(self._path), json.dumps(self._rows, indent=1) + "\n")

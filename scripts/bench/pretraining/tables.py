@@ -20,7 +20,6 @@ def dates(rows: Mapping[Cell, Row]) -> str:
 
 
 def waste(rows: Mapping[Cell, Row]) -> str:
-    """Reserved less allocated, MiB, of the ranks that were measured."""
     lines = [
         "| model | configuration | allocated | native | expandable | GMLake | GMLake, all sizes | stalloc | "
         "less than native | hits |",
@@ -51,7 +50,6 @@ def _by_configuration(rows: Mapping[Cell, Row]) -> Iterable[tuple[str, list[Row]
 
 
 def _each(of_ranks: Iterable[str]) -> str:
-    """One figure a rank; one for all where they are the same."""
     texts = list(of_ranks)
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
@@ -67,7 +65,6 @@ def saved(row: Row) -> float:
 
 
 def plans(rows: Mapping[Cell, Row]) -> str:
-    """The last recorded step, planned two ways: peaks by the load."""
     lines = [
         "| model | configuration | requests | phases | load, MiB | published method | s | stalloc | s |",
         "|---|---|" + "---:|" * 7,
@@ -112,7 +109,6 @@ VERDICTS = (
 
 
 def verdict(one: Verdict) -> str:
-    """The row of a case that was run."""
     faster, other = one.case.faster, one.case.other
     theirs = f"{other.configuration} ({one.other_runs or 'not seen'}) | {1e3 * other.seconds:,.0f}"
     ended = [one.ended[setting] or "completes" for setting in ALLOCATORS]

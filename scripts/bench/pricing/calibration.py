@@ -29,8 +29,6 @@ _ORDER = (POINTWISE, *PARENTS)  #: parents before what is like them
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One call on a GPU."""
-
     program: str
     kind: str
     call: str  #: as text, to tell distinct ones

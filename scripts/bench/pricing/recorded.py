@@ -43,8 +43,6 @@ _KERNELS, _LAUNCHES = ("kernel", "gpu_memset", "gpu_memcpy"), ("cuda_runtime", "
 
 @dataclass
 class _Span:
-    """An operation in the trace."""
-
     event: dict[str, Any]
     parent: "_Span | None"
     outermost: "_Span | None"  #: with a kernel

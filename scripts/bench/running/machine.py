@@ -32,12 +32,10 @@ class Step:
 
     @property
     def num_requests(self) -> int:
-        """Allocations of the step."""
         return len(self.size)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is live at once."""
         row = np.abs(self.events) - 1
         return int(np.cumsum(np.where(self.events > 0, self.size[row], -self.size[row])).max())
 
@@ -92,7 +90,6 @@ def without(step: Step, rows: list[int]) -> Step:
 
 
 def halved(step: Step) -> Step:
-    """The step with all sizes halved."""
     return Step(np.maximum(step.size // 2, 1), step.events)
 
 
@@ -114,8 +111,6 @@ def _run(device, size, events, address, peaks):
 
 @dataclass(frozen=True)
 class Figures:
-    """What one step was like."""
-
     hits: int
     missed: int  #: requests above 512 bytes that the plan did not serve
     allocated_peak_bytes: int
@@ -125,8 +120,6 @@ class Figures:
 
 
 class Machine:
-    """One device and one program."""
-
     def __init__(
         self,
         standing: Column | None = None,

@@ -62,7 +62,6 @@ class Cycle:
 
 
 def rounded(size: np.ndarray) -> np.ndarray:
-    """What requests take."""
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 

@@ -32,8 +32,6 @@ _PHASE_OPERATIONS = 1_000_000
 
 @dataclass
 class Result:
-    """What a soak did and what it found."""
-
     operations: int
     seed: int
     seconds: float
@@ -234,7 +232,6 @@ class Soak:
     # --- from the begin to the end
 
     def run(self, operations: int) -> Result:
-        """Let the threads do so many operations together; what was done and what is wrong."""
         self._warm_up()
         began = time.perf_counter()
         each = -(-operations // NUM_THREADS)
@@ -372,5 +369,4 @@ class Soak:
 
 
 def soak(operations: int, seed: int) -> dict[str, Any]:
-    """A soak of this process's virtual GPU, as figures."""
     return asdict(Soak(seed).run(operations))

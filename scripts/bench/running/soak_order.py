@@ -297,11 +297,9 @@ class OrderSoak:
 
     @property
     def num_operations(self) -> int:
-        """What the program has asked for so far."""
         names = "allocations", "frees", "uses", "copies", "waits", "launches"
         return sum(self.counts[name] for name in names)
 
 
 def soak_in_order(operations: int, seed: int) -> dict[str, Any]:
-    """A soak of this process's virtual GPU, as figures."""
     return asdict(OrderSoak(seed).run(operations))

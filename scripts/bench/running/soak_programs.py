@@ -67,7 +67,6 @@ def _remove_interval(starts, ends, count, start):
 
 @njit(nogil=True)
 def _free_due(free, until, address, due, following, live, starts, ends):
-    """Free all that dies up to a time."""
     while live[1] < until:
         live[1] += 1
         one = due[live[1]]
@@ -144,14 +143,12 @@ class Device:
         return int(self.state.heap.give_segment(pool, base, size))
 
     def take(self, size: int) -> int:
-        """Addresses from the device."""
         base, self._next = self._next, self._next + size + 2 * MIB
         self.held[len(self.pieces)] = base, size
         self.pieces[base] = size
         return base
 
     def give_back(self) -> None:
-        """Take free segments from the core."""
         for base in self.state.heap.remove_free_segments():
             piece = self.parts.pop(base)
             if piece not in self.parts.values():
@@ -166,7 +163,6 @@ class Device:
         self._next = _FIRST_ADDRESS
 
     def serve(self, schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
-        """Serve a schedule from a fresh arena."""
         arena_bytes = whole_pages(peak_bytes)
         self.state.arena.install(_arena_schedule(schedule, begins, peak_bytes))
         base = self.take(arena_bytes)
@@ -185,8 +181,6 @@ class Device:
 
 @dataclass
 class Outcome:
-    """What became of one program."""
-
     num_requests: int = 0
     missed: int = 0  #: requests that the plan did not serve while the program was disturbed
     lost: int = (
@@ -286,7 +280,6 @@ def _disturb(rng: np.random.Generator, cycle: Cycle, what: list[int], until: int
 
 
 def one_program(device: Device, seed: int) -> Outcome:
-    """Run one program from its plan to its end."""
     rng = np.random.default_rng(seed)
     program, state = _Program(rng), device.state
     outcome = Outcome(len(program.at))

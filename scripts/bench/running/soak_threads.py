@@ -178,7 +178,6 @@ def follow(allocate, free, own, slots, num_slots, streams, size, stream, dying, 
 
 @njit(nogil=True)
 def empty_all(free, slots, num_slots, counts):
-    """Check and free what is left."""
     for i in range(num_slots):
         row = slots + i * SLOT_ROW * 8
         lock(word_at(row, BUSY))
@@ -196,5 +195,4 @@ def hold(row):
 
 @njit(nogil=True)
 def let_go(row):
-    """Give a slot back."""
     unlock(word_at(row, BUSY))

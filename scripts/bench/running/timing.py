@@ -40,7 +40,6 @@ class Device:
         return int(self.state.heap.give_segment(pool, self.take(size), size))
 
     def take(self, size: int) -> int:
-        """Addresses from the device."""
         base, self._next = self._next, self._next + size
         return base
 
@@ -148,7 +147,6 @@ def planned_pair(repeats: int) -> float:
 
 
 def heap_pair(repeats: int) -> float:
-    """The same step from the heap."""
     device, cycle, address = Device(), Cycle(1), np.zeros(LENGTH, np.int64)
     arguments = *device.entries, 0, cycle.size, cycle.dying, cycle.first
     _run_cycle(*arguments, 2, address)

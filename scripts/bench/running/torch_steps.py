@@ -53,13 +53,12 @@ def can_run(group: str) -> bool:
     return has_all
 
 
-_NUM_REQUESTS, _NUM_LIVE, _NUM_STEPS, _WARM_UP_STEPS = 400, 50, 300, 60
+_NUM_REQUESTS, _NUM_LIVE, _NUM_STEPS, _SETTLING_STEPS = 400, 50, 300, 60
 _ALLOCATORS = "native", "expandable", "stalloc"
 SIZES = "equal", "new"  #: equal steps, which a plan serves, and steps whose sizes are ever new
 
 
 def torch_pair(repeats: int, of_sizes: tuple[str, ...] = SIZES) -> list[tuple[str, float, float | None]]:
-    """The rows, of steps of each kind."""
     if not can_run("torch_pair"):
         return []
     rows: list[tuple[str, float, float | None]] = []
@@ -80,7 +79,6 @@ def _nanoseconds(allocator: str, sizes: str) -> float:
 
 
 def main() -> None:
-    """Print nanoseconds of a request and its free."""
     allocator, sizes = sys.argv[1:]
     from stalloc.device import activate, find_gpu
 
@@ -106,7 +104,7 @@ def main() -> None:
         live.clear()
         took = time.process_time_ns() - began
         optimizer.step()  # marks the step
-        if number >= _WARM_UP_STEPS:
+        if number >= _SETTLING_STEPS:
             least = min(least, took / _NUM_REQUESTS)
     print(least)
 

@@ -18,10 +18,7 @@ import sglang.jit_kernel.utils
 
 
 class Kernels:
-    """A compiled module."""
-
     def __getattr__(self, name):
-        """One of its kernels."""
         return lambda *_: None
 
 

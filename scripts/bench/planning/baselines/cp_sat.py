@@ -15,7 +15,6 @@ SECONDS = 25.0
 
 
 def missing() -> str:
-    """Why it cannot run; empty if it can."""
     return "" if importlib.util.find_spec("ortools") else "ortools is not installed"
 
 

@@ -63,7 +63,6 @@ class _Split:
 
 
 def place(start: Column, end: Column, size: Column) -> Column:
-    """(n,) offsets."""
     offset = np.zeros(len(size), np.int64)
     rows = np.lexsort([start - end, -size]).tolist()
     if not rows:
