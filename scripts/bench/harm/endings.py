@@ -4,14 +4,13 @@ Contract: a program that ends while plans are looked for, made or put in force e
 """
 
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from harm.catalogue import OWN, ROOT, Program, programs
-from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, last_line, variables_of
+from harm.catalogue import OWN, Program, programs
+from harm.running import AMPLE_BYTES, Setting, last_line, variables_of, within_limit
 
 _FILES = ("lasting", "lengths", "failures", "changing", "phases", "streams")
 _MOST_STEPS = 30
@@ -40,16 +39,6 @@ def endings(num_programs: int, seed: int, jobs: int) -> Iterator[Ending]:
 
 def _end(program: Program, num_steps: int, code: int) -> Ending:
     command = [str(program.script), *program.arguments, str(num_steps), str(code)]
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=variables_of(program, Setting.STALLOC, AMPLE_BYTES),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Ending(" ".join(command), code, 124, f"no end within {LIMIT_SECONDS} s")
+    variables = variables_of(program, Setting.STALLOC, AMPLE_BYTES)
+    done = within_limit([sys.executable, *command], variables)
     return Ending(" ".join(command), code, done.returncode, last_line(done.stderr))

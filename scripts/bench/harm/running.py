@@ -76,15 +76,18 @@ def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES) -> 
     variables = variables_of(program, setting, memory_bytes)
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         result = Path(folder) / "seen.json"
-        command = command_of(program, setting, memory_bytes, "--result", str(result))
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(124, f"no end within {LIMIT_SECONDS} s", {})
-        seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        done = within_limit(command_of(program, setting, memory_bytes, "--result", str(result)), variables)
+        seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() and done.returncode != 124 else {}
     return Outcome(done.returncode, last_line(done.stderr) if done.returncode else "", seen)
+
+
+def within_limit(command: list[str], variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command from the checkout's folder; one without an end gets the exit code 124."""
+    options: Any = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
+    try:
+        return subprocess.run(command, **options, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"no end within {LIMIT_SECONDS} s")
 
 
 def last_line(said: str) -> str:

@@ -5,7 +5,7 @@ import gc
 import random
 
 import torch
-from models import ConvNet, Transformer, images, new_training, tokens, train_step
+from models import ConvNet, Transformer, images, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,8 +24,7 @@ def adaptive_solver(num_steps: int) -> None:
             second = slope(state + 0.5 * first)
             state = state + (first + 2 * second + slope(state + 0.5 * second)) / 4
         state.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -42,8 +41,7 @@ def early_exits(num_steps: int) -> None:
             if index % 2:
                 losses.append(F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), batch.flatten()))
         sum(losses, torch.zeros((), device="cuda")).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -60,17 +58,14 @@ def lazy_penalty(num_steps: int) -> None:
     for step in range(num_steps):
         truth = images(32, 64)
         (F.softplus(teller(made().detach())).mean() + F.softplus(-teller(truth)).mean()).backward()
-        for_teller.step()
-        for_teller.zero_grad()
+        update(for_teller)
         if step % 4 == 0:
             truth.requires_grad_(True)
             (slope,) = torch.autograd.grad(teller(truth).sum(), truth, create_graph=True)
             slope.square().sum().backward()
-            for_teller.step()
-            for_teller.zero_grad()
+            update(for_teller)
         F.softplus(-teller(made())).mean().backward()
-        for_maker.step()
-        for_maker.zero_grad()
+        update(for_maker)
         for_teller.zero_grad()
         with torch.no_grad():
             for average, parameter in zip(averaged.parameters(), maker.parameters(), strict=True):
@@ -92,8 +87,7 @@ def adversarial(num_steps: int) -> None:
             (slope,) = torch.autograd.grad(F.cross_entropy(model(batch + change), labels), change)
             change = (change + 0.1 * slope.sign()).clamp(-0.3, 0.3).detach().requires_grad_(True)
         F.cross_entropy(model((batch + change).detach()), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 20 == 10:
             kept[:] = batch.clone(), change.detach().clone()
         end_of_step()
@@ -142,8 +136,7 @@ def feedback(num_steps: int) -> None:
             rows = slice(first, first + 4)
             now = chosen(policy, texts[rows])
             (((now - before[rows]).exp() * reward[rows]).mean() + (now - usual[rows]).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             end_of_step()
 
 
@@ -161,16 +154,14 @@ def imagined(num_steps: int) -> None:
             state = cell(encoder(images(8, 64)), state)
             states.append(state)
         value(torch.stack(states)).square().mean().backward()
-        of_world.step()
-        of_world.zero_grad()
+        update(of_world)
         state = torch.stack(states).detach().flatten(0, 1)
         reward = torch.zeros((), device="cuda")
         for _ in range(rng.choice([5, 10, 15])):
             state = cell(actor(state).softmax(-1).repeat(1, 64), state)
             reward = reward + value(state).mean()
         (-reward).backward()
-        of_actor.step()
-        of_actor.zero_grad()
+        update(of_actor)
         of_world.zero_grad()
         end_of_step()
 
@@ -187,10 +178,7 @@ def several_tasks(num_steps: int) -> None:
         task = rng.randrange(3)
         features = model(tokens(8, (128, 256, 192)[task]))
         heads[task](features).logsumexp(-1).mean().backward()
-        optimizer.step()
-        of_heads.step()
-        optimizer.zero_grad()
-        of_heads.zero_grad()
+        update(optimizer, of_heads)
         end_of_step()
 
 

@@ -4,7 +4,7 @@ import copy
 import random
 
 import torch
-from models import Block, Transformer, new_training, tokens, train_step
+from models import Block, Transformer, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch import Tensor, nn
 
@@ -157,8 +157,7 @@ def continual(num_steps: int) -> None:
                 for weight, counts, old in zip(trunk, importance, before, strict=True):
                     loss = loss + (counts * (weight - old).square()).sum()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             end_of_step()
             done += 1
         importance = [torch.zeros_like(weight) for weight in trunk]

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from models import new_training, tokens, train_step
+from models import new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 
 
@@ -49,8 +49,7 @@ def out_of_memory_retry(num_steps: int) -> None:
             torch.cuda.empty_cache()
             for half in batch.chunk(2):
                 (model(half, half) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         end_of_step()
 
 

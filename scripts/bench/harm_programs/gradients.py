@@ -1,7 +1,7 @@
 """Training with less usual ways to gradients: python gradients.py NAME [STEPS]."""
 
 import torch
-from models import ConvNet, Transformer, images, new_training, tokens, train_step
+from models import ConvNet, Transformer, images, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch import nn
 from torch.nn import functional as F
@@ -35,8 +35,7 @@ def double_backward(num_steps: int) -> None:
         told = teller(real).sum()
         (slope,) = torch.autograd.grad(told, real, create_graph=True)
         (told + slope.square().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -60,10 +59,7 @@ def sparse_embeddings(num_steps: int) -> None:
         chosen = torch.randint(0, 200_000, (6, 8192)).cuda()
         seen = torch.cat([table(row) for table, row in zip(tables, chosen, strict=True)], 1)
         dense(seen).mean().backward()
-        for_tables.step()
-        for_dense.step()
-        for_tables.zero_grad()
-        for_dense.zero_grad()
+        update(for_tables, for_dense)
         end_of_step()
 
 
@@ -81,8 +77,7 @@ def inner_loop(num_steps: int) -> None:
             changed = zip(weights.items(), slopes, strict=True)
             weights = {name: weight - 0.1 * slope for (name, weight), slope in changed}
         torch.func.functional_call(net, weights, (x,)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -100,8 +95,7 @@ def recurrent(num_steps: int) -> None:
                 loss = loss + head(hidden).square().mean()
             loss.backward()
             hidden = hidden.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -112,8 +106,7 @@ def convolutions(num_steps: int) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for _ in range(num_steps):
         F.cross_entropy(net(images(48)), torch.zeros(48, dtype=torch.int64, device="cuda")).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -129,8 +122,7 @@ def fourier(num_steps: int) -> None:
             low = torch.einsum("nihw,iohw->nohw", torch.fft.rfft2(x)[..., :16, :16], weight)
             x = F.gelu(torch.fft.irfft2(low, s=(64, 64)) + mix(x))
         x.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -140,11 +132,7 @@ def stepped_in_hooks(num_steps: int) -> None:
     model = Transformer(width=384, num_blocks=6).cuda()
     each = {weight: torch.optim.Adam([weight], foreach=False) for weight in model.parameters()}
 
-    def update(weight: nn.Parameter) -> None:
-        each[weight].step()
-        each[weight].zero_grad()
-
-    hooks = [weight.register_post_accumulate_grad_hook(update) for weight in each]
+    hooks = [weight.register_post_accumulate_grad_hook(lambda weight: update(each[weight])) for weight in each]
     for step in range(num_steps):
         if step == num_steps // 3:
             for hook in hooks:
@@ -154,7 +142,7 @@ def stepped_in_hooks(num_steps: int) -> None:
             batch = tokens(6, 192)
             model(batch, batch).backward()
         for weight in each if is_added else ():
-            update(weight)
+            update(each[weight])
         end_of_step()
 
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from models import new_training, tokens, train_step
+from models import new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 
 
@@ -90,8 +90,7 @@ def replay_buffer(num_steps: int) -> None:
         drawn = torch.cat([buffer[(step * 7 + i) % len(buffer)][:8] for i in range(8)]).float() / 255
         batch = tokens()
         (model(batch, batch) + drawn.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -105,8 +104,7 @@ def predictions_kept(num_steps: int) -> None:
         loss = model(batch, batch)
         kept.append(torch.empty(8, 256, 64, device="cuda"))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 12 == 11:
             torch.cat(kept).mean(0)
             kept.clear()

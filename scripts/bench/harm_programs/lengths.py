@@ -3,7 +3,7 @@
 import random
 
 import torch
-from models import ConvNet, images, new_training, tokens, train_step
+from models import ConvNet, images, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch.nn import functional as F
 
@@ -120,8 +120,7 @@ def labels_of_any_number(num_steps: int) -> None:
         coming = fetch()
         loss = model(batch).logsumexp(-1).mean() + labels.mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step("step")
 
 

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from models import ConvNet, Transformer, images, new_training, tokens, train_step
+from models import ConvNet, Transformer, images, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,8 +18,7 @@ def accumulation_changes(num_steps: int) -> None:
         for _ in range(1 << min(2, 3 * step // num_steps)):
             batch = tokens()
             model(batch, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -35,8 +34,7 @@ def experts_by_data(num_steps: int) -> None:
         cuts = sorted(rng.randrange(1, 8192) for _ in range(3))
         parts = x.split([b - a for a, b in zip([0, *cuts], [*cuts, 8192], strict=True)])
         torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step(str(step))
 
 
@@ -70,13 +68,11 @@ def actor_and_critic(num_steps: int) -> None:
         with torch.no_grad():
             wanted = target(actor(batch))
         F.mse_loss(critic(batch), wanted).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        update(optimizers[1])
         if step % 3 == 2:
             critic(actor(batch)).mean().backward()
             for one in optimizers:
-                one.step()
-                one.zero_grad()
+                update(one)
             target.update_parameters(critic)
         end_of_step()
 
@@ -122,8 +118,7 @@ def second_order(num_steps: int) -> None:
             slopes = torch.autograd.grad(value, parameters[0], create_graph=True)
             torch.autograd.grad(slopes[0].sum(), parameters[0], retain_graph=True)
         value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -155,8 +150,7 @@ def resized_progressively(num_steps: int) -> None:
         for number, part in enumerate(model.stages):
             part.requires_grad_(number >= 12 - 6 * stage)
         F.cross_entropy(model(images(32, (64, 96, 128)[stage])), torch.zeros(32, dtype=torch.long).cuda()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -196,8 +190,7 @@ def distilled(num_steps: int) -> None:
         with torch.no_grad():
             wanted = teacher(batch).softmax(-1)
         F.kl_div(student(batch).log_softmax(-1), wanted, reduction="batchmean").backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 20 == 19:
             teacher = Transformer(384 + 64 * (step // 20 % 2)).cuda()
         end_of_step()

@@ -85,6 +85,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
     """One step on a batch of tokens; the loss."""
     loss: Tensor = model(batch, batch)
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     return loss
+
+
+def update(*optimizers: torch.optim.Optimizer) -> None:
+    """Their steps; then their gradients are given up."""
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()

@@ -4,7 +4,7 @@ import io
 import random
 
 import torch
-from models import Transformer, new_training, tokens, train_step
+from models import Transformer, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch import nn
 from torch.nn import functional as F
@@ -18,8 +18,7 @@ def accumulation(num_steps: int) -> None:
         for _ in range(4):
             batch = tokens()
             (model(batch, batch) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -98,11 +97,9 @@ def gan(num_steps: int) -> None:
             truth = torch.empty(4096, 4096).cuda()
             loss = F.softplus(teller(made)).mean() + F.softplus(-teller(truth)).mean()
             loss.backward()
-            for_teller.step()
-            for_teller.zero_grad()
+            update(for_teller)
         F.softplus(-teller(maker(torch.randn(4096, 256, device="cuda")))).mean().backward()
-        for_maker.step()
-        for_maker.zero_grad()
+        update(for_maker)
         for_teller.zero_grad()
         end_of_step()
 

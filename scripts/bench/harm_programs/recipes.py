@@ -3,7 +3,7 @@
 import random
 
 import torch
-from models import Transformer, new_training, tokens, train_step
+from models import Transformer, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,8 +32,7 @@ def feature_hooks(num_steps: int) -> None:
         if step % 3 == 2:
             loss = loss + sum(F.mse_loss(features[i], features[i + 1].detach()) for i in range(3))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 20 == 19:
             torch.stack([feature.std() for feature in features.values()]).cpu()
         end_of_step()
@@ -74,8 +73,7 @@ def ragged_accumulation(num_steps: int) -> None:
             batch = tokens(num)
             (model(batch, batch) / 4).backward()
             if i % 4 == 3 or i + 1 == len(sizes):
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 end_of_step()
                 done += 1
 
@@ -102,8 +100,7 @@ def refilled_buffer(num_steps: int) -> None:
         batch, buffer = buffer[:2048], buffer[2048:]
         codes = encoder(batch).relu()
         (F.mse_loss(decoder(codes), batch) + codes.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 

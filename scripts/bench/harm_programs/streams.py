@@ -5,7 +5,7 @@ import random
 import threading
 
 import torch
-from models import Transformer, new_training, tokens, train_step
+from models import Transformer, new_training, tokens, train_step, update
 from steps import end_of_step, program, run
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,8 +57,7 @@ def large_prefetch(num_steps: int) -> None:
         batch = ahead.pop(0)
         batch.record_stream(torch.cuda.current_stream())
         net(batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -183,8 +182,7 @@ def data_parallel(num_steps: int) -> None:
     for _ in range(num_steps):
         batch = tokens(16)
         both(batch, batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 

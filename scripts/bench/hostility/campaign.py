@@ -17,7 +17,7 @@ from stalloc.errors import BadInputError
 from stalloc.planner import plan, save_plans
 
 from .corpus import MUTATORS, Seed, load, parse
-from .texts import packed
+from .mutations import packed
 from .workers import UNMADE, Outcome, Run, Task, observe, run_all
 
 Arguments = Callable[[Path, Path, Path], list[str]]

@@ -22,9 +22,7 @@ from stalloc.planner import plan, save_plans
 from stalloc.trace import load_traces, save_traces
 from stalloc.trace.operations import ModuleName, Operations, RangeKind, Role
 
-from .archives import members_of, mutate_archive
-from .pickles import mutate_pickle, opcodes
-from .texts import mutate_json, mutate_lines, mutate_page
+from .mutations import members_of, mutate_archive, mutate_json, mutate_lines, mutate_page, mutate_pickle, opcodes
 
 Mutator = Callable[[random.Random, bytes, bytes], bytes]
 MUTATORS: dict[str, tuple[str, Mutator]] = {

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from convolutional import UNet, mobilenet_v1
+from convolutional import PRECISIONS, UNet, mobilenet_v1, train
 from torch import Tensor, nn
-from training import PRECISIONS, train
 
 NUM_CLASSES = 10
 
@@ -58,16 +57,14 @@ def of_transformers(name: str, **settings: Any) -> nn.Module:
 
 
 SMALL = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 768}
+WINDOWS = {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [3, 6, 12, 24]}
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mobilenet_v1": (mobilenet_v1, (8, 3, 224, 224)),
     "unet3d": (lambda: UNet((16, 32, 64, 128), 1, NUM_CLASSES, 3), (1, 1, 48, 48, 48)),
     "vit_by_hand": (VisionTransformer, (8, 3, 224, 224)),
     "vit": (lambda: of_transformers("ViT", **SMALL), (8, 3, 224, 224)),
     "deit": (lambda: of_transformers("DeiT", **SMALL), (8, 3, 224, 224)),
-    "swin": (
-        lambda: of_transformers("Swin", embed_dim=48, depths=[1, 1, 2, 1], num_heads=[3, 6, 12, 24]),
-        (8, 3, 224, 224),
-    ),
+    "swin": (lambda: of_transformers("Swin", **WINDOWS), (8, 3, 224, 224)),
 }
 """What makes each network, and the shape of its input."""
 

@@ -9,10 +9,8 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from decoders import FeedForward, Layer, Stage, mean_loss
+from decoders import SHAPES, FeedForward, Layer, RoutedExperts, Stage, mean_loss
 from mixed_precision import MixedPrecision
-from routed_experts import RoutedExperts
-from shapes import SHAPES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -31,25 +31,11 @@ class Result:
 def judged(case: Case, offset: Column, load_bytes: int) -> int:
     """The peak of the offsets. Raises AssertionError with the validator's reason if they are no packing."""
     peak = int((offset + case.size).max())
-    none = np.empty(0, np.int64)
-    verdict = validate(
-        Plan(
-            offset=np.ascontiguousarray(offset, np.int64),
-            size=case.size,
-            start=case.start,
-            end=case.end,
-            stream=np.zeros(len(case.size), np.int64),
-            device=0,
-            alignment=case.alignment,
-            peak_bytes=peak,
-            lower_bound_bytes=load_bytes,
-            optimal=peak == load_bytes,
-            method="",
-            kind="trace",
-            provenance={},
-            schedule_row=none,
-        )
-    )
+    lifespans = {"size": case.size, "start": case.start, "end": case.end, "stream": np.zeros(len(case.size), np.int64)}
+    stated = {"peak_bytes": peak, "lower_bound_bytes": load_bytes, "optimal": peak == load_bytes}
+    made_by = {"method": "", "kind": "trace", "provenance": {}, "schedule_row": np.empty(0, np.int64)}
+    offset = np.ascontiguousarray(offset, np.int64)
+    verdict = validate(Plan(offset=offset, device=0, alignment=case.alignment, **lifespans, **stated, **made_by))
     assert verdict.ok, f"{case.name}: {verdict.reason}: {verdict.detail}"
     return peak
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from harm.running import Setting, run
 
-from pretraining.cells import CONFIGURATIONS, PIPELINE_RANKS, RANKS, Cell, bubble
-from pretraining.measuring import Row
+from pretraining.measuring import CONFIGURATIONS, PIPELINE_RANKS, RANKS, Cell, Row, bubble
 
 MIB = 1 << 20
 ALLOCATORS = (Setting.DEFAULT, Setting.EXPANDABLE, Setting.STALLOC)

@@ -1,4 +1,7 @@
-"""All figures of one rank of one configuration, of a run under stalloc and of a recording, and a file that keeps them.
+"""Ranks of configurations of models: what is measured of each, under stalloc and of a recording, and a file of that.
+
+Letters of a configuration: N nothing, R recomputation of every layer, V a virtual pipeline of two stages a rank, Z the
+optimizer sharded over eight ranks (ZeRO), O the optimizer offloaded to the processor.
 
 Contract: of the run, bytes are those that the virtual driver handed out, watched steps included. What torch and GMLake
 would have, what a step takes and plans of it are of one recording by `stalloc record --ops`, which runs torch's default
@@ -22,7 +25,6 @@ from planning.baselines.placing import Column
 from planning.cases import Case
 from planning.judging import judged
 
-from pretraining.cells import Cell
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.cost.host_rates import ADAM_PARAMETERS_PER_SECOND
 from stalloc.cost.queues import Queue
@@ -35,6 +37,41 @@ from stalloc.planner import plan
 from stalloc.replay.simulation import Candidate, least_memory, run_one
 from stalloc.trace import Trace, load_traces
 from stalloc.trace.operations import Operations, RangeKind
+
+DENSE, MIXTURES = ("gpt2", "llama"), ("qwen", "mixtral")
+GROUPS = {"dense": DENSE, "moe": MIXTURES} | {model: (model,) for model in (*DENSE, *MIXTURES)}  #: what --only takes
+CONFIGURATIONS = ("N", "R", "V", "VR", "ZR", "ZOR")
+PIPELINE_RANKS, MICROBATCHES, STAGES_OF_A_RANK = 4, 8, 2
+RANKS = (0, PIPELINE_RANKS - 1)  #: the first holds the activations of most microbatches, the last the logits
+DATA_RANKS = 8
+SCRIPT = Path("scripts/bench/paper_programs/pipeline_rank.py")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank of one configuration of one model."""
+
+    model: str
+    configuration: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.configuration} {self.rank}"
+
+    def program(self, steps: int, options: tuple[str, ...] = ()) -> Program:
+        """Training for so many steps."""
+        more = ("--rank", str(self.rank), "--steps", str(steps), *options)
+        return Program(self.name, SCRIPT, (self.model, self.configuration, *more))
+
+
+def bubble(configuration: str) -> float:
+    """Idle time of a rank, by the time that it works: (ranks - 1) / (microbatches x stages of a rank).
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC '21.
+    """
+    return (PIPELINE_RANKS - 1) / (MICROBATCHES * (STAGES_OF_A_RANK if "V" in configuration else 1))
+
 
 GPU, MEMORY = "H100", "1TiB"  #: whose rates are used; more memory than any configuration asks for
 NATIVE, EXPANDABLE = Candidate("torch"), Candidate("expandable")

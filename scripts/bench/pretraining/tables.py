@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping
 from statistics import mean
 
-from pretraining.cells import Cell
 from pretraining.devices import ALLOCATORS, MIB, Need, Verdict
-from pretraining.measuring import Row
+from pretraining.measuring import Cell, Row
 
 ALLOWED_BYTES = 4 * MIB  #: that a row may reserve more than under expandable segments
 LEAST_HITS = 0.99  #: of what repeats in the steps of a mixture; all of a dense model's

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from stalloc.planner import plan_arrays
 from stalloc.planner.budget import Budget
 
-from . import cp_sat, inductor, onnxruntime, stalloc_paper, tflite, usmp, xla
+from . import cp_sat, greedy, inductor, stalloc_paper
 from .placing import Column
 
 
@@ -43,13 +43,13 @@ def _colouring(start: Column, end: Column, size: Column) -> Column:
 
 
 BASELINES = (
-    Baseline("TFLite, by size", tflite.by_size, 120_000),
-    Baseline("TFLite, by breadth", tflite.by_breadth, 120_000),
-    Baseline("XLA", xla.place, 120_000),
-    Baseline("USMP, by size", usmp.by_size, 120_000),
-    Baseline("USMP, by conflicts", usmp.by_conflicts, 120_000),
-    Baseline("USMP, hill climb", usmp.hill_climb, 8_000),
-    Baseline("ONNX Runtime", onnxruntime.place, 120_000),
+    Baseline("TFLite, by size", greedy.gaps_by_size, 120_000),
+    Baseline("TFLite, by breadth", greedy.gaps_by_breadth, 120_000),
+    Baseline("XLA", greedy.better_of_two_orders, 120_000),
+    Baseline("USMP, by size", greedy.stacked_by_size, 120_000),
+    Baseline("USMP, by conflicts", greedy.stacked_by_conflicts, 120_000),
+    Baseline("USMP, hill climb", greedy.hill_climb, 8_000),
+    Baseline("ONNX Runtime", greedy.as_it_runs, 120_000),
     Baseline("Inductor", inductor.place, 5_000),
     Baseline("STAlloc paper", stalloc_paper.place, 2_000_000),
     Baseline("Imanishi and Xu", _annealing, 20_000),
