@@ -47,7 +47,6 @@ def step(name: str) -> Iterator[None]:
 
 
 def check(condition: object, sentence: str) -> None:
-    """Fail with a sentence unless something holds."""
     if not condition:
         raise PartFailed(sentence)
 
@@ -64,7 +63,6 @@ def use_device() -> None:
 
 
 def installed(**options: Any) -> Any:
-    """The runtime of stalloc in this process; it fails where stalloc does not serve memory by pages."""
     import stalloc
 
     return stalloc.install(device="cuda" if IS_REAL else "virtual", **options)
@@ -94,7 +92,6 @@ def run_program(allocator: str, *program: str, **variables: str) -> tuple[str, d
 
 
 def parts() -> dict[str, Any]:
-    """All parts by name; the modules import nothing large before one is run."""
     found: dict[str, Any] = {}
     for name in MODULES:
         module = importlib.import_module(name)

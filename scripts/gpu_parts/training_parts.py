@@ -21,7 +21,6 @@ def _folder() -> Path:
 
 
 def _losses_alike(*options: str) -> None:
-    """Losses of deterministic steps, native and under stalloc."""
     losses = {}
     for allocator in ("native", "stalloc"):
         file = _folder() / f"{allocator}.json"

@@ -40,7 +40,6 @@ MODULES = ("numpy", "networkx", "numba", "rich", "torch", "cupy", "pytest", "xdi
 
 
 def say(text: str) -> None:
-    """Tell the user; standard output is kept for the answer."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -47,7 +47,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links lead to pages."""
     own = page.file.src_uri
     origin = next((name for name, made in PAGES.items() if made == own), f"docs/{own}")
     if own.startswith("source/") or own in ("commands.md", "python.md"):

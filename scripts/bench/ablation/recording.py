@@ -123,7 +123,6 @@ def gpu_of(num_devices: int) -> devices.VirtualGPU:
 
 
 def record(result: str, num_devices: int, program: list[str]) -> int:
-    """Run a program in this process and write what it asked for; its exit code."""
     runtime = install(device="virtual", gpu=gpu_of(num_devices), settings=Settings(plan=False, keep_recording=True))
     writer = Writer(runtime)
     if Path(program[0]).resolve().parent == HARM_PROGRAMS:

@@ -93,14 +93,11 @@ class Driver:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """All that one device of a program was asked for."""
-
     rows: np.ndarray  #: (n, 4) as recording.py writes them
     names: list[str]
 
     @property
     def step_end(self) -> Row:
-        """What ends a step: what the benchmark counts, or marks where it counts none."""
         return Row.STEP_END if (self.rows[:, 0] == Row.STEP_END).any() else Row.MARK
 
     @property
@@ -110,7 +107,6 @@ class Recording:
 
     @classmethod
     def load(cls, file: Path) -> "list[Recording]":
-        """One for each device that was asked for anything."""
         with np.load(file) as kept:
             rows, device, names = kept["rows"], kept["device"], kept["names"].tolist()
         found = [rows[device == index] for index in range(int(device.max(initial=0)) + 1)]

@@ -117,7 +117,6 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 
 
 def change(changes: list[dict[str, str]]) -> None:
-    """Let modules of the runtime and of the planner, none of which is imported, have changed texts."""
     texts: dict[str, str] = {}
     for one in changes:
         text = texts.setdefault(one["file"], (ROOT / one["file"]).read_text(encoding="utf-8"))

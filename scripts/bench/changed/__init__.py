@@ -112,7 +112,6 @@ class Checkout:
         return [sys.executable, "-P", *arguments]
 
     def _show_package(self) -> None:
-        """Lay the package out as it would be installed, as scripts/lib/environment.py does."""
         package = self.root / ".venv-source" / "stalloc"
         package.mkdir(parents=True)
         for entry in [*(self.root / "stalloc").iterdir(), self.root / "kernels"]:

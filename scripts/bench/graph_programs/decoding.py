@@ -39,7 +39,6 @@ def model_of(torch: Any, name: str) -> Any:
 
 
 def sizes_of(count: int) -> list[int]:
-    """So many batch sizes, as engines choose them: 1, 2, 4 and multiples of 8."""
     return [1, 2, 4, *range(8, 8 * (count - 2), 8)][:count]
 
 

@@ -45,7 +45,6 @@ class Outcome:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The steps that were looked at, and what came after the last."""
         return [*self.seen["steps"], self.seen["end"]]
 
     @property

@@ -21,8 +21,6 @@ from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, last_l
 
 @dataclass(frozen=True)
 class Turn:
-    """What a step took, in nanoseconds."""
-
     clock_ns: int  #: from the begin of its turn
     processor_ns: int  #: of all threads, from the end of the step before
 

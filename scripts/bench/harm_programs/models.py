@@ -71,18 +71,15 @@ def tokens(num: int = 8, length: int = 256, device: str = "cuda") -> Tensor:
 
 
 def images(num: int = 32, size: int = 96) -> Tensor:
-    """A batch (num, 3, size, size) from the host."""
     return torch.empty(num, 3, size, size).cuda()
 
 
 def new_training(**options: int | bool) -> tuple[Transformer, torch.optim.Optimizer]:
-    """A transformer on the GPU and its optimizer."""
     model = Transformer(**options).cuda()  # type: ignore[arg-type]
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    """One step on a batch of tokens; the loss."""
     loss: Tensor = model(batch, batch)
     loss.backward()
     update(optimizer)
@@ -90,7 +87,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
 
 
 def update(*optimizers: torch.optim.Optimizer) -> None:
-    """Their steps; then their gradients are given up."""
     for optimizer in optimizers:
         optimizer.step()
     for optimizer in optimizers:

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Texts(Dataset[torch.Tensor]):
-    """Texts of 256 tokens."""
-
     def __init__(self, num: int) -> None:
         self._num = num
 

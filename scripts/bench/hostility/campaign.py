@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from stalloc.errors import BadInputError
@@ -90,8 +91,6 @@ MAX_KEPT = 400
 
 @dataclass
 class Cell:
-    """What the runs of one verb on one kind of file did."""
-
     runs: int = 0
     accepted: int = 0  #: exit code 0
     judged: int = 0  #: exit code 1: read, and found wanting
@@ -170,7 +169,7 @@ class Campaign:
             prepared = _Prepared(seed, intact, {})
             made.append(prepared)
             verbs = verbs_of(seed.kind)
-            runs = [self._intact(verb, file, intact) for verb in verbs]
+            runs = [partial(run, verb, file, intact, file.parent) for verb in verbs]
             for verb, once in zip(verbs, runs, strict=True):
                 if (seed.kind, verb.name) not in compiled:
                     compiled.add((seed.kind, verb.name))
@@ -179,13 +178,9 @@ class Campaign:
             for index, outcome in run_all(tasks, 1):
                 prepared.cost[verbs[index].name] = outcome
                 if outcome.failure:
-                    self._find(seed.kind, verbs[index].name, outcome.failure, outcome.cause, seed, seed.data)
+                    self._find(seed.kind, verbs[index].name, outcome.failure, outcome.cause, seed.data)
                 self._known.add((seed.kind, verbs[index].name, outcome.signature))
         return made
-
-    @staticmethod
-    def _intact(verb: Verb, file: Path, intact: Path) -> Run:
-        return lambda: run(verb, file, intact, file.parent)
 
     def run(self, mutations: int, seconds: float = float("inf")) -> Iterator[int]:
         end = time.monotonic() + seconds
@@ -261,27 +256,18 @@ class Campaign:
         if failure:
             cell.findings += 1
             name, data = self._mutated(plan)
-            self._find(kind, verb, failure, cause, plan.base, data, Path(name).suffix, plan.number)
+            self._find(kind, verb, failure, cause, data, Path(name).suffix, plan.number)
         elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind, was_read]) < MAX_KEPT:
             self._known.add((kind, verb, outcome.signature))
             name, data = self._mutated(plan)
             if not name.endswith(".gz") and len(data) < 1 << 18:
                 self.num_kept += 1
                 parse(kind, data)
-                self._kept[kind, was_read].append(
-                    (Seed(f"kept {plan.number}", kind, data, plan.base.partner), plan.prepared)
-                )
+                kept = Seed(f"kept {plan.number}", kind, data, plan.base.partner)
+                self._kept[kind, was_read].append((kept, plan.prepared))
 
     def _find(
-        self,
-        kind: str,
-        verb: str,
-        failure: str,
-        cause: str,
-        base: Seed,
-        data: bytes,
-        suffix: str = "",
-        number: int = -1,
+        self, kind: str, verb: str, failure: str, cause: str, data: bytes, suffix: str = "", number: int = -1
     ) -> None:
         found = self.findings.setdefault((kind, failure, cause), Finding(kind, verb, failure, cause))
         found.count += 1

@@ -44,8 +44,6 @@ ADDRESS, MIB = 0x7F00_0000_0000, 1 << 20
 
 @dataclass(frozen=True)
 class Seed:
-    """One file that verbs read."""
-
     name: str
     kind: str
     data: bytes  #: never packed by gzip
@@ -67,12 +65,9 @@ def own_seeds() -> list[Seed]:
         Seed("fixed", "fixed", b"id,offset\n1,0\n3,4096\n", partner="csv"),
     ]
     made = []
-    for name in ("snapshot", "kineto", "csv"):
-        seed = next(seed for seed in seeds if seed.name == name)
-        made += [
-            Seed(f"trace of {name}", "trace", _as_trace(seed)),
-            Seed(f"plan of {name}", "plan", _as_plan(seed), name),
-        ]
+    for seed in (seeds[0], seeds[2], seeds[8]):
+        made.append(Seed(f"trace of {seed.name}", "trace", _as_trace(seed)))
+        made.append(Seed(f"plan of {seed.name}", "plan", _as_plan(seed), seed.name))
     return [*seeds, *made, Seed("trace with operations", "trace", _with_operations(seeds[0]))]
 
 
@@ -108,18 +103,20 @@ def load(seed: Seed) -> Any:
         return load_traces(path)
 
 
-def _as_trace(seed: Seed) -> bytes:
+def _written(write: Callable[[Path], None]) -> bytes:
+    """What a function writes to a file."""
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.trace.npz"
-        save_traces(path, load(seed))
+        path = Path(folder) / "seed.npz"
+        write(path)
         return path.read_bytes()
+
+
+def _as_trace(seed: Seed) -> bytes:
+    return _written(lambda path: save_traces(path, load(seed)))
 
 
 def _as_plan(seed: Seed) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.plan.npz"
-        save_plans(path, [plan(trace) for trace in load(seed)])
-        return path.read_bytes()
+    return _written(lambda path: save_plans(path, [plan(trace) for trace in load(seed)]))
 
 
 def _with_operations(seed: Seed) -> bytes:
@@ -159,10 +156,7 @@ def _with_operations(seed: Seed) -> bytes:
             module_is_block=np.array([0, 1]),
         )
         traces.append(trace.replace(extra=trace.extra | operations.columns()))
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.trace.npz"
-        save_traces(path, traces)
-        return path.read_bytes()
+    return _written(lambda path: save_traces(path, traces))
 
 
 def _cut(name: str, data: bytes) -> tuple[str, bytes]:
@@ -206,14 +200,8 @@ def _event(action: str, place: int, size: int, time: int, stream: int = 0) -> di
         {"filename": "/home/me/model.py", "line": 57 + size % 3, "name": "forward"},
         {"filename": "??", "line": 0, "name": "at::native::empty_cuda(c10::ArrayRef<long>)"},
     ]
-    return {
-        "action": action,
-        "addr": ADDRESS + place,
-        "size": size,
-        "stream": stream,
-        "time_us": 10**15 + time,
-        "frames": frames,
-    }
+    told = {"action": action, "addr": ADDRESS + place, "size": size, "stream": stream}
+    return told | {"time_us": 10**15 + time, "frames": frames}
 
 
 def _snapshot() -> dict[str, Any]:

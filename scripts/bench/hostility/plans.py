@@ -136,13 +136,6 @@ def make_program(rng: np.random.Generator) -> Program:
 CAPACITY_BYTES = 1 << 30
 WAYS = ("file", "cache", "rank")
 _SCHEDULE_COLUMNS = ("schedule_size", "schedule_stream", "schedule_start", "schedule_end", "schedule_offset")
-_ROWS = {
-    "schedule_size": "size",
-    "schedule_stream": "stream",
-    "schedule_start": "start",
-    "schedule_end": "end",
-    "schedule_offset": "offset",
-}
 _HEADER = ("alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "cycle_start", "cycle_end", "device")
 _CHANGES, _SHARES = (*_SCHEDULE_COLUMNS, "empty", "moved", "header"), (0.1, 0.05, 0.05, 0.1, 0.2, 0.25, 0.2, 0.05)
 _SPECIAL = (-(1 << 63), -(1 << 40), -512, -2, -1, 0, 1, 511, 512, 1 << 20, 1 << 40, 1 << 47, 1 << 61, 1 << 62)
@@ -252,9 +245,8 @@ def _change(plan: Plan, rng: np.random.Generator) -> Plan:
             columns[name][row] = _value(rng, plan)
     if rng.random() < 0.03:
         header["alignment"] = int(rng.choice([1, 2, 512, 1024]))
-    changed = dataclasses.replace(
-        plan, **header, **columns, **{_ROWS[name]: column.copy() for name, column in columns.items()}
-    )
+    rows = {name.removeprefix("schedule_"): column.copy() for name, column in columns.items()}
+    changed = dataclasses.replace(plan, **header, **columns, **rows)
     if rng.random() < 0.8:  # claims that agree with the columns
         changed = dataclasses.replace(changed, lower_bound_bytes=_load(changed), proven_bound_bytes=0)
     return changed

@@ -30,7 +30,6 @@ def files_with_numbers(root: Path = ROOT) -> list[str]:
 
 
 def halved_and_doubled(files: Sequence[str], root: Path = ROOT) -> list[Change]:
-    """Two changes for each number in these files."""
     return [change for file in files for change in _changes(file, (root / file).read_text(encoding="utf-8"))]
 
 

@@ -103,8 +103,6 @@ _TOOK = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/\S+?\.py)::", re
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change, and what the tests make of it."""
-
     name: str
     file: str
     why: str
@@ -143,7 +141,6 @@ class Trials:
 
     @property
     def failing(self) -> list[str]:
-        """Tests that fail without a change, as far as they were met."""
         return [test for test, passes in self._passes.items() if not passes]
 
     def stop(self) -> None:

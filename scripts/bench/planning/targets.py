@@ -116,7 +116,6 @@ def of_idealloc(measured: Measured) -> list[Row]:
 
 
 def of_stages(measured: Measured) -> list[Row]:
-    """Made-up stages: within a thousandth of the bound, in a time that depends on their size."""
     rows = []
     for case, load, result in measured:
         rows.append(at_most(f"{case.name} above the load", gap_percent(load, result), 0.1, "%"))
@@ -232,7 +231,6 @@ def _figure(source: str, *arguments: str, **environment: str) -> float:
 
 
 def warm_seconds(repeat: int) -> float:
-    """Import and first plan with everything compiled before: the median."""
     _figure(_FIRST_PLAN)
     return statistics.median(_figure(_FIRST_PLAN) for _ in range(repeat))
 

@@ -48,15 +48,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What happened when a case was run."""
-
     case: Case
     ended: Mapping[Setting, str]  #: of the faster configuration: "" if all ranks complete, else which does not and why
     other_runs: str  #: the setting of torch's under which all ranks of the other configuration complete; "" if none
 
     @property
     def is_confirmed(self) -> bool:
-        """Stalloc alone runs the faster one, and torch the other."""
         alone = {setting for setting, why in self.ended.items() if not why} == {Setting.STALLOC}
         return alone and bool(self.other_runs)
 

@@ -49,8 +49,6 @@ SCRIPT = Path("scripts/bench/paper_programs/pipeline_rank.py")
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank of one configuration of one model."""
-
     model: str
     configuration: str
     rank: int
@@ -60,7 +58,6 @@ class Cell:
         return f"{self.model} {self.configuration} {self.rank}"
 
     def program(self, steps: int, options: tuple[str, ...] = ()) -> Program:
-        """Training for so many steps."""
         more = ("--rank", str(self.rank), "--steps", str(steps), *options)
         return Program(self.name, SCRIPT, (self.model, self.configuration, *more))
 
@@ -108,7 +105,6 @@ class Recorded:
 
 
 def look_at(program: Program) -> Recorded:
-    """Record a program and measure. Raises RecordingError if it fails."""
     trace = _record(program)
     operations, step = recorded_step(trace)
     edges = phase_edges(operations, step)

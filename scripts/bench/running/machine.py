@@ -77,7 +77,6 @@ def evaluation_step(model: Model, microbatches: int) -> Step:
 
 
 def with_extra(step: Step, size_bytes: int, at: int, lasts: int) -> Step:
-    """The step with one more request, allocated before event `at` and freed `lasts` events later."""
     row = step.num_requests + 1
     until = min(at + lasts, len(step.events))
     events = np.concatenate([step.events[:at], [row], step.events[at:until], [-row], step.events[until:]])
@@ -85,7 +84,6 @@ def with_extra(step: Step, size_bytes: int, at: int, lasts: int) -> Step:
 
 
 def without(step: Step, rows: list[int]) -> Step:
-    """The step without some of its requests; their rows are left unused."""
     return Step(step.size, step.events[~np.isin(np.abs(step.events) - 1, rows)])
 
 
@@ -120,17 +118,9 @@ class Figures:
 
 
 class Machine:
-    def __init__(
-        self,
-        standing: Column | None = None,
-        *,
-        marked: bool = True,
-        settings: Settings | None = None,
-        capacity_bytes: int = 0,
-    ) -> None:
-        self.controller = make_controller(
-            capacity_bytes, settings or Settings(plan_wait_seconds=1e6, planning_share=math.inf)
-        )
+    def __init__(self, standing: Column | None = None, *, marked: bool = True, capacity_bytes: int = 0) -> None:
+        settings = Settings(plan_wait_seconds=1e6, planning_share=math.inf)
+        self.controller = make_controller(capacity_bytes, settings)
         self.controller.expects_marks = marked
         self.state = self.controller.state
         self.marked = marked
@@ -138,7 +128,6 @@ class Machine:
             assert self.state.malloc(size)
 
     def run(self, step: Step) -> Figures:
-        """Run one step and mark its end."""
         before = self._counts()
         began_planned = self.controller.status.phase is Phase.PLANNED
         plans = self.controller.status.num_plans
@@ -147,11 +136,8 @@ class Machine:
         assert _run(self.state.address, step.size, step.events, address, peaks), "the device has no end"
         if self.marked:
             self._mark()
-        planned = (
-            began_planned
-            and self.controller.status.phase is Phase.PLANNED
-            and plans == self.controller.status.num_plans
-        )
+        status = self.controller.status
+        planned = began_planned and status.phase is Phase.PLANNED and plans == status.num_plans
         if planned:
             hits, missed = (now - then for now, then in zip(self._counts(), before, strict=True))
         else:

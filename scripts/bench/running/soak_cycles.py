@@ -6,6 +6,8 @@ streams.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -65,12 +67,13 @@ def rounded(size: np.ndarray) -> np.ndarray:
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 
-def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray) -> Cycle:
-    """Place requests and put their deaths in order."""
+def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray, order: np.ndarray | None = None) -> Cycle:
+    """Place requests, the largest first or in an order, and put their deaths in order."""
     n = len(size)
     offset = np.zeros(n, np.int64)
     whole = rounded(size)
-    peak_bytes = int(_place(whole, stream, lifespan, np.argsort(-whole, kind="stable"), offset))
+    order = np.argsort(-whole, kind="stable") if order is None else order
+    peak_bytes = int(_place(whole, stream, lifespan, order, offset))
     due = (np.arange(n) + lifespan) % n
     dying = np.argsort(due, kind="stable")
     return Cycle(size, stream, lifespan, offset, peak_bytes, dying, np.searchsorted(due[dying], np.arange(n + 1)))
@@ -85,3 +88,8 @@ def make_cycle(
     lasting = rng.random(length) < rng.choice([0.0, 0.05])  # gradients, which live until the next pass
     lifespan[lasting] = length - rng.integers(0, max(1, length // 4), int(lasting.sum()))
     return from_requests(rng.choice(sizes, length), rng.integers(0, streams, length), np.maximum(lifespan, 1))
+
+
+def not_zero(record: Any, *names: str) -> list[str]:
+    """Which of the fields of a record are not, and what they are."""
+    return [f"{name} is {value}" for name in names if (value := attrgetter(name)(record))]

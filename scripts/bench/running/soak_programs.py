@@ -9,12 +9,11 @@ served from the plan. A program is a function of its seed alone.
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from running.soak_cycles import MIB, Cycle, from_requests, make_cycle
+from running.soak_cycles import MIB, Cycle, from_requests, make_cycle, not_zero
 from stalloc.compiled import njit
 from stalloc.core import constants
 from stalloc.core.arena_schedule import ArenaSchedule
@@ -111,13 +110,6 @@ def _call(function, a, b):
     return call3(function, a, b, 0)
 
 
-def _arena_schedule(schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> ArenaSchedule:
-    size, stream, offset = schedule
-    return ArenaSchedule(
-        arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins)
-    )
-
-
 class Device:
     """A device of numbers under the core, for one program after the other."""
 
@@ -164,7 +156,9 @@ class Device:
 
     def serve(self, schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
         arena_bytes = whole_pages(peak_bytes)
-        self.state.arena.install(_arena_schedule(schedule, begins, peak_bytes))
+        size, stream, offset = schedule
+        columns = {"size": size, "stream": stream, "offset": offset, "begins": tuple(begins)}
+        self.state.arena.install(ArenaSchedule(arena_bytes=arena_bytes, **columns))
         base = self.take(arena_bytes)
         self.state.arena.count(arena_bytes)
         self.state.arena.serve(base, arena_bytes)
@@ -183,9 +177,7 @@ class Device:
 class Outcome:
     num_requests: int = 0
     missed: int = 0  #: requests that the plan did not serve while the program was disturbed
-    lost: int = (
-        0  #: requests that were not found on the schedule although the known sequence had returned a pass before
-    )
+    lost: int = 0  #: requests that were not on the schedule although the known sequence had returned a pass before
     displaced: int = 0  #: requests that were found, but whose places were still taken
     wrong: str = ""  #: what is wrong; empty: nothing
     deviations: list[str] = field(default_factory=list)
@@ -229,9 +221,8 @@ class _Program:
             rows += [(t + now, s, q, d + now) for t, s, q, d in _disturb(rng, cycle, one.deviations, until)]
             self.bounds.append(len(rows))
             now += len(cycle)
-        self.at, self.size, self.stream, self.death = (
-            np.ascontiguousarray(column) for column in np.array(rows, np.int64).T
-        )
+        columns = map(np.ascontiguousarray, np.array(rows, np.int64).T)
+        self.at, self.size, self.stream, self.death = columns
         self.latest = int(max(self.death.max(), self.at.max())) + 2
 
 
@@ -326,32 +317,21 @@ def one_program(device: Device, seed: int) -> Outcome:
 
 
 def _left_over(device: Device) -> str:
-    """Give all back; what is left although nothing lives."""
     state = device.state
     if state.record.plan.arena_bytes and not device.dissolve():
         return "the arena has to stay although nothing lives"
     device.clear()
-    counters = (
-        "total.allocated_bytes",
-        "total.requested_bytes",
-        "statistics.reserved_bytes",
-        "total.num_live",
-        "lookup.live_count",
-        "statistics.num_unknown_frees",
-        "plan.arena_live",
-    )
-    left = [f"{name} is {attrgetter(name)(state.record)}" for name in counters if attrgetter(name)(state.record)]
+    counters = ["total.allocated_bytes", "total.requested_bytes", "statistics.reserved_bytes", "total.num_live"]
+    counters += ["lookup.live_count", "statistics.num_unknown_frees", "plan.arena_live"]
+    left = not_zero(state.record, *counters)
     if device.pieces:
         left.append(f"{len(device.pieces)} pieces of memory are left")
     return ", ".join(left)
 
 
 def soak_programs(num_programs: int, seed: int) -> dict[str, Any]:
-    """Run programs with seeds from `seed` on, as figures; it ends early once many went wrong."""
     device, began = Device(), time.perf_counter()
-    problems: list[str] = []
-    exceptions: list[str] = []
-    totals: Counter[str] = Counter()
+    problems, exceptions, totals = [], [], Counter[str]()
     for one in range(seed, seed + num_programs):
         outcome = one_program(device, one)
         late = {"lost": outcome.lost, "displaced": outcome.displaced}

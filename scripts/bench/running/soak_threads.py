@@ -188,7 +188,6 @@ def empty_all(free, slots, num_slots, counts):
 
 @njit(nogil=True)
 def hold(row):
-    """Hold a slot; the address of its block, 0 if it is empty."""
     lock(word_at(row, BUSY))
     return word_at(row, ADDRESS).value
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from running.soak_cycles import from_requests
 from stalloc.core import constants
 from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
@@ -45,40 +46,23 @@ class Device:
 
 
 class Cycle:
-    """A step that repeats for ever: sizes, lifespans in requests, first-fit offsets."""
+    """A step that repeats for ever."""
 
     def __init__(self, seed: int, largest: int = 8 * MIB) -> None:
         rng = np.random.default_rng(seed)
         sizes = (2 ** rng.uniform(10, np.log2(largest), NUM_SIZES)).astype(np.int64) // 512 * 512 + 1024
-        self.size = rng.choice(sizes, LENGTH)
-        self.lifespan = np.minimum(rng.geometric(0.03, LENGTH), LENGTH)
-        due = (np.arange(LENGTH) + self.lifespan) % LENGTH
-        self.dying = np.argsort(due, kind="stable")  # entries in the order in which they die
-        self.first = np.searchsorted(due[self.dying], np.arange(LENGTH + 1))
-        self.offset, self.peak = self._place()
-
-    def _place(self) -> tuple[np.ndarray, int]:
-        offset, place = np.zeros(LENGTH, np.int64), np.arange(LENGTH)
-        for i in range(LENGTH):
-            before = place[:i]
-            meet = ((i - before) % LENGTH < self.lifespan[before]) | ((before - i) % LENGTH < self.lifespan[i])
-            at = 0
-            for j in sorted(before[meet], key=lambda j: offset[j]):
-                if at + self.size[i] <= offset[j]:
-                    break
-                at = max(at, int(offset[j] + self.size[j]))
-            offset[i] = at
-        return offset, int((offset + self.size).max())
+        size, lifespan = rng.choice(sizes, LENGTH), np.minimum(rng.geometric(0.03, LENGTH), LENGTH)
+        made = from_requests(size, np.zeros(LENGTH, np.int64), lifespan, np.arange(LENGTH))
+        self.size, self.offset, self.peak = made.size, made.offset, made.peak_bytes
+        self.dying, self.first = made.dying, made.first_dying
 
     def serve(self, device: Device, room: int = 0) -> None:
         """Serve this cycle on a device, from an arena with `room` bytes beyond the plan."""
-        arena_bytes = whole_pages(self.peak + room)
-        stream = np.zeros(LENGTH, np.int64)
-        device.state.arena.install(
-            ArenaSchedule(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset)
-        )
-        device.state.arena.count(arena_bytes)
-        device.state.arena.serve(device.take(arena_bytes), arena_bytes)
+        arena, arena_bytes = device.state.arena, whole_pages(self.peak + room)
+        columns = {"size": self.size, "stream": np.zeros(LENGTH, np.int64), "offset": self.offset}
+        arena.install(ArenaSchedule(arena_bytes=arena_bytes, **columns))
+        arena.count(arena_bytes)
+        arena.serve(device.take(arena_bytes), arena_bytes)
 
 
 @njit(nogil=True)
@@ -129,7 +113,6 @@ def timed(work: list[Any], repeats: int, pairs: int) -> float:
 
 
 def planned_pair(repeats: int) -> float:
-    """A step served from its plan alone."""
     device, cycle = Device(), Cycle(1)
     cycle.serve(device)
     address = np.zeros(LENGTH, np.int64)
@@ -137,12 +120,8 @@ def planned_pair(repeats: int) -> float:
     _run_cycle(*arguments, 2, address)
     device.state.write(**{"follow.hits": 0, "iterations.misses": 0, "iterations.conflicts": 0})
     figure = timed([lambda: _run_cycle(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
-    assert (
-        device.state.record.iterations.misses
-        == device.state.record.iterations.conflicts
-        == 0
-        < device.state.record.follow.hits
-    )
+    record = device.state.record
+    assert record.iterations.misses == record.iterations.conflicts == 0 < record.follow.hits
     return figure
 
 
@@ -157,9 +136,8 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
     """Requests that are not on the schedule, from idle parts of the arena, with `live` blocks of theirs."""
     device, cycle = Device(), Cycle(1, 64 * MIB)
     cycle.serve(device, room=live * 256 * KIB)
-    sizes = (
-        np.random.default_rng(3).integers(constants.LITTLE, 256 * KIB, 64) // 512 * 512 + 1
-    )  # smaller ones have pages of their own
+    # smaller ones have pages of their own
+    sizes = np.random.default_rng(3).integers(constants.LITTLE, 256 * KIB, 64) // 512 * 512 + 1
     address = np.zeros(live, np.int64)
     for i in range(live):
         address[i] = device.state.malloc(int(sizes[i % len(sizes)]), 0)

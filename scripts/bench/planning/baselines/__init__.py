@@ -28,7 +28,6 @@ class Baseline:
 
     @property
     def wants_phases(self) -> bool:
-        """Whether `place` takes `phase_edges` where they are known."""
         return "phase_edges" in inspect.signature(self.place).parameters
 
 

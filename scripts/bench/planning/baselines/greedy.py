@@ -63,7 +63,6 @@ def lowest_between(values: Column, first: Column, last: Column) -> Column:
 
 
 def better_of_two_orders(start: Column, end: Column, size: Column) -> Column:
-    """(n,) offsets, the better of the two orders."""
     spatial = fit_in_order(start, end, size, np.lexsort([start - end, -size]), True)
     temporal = fit_in_order(start, end, size, np.lexsort([-size, start - end]), True)
     return min((spatial, temporal), key=lambda offset: int((offset + size).max(initial=0)))
@@ -93,7 +92,6 @@ def _stacked(start: Column, end: Column, size: Column, order: Column) -> Column:
 
 
 def hill_climb(start: Column, end: Column, size: Column, seed: int = 0) -> Column:
-    """(n,) offsets, the best of 500 orders."""
     rng = np.random.default_rng(seed)
     order = np.lexsort([-conflicts(start, end), -size])
     position = np.empty(len(order), np.int64)

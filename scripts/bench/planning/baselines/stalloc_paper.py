@@ -91,7 +91,6 @@ def _turns(load, share):
 
 
 def _packed(rows: Column, start: Column, end: Column, size: Column) -> _Group:
-    """The rows stacked by themselves, the longest-lived first."""
     first, last, num_ticks = ticks(start[rows], end[rows])
     order = np.lexsort([-size[rows], start[rows] - end[rows]])
     offset = stack_in_order(first, last, size[rows], order, num_ticks)
