@@ -131,11 +131,8 @@ def pages() -> None:
         peers = [one for one in range(1, own.integer("cuDeviceGetCount")) if _reaches(own, one, 0)]
         rdma = own.integer("cuDeviceGetAttribute", 110, 0) == 1
         exported = own.integer("cuDeviceGetAttribute", 103, 0) == 1
-        ways: dict[str, dict[str, Any]] = {
-            "alone": {},
-            "for network cards": {"rdma": 1},
-            "for other processes": {"export": 1},
-        }
+        ways: dict[str, dict[str, Any]] = {"alone": {}, "for network cards": {"rdma": 1}}
+        ways["for other processes"] = {"export": 1}
         if peers:
             ways["for peers"] = {"peers": peers}
         elif not own.failures:

@@ -37,14 +37,10 @@ def main() -> None:
                 continue
             program = draw_one(seed, kept_sources(traces))
             rows = rows_of(program)
-            np.savez_compressed(
-                file,
-                rows=rows,
-                device=np.zeros(len(rows), np.int64),
-                names=np.array([""]),
-                better_bytes=np.array(min(needs(program, name) for name in MODELS)),
-                load_bytes=np.array(program.load_bytes),
-            )
+            better = np.array(min(needs(program, name) for name in MODELS))
+            sizes = {"better_bytes": better, "load_bytes": np.array(program.load_bytes)}
+            device = np.zeros(len(rows), np.int64)
+            np.savez_compressed(file, rows=rows, device=device, names=np.array([""]), **sizes)
 
 
 if __name__ == "__main__":

@@ -71,22 +71,17 @@ class Writer:
         for controller in self._runtime.controllers:
             index = controller.device.index
             if of is None or index in of:
-                self.rows.append(
-                    (index, int(controller.state.record.log.num_events), int(row), number, time.process_time_ns())
-                )
+                num_events = int(controller.state.record.log.num_events)
+                self.rows.append((index, num_events, int(row), number, time.process_time_ns()))
 
     def end_step(self, kind: str) -> None:
         self.note(Row.STEP_END, None, kind)
 
     def result(self) -> dict[str, Any]:
-        columns = [_of_device(one, [row[1:] for row in self.rows if row[0] == one.device.index])
-                   for one in self._runtime.controllers]  # fmt: skip
-        names = np.array(list(self.names) or [""])
-        return {
-            "rows": np.concatenate(columns),
-            "device": np.concatenate([np.full(len(rows), index) for index, rows in enumerate(columns)]),
-            "names": names,
-        }
+        controllers = self._runtime.controllers
+        columns = [_of_device(one, [row[1:] for row in self.rows if row[0] == one.device.index]) for one in controllers]
+        device = np.concatenate([np.full(len(rows), index) for index, rows in enumerate(columns)])
+        return {"rows": np.concatenate(columns), "device": device, "names": np.array(list(self.names) or [""])}
 
 
 def _of_device(controller: Any, between: list[tuple[int, ...]]) -> np.ndarray:

@@ -54,10 +54,8 @@ def pruned(num_steps: int) -> None:
             for block in model.blocks:
                 first, last = block.feed[0], block.feed[2]
                 narrow = 3 * first.out_features // 4
-                first.weight, first.bias = (
-                    nn.Parameter(first.weight[:narrow].clone()),
-                    nn.Parameter(first.bias[:narrow]),
-                )
+                first.weight = nn.Parameter(first.weight[:narrow].clone())
+                first.bias = nn.Parameter(first.bias[:narrow])
                 last.weight = nn.Parameter(last.weight[:, :narrow].clone())
                 first.out_features = last.in_features = narrow
             optimizer = torch.optim.AdamW(model.parameters())

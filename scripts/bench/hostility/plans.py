@@ -42,12 +42,8 @@ class Oracle:
 
     def add(self, address: int, size_bytes: int) -> None:
         end, record = address + size_bytes, self._controller.state.record
-        version = (
-            record.statistics.num_segment_allocs,
-            record.statistics.num_segment_frees,
-            record.statistics.num_segments,
-            record.plan.arena,
-        )
+        counts, plan = record.statistics, record.plan
+        version = counts.num_segment_allocs, counts.num_segment_frees, counts.num_segments, plan.arena
         if version != self._version:
             found = segments(self._controller.state)
             self._held, self._version = [(one.address, one.address + one.size_bytes) for one in found], version
@@ -74,31 +70,16 @@ class Program:
     def of_plan(cls, plan: Plan) -> "Program":
         """What follows the schedule of a plan as far as its numbers make sense, whatever the plan says of lifespans."""
         count = len(plan.schedule_size)
-        usable = (
-            (plan.schedule_size > 0)
-            & (plan.schedule_size <= _LARGEST)
-            & (plan.schedule_stream >= 0)
-            & (plan.schedule_stream < 8)
-        )
+        usable = (plan.schedule_size > 0) & (plan.schedule_size <= _LARGEST)
+        usable &= (plan.schedule_stream >= 0) & (plan.schedule_stream < 8)
         return cls(plan.schedule_size[usable], plan.schedule_stream[usable], np.full(int(usable.sum()), count // 2 + 1))
 
     def schedule(self) -> Schedule:
-        count = len(self.size)
-        start = np.arange(count, dtype=np.int64)
-        return Schedule(
-            size=self.size,
-            stream=self.stream,
-            start=start,
-            end=start + self.lifespan,
-            planned=np.ones(count, bool),
-            num_prologue=0,
-            cycle_start=0,
-            cycle_end=count,
-            row=start,
-            covered_requests=3 * count,
-            period_requests=count,
-            minimum_size=513,
-        )
+        count, start = len(self.size), np.arange(len(self.size), dtype=np.int64)
+        columns = {"size": self.size, "stream": self.stream, "start": start, "end": start + self.lifespan, "row": start}
+        cycle = {"num_prologue": 0, "cycle_start": 0, "cycle_end": count}
+        counts = {"covered_requests": 3 * count, "period_requests": count, "minimum_size": 513}
+        return Schedule(**columns, planned=np.ones(count, bool), **cycle, **counts)
 
     def run(self, controller: Any, rng: np.random.Generator) -> None:
         """Run a few passes, with a request of some other size now and then, and free everything."""
@@ -202,17 +183,9 @@ def _put_in_force(controller: Controller, plan: Plan, schedule: Schedule, way: s
     if way == "rank":
         (plan,) = plans_from_bytes(plans_to_bytes([plan]), "the job's store")
         # whoever writes the store of a job knows the schedule that is asked for
-        claimed = Schedule(
-            **{name.removeprefix("schedule_"): getattr(plan, name) for name in _SCHEDULE_COLUMNS[:-1]},
-            planned=plan.schedule_offset >= 0,
-            num_prologue=plan.num_prologue,
-            cycle_start=plan.cycle_start,
-            cycle_end=plan.cycle_end,
-            row=schedule.row,
-            covered_requests=schedule.covered_requests,
-            period_requests=schedule.period_requests,
-            minimum_size=schedule.minimum_size,
-        )
+        columns = {name.removeprefix("schedule_"): getattr(plan, name) for name in _SCHEDULE_COLUMNS[:-1]}
+        columns |= {name: getattr(plan, name) for name in ("num_prologue", "cycle_start", "cycle_end")}
+        claimed = dataclasses.replace(schedule, planned=plan.schedule_offset >= 0, **columns)
         if not fits(plan, claimed):
             raise StallocError("bad-rank: the plan does not fit the schedule.")
         admitted = admit([plan], cycle_only=True)
@@ -263,8 +236,9 @@ def _value(rng: np.random.Generator, plan: Plan) -> int:
 def _load(plan: Plan) -> int:
     """The maximum load that a validator will find, where it can be computed at all."""
     counted = (plan.schedule_offset >= 0) & (plan.schedule_start < plan.schedule_end) & (plan.schedule_size > 0)
+    small = 1 << 50
     counted &= (
-        (plan.schedule_size < 1 << 50) & (np.abs(plan.schedule_start) < 1 << 50) & (np.abs(plan.schedule_end) < 1 << 50)
+        (plan.schedule_size < small) & (np.abs(plan.schedule_start) < small) & (np.abs(plan.schedule_end) < small)
     )
     if not counted.any() or plan.cycle_end <= plan.cycle_start or max(plan.cycle_end, -plan.cycle_start) > 1 << 50:
         return 0

@@ -49,14 +49,9 @@ class Separable(nn.Sequential):
     """A depthwise convolution and one of 1x1 (MobileNet, Howard et al., 2017)."""
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
-        super().__init__(
-            nn.Conv2d(num_in, num_in, 3, stride, 1, groups=num_in, bias=False),
-            nn.BatchNorm2d(num_in),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(num_in, num_out, 1, bias=False),
-            nn.BatchNorm2d(num_out),
-            nn.ReLU6(inplace=True),
-        )
+        depthwise = nn.Conv2d(num_in, num_in, 3, stride, 1, groups=num_in, bias=False), nn.BatchNorm2d(num_in)
+        pointwise = nn.Conv2d(num_in, num_out, 1, bias=False), nn.BatchNorm2d(num_out)
+        super().__init__(*depthwise, nn.ReLU6(inplace=True), *pointwise, nn.ReLU6(inplace=True))
 
 
 def mobilenet_v1() -> nn.Module:

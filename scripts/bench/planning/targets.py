@@ -220,13 +220,8 @@ print((kilobytes("VmHWM") - before) * 1024 / columns.shape[1])
 
 
 def _figure(source: str, *arguments: str, **environment: str) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", source, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=True,
-    )
+    kept: Any = {"capture_output": True, "text": True, "env": os.environ | environment}
+    done = subprocess.run([sys.executable, "-c", source, *arguments], check=True, **kept)
     return float(done.stdout)
 
 

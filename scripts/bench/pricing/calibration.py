@@ -108,19 +108,9 @@ def _distance(axes: Sequence[Column], near: Sequence[float]) -> Column:
     return np.sum([np.abs(np.log(axis[:, 0] / value)) for axis, value in zip(axes, near, strict=True)], axis=0)
 
 
-_NUMBERS = {
-    "c10::BFloat16": "bfloat16",
-    "c10::Half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "bool": "bool",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short int": "int16",
-    "unsigned char": "uint8",
-    "signed char": "int8",
-}
+_NUMBERS = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
+_NUMBERS |= {"long int": "int64", "long": "int64", "int": "int32", "short int": "int16", "bool": "bool"}
+_NUMBERS |= {"unsigned char": "uint8", "signed char": "int8"}
 _HALF = ("bfloat16", "float16")
 _KERNELS, _LAUNCHES = ("kernel", "gpu_memset", "gpu_memcpy"), ("cuda_runtime", "cuda_driver")
 
