@@ -6,7 +6,7 @@ import random
 
 import torch
 from models import ConvNet, Transformer, images, new_training, tokens, train_step, update
-from steps import end_of_step, program, run
+from steps import each_step, end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +17,7 @@ def adaptive_solver(num_steps: int) -> None:
     rng = random.Random(4)
     slope = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512)).cuda()
     optimizer = torch.optim.Adam(slope.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         state = torch.empty(2048, 512, device="cuda")
         for _ in range(rng.randrange(4, 12)):
             first = slope(state)
@@ -25,7 +25,6 @@ def adaptive_solver(num_steps: int) -> None:
             state = state + (first + 2 * second + slope(state + 0.5 * second)) / 4
         state.square().mean().backward()
         update(optimizer)
-        end_of_step()
 
 
 @program(60)
@@ -33,7 +32,7 @@ def early_exits(num_steps: int) -> None:
     """Two, four or eight blocks are computed, and every second one has a loss."""
     rng = random.Random(4)
     model, optimizer = new_training(num_blocks=8)
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         batch = tokens()
         x, losses = model.embedding(batch), []
         for index, block in enumerate(model.blocks[: rng.choice([2, 4, 8])]):
@@ -42,7 +41,6 @@ def early_exits(num_steps: int) -> None:
                 losses.append(F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), batch.flatten()))
         sum(losses, torch.zeros((), device="cuda")).backward()
         update(optimizer)
-        end_of_step()
 
 
 @program(64)
@@ -55,7 +53,7 @@ def lazy_penalty(num_steps: int) -> None:
     def made() -> Tensor:
         return maker(torch.empty(32, 128, device="cuda")).view(-1, 3, 64, 64)
 
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         truth = images(32, 64)
         (F.softplus(teller(made().detach())).mean() + F.softplus(-teller(truth)).mean()).backward()
         update(for_teller)
@@ -70,7 +68,6 @@ def lazy_penalty(num_steps: int) -> None:
         with torch.no_grad():
             for average, parameter in zip(averaged.parameters(), maker.parameters(), strict=True):
                 average.lerp_(parameter, 0.001)
-        end_of_step()
 
 
 @program(60)
@@ -80,7 +77,7 @@ def adversarial(num_steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     labels = torch.zeros(32, dtype=torch.long, device="cuda")
     kept: list[Tensor] = []
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = images()
         change = torch.zeros_like(batch, requires_grad=True)
         for _ in range(3 if step % 5 else 7):
@@ -90,7 +87,6 @@ def adversarial(num_steps: int) -> None:
         update(optimizer)
         if step % 20 == 10:
             kept[:] = batch.clone(), change.detach().clone()
-        end_of_step()
 
 
 @program(64)
@@ -148,7 +144,7 @@ def imagined(num_steps: int) -> None:
     actor = nn.Sequential(nn.Linear(512, 512), nn.ELU(), nn.Linear(512, 8)).cuda()
     of_world = torch.optim.Adam([*encoder.parameters(), *cell.parameters(), *value.parameters()])
     of_actor = torch.optim.Adam(actor.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         state, states = torch.zeros(8, 512, device="cuda"), []
         for _ in range(8):
             state = cell(encoder(images(8, 64)), state)
@@ -163,7 +159,6 @@ def imagined(num_steps: int) -> None:
         (-reward).backward()
         update(of_actor)
         of_world.zero_grad()
-        end_of_step()
 
 
 @program(60)
@@ -174,12 +169,11 @@ def several_tasks(num_steps: int) -> None:
     model.add_module("head", nn.Identity())
     heads = nn.ModuleList(nn.Linear(256, classes) for classes in (2, 1000, 8192)).cuda()
     of_heads = torch.optim.AdamW(heads.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         task = rng.randrange(3)
         features = model(tokens(8, (128, 256, 192)[task]))
         heads[task](features).logsumexp(-1).mean().backward()
         update(optimizer, of_heads)
-        end_of_step()
 
 
 if __name__ == "__main__":
