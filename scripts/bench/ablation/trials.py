@@ -43,16 +43,14 @@ class Trial:
         size = "ample" if self.capacity_bytes == AMPLE_BYTES else f"in {self.capacity_bytes >> 20} MiB"
         return f"{self.kind} {self.name} {size}"
 
-    def file_in(self, recordings: Path) -> Path:
-        return recordings / f"{self.name if self.kind == 'program' else f'{self.kind}-{self.name}'}.npz"
-
 
 def figures(trial: Trial, recordings: Path) -> dict[str, Any]:
     if trial.kind == "live":
         return _live(trial)
     from ablation.replaying import Recording, replay  # each fork has a runtime of its own
 
-    parts = [replay(one, trial.capacity_bytes) for one in Recording.load(trial.file_in(recordings))]
+    file = trial.name if trial.kind == "program" else f"{trial.kind}-{trial.name}"
+    parts = [replay(one, trial.capacity_bytes) for one in Recording.load(recordings / f"{file}.npz")]
     steps = [step for part in parts for step in part["steps"]]
     rates = [hit_rates(part["steps"]) for part in parts]
     known = [rate for _, rate in rates if rate is not None]

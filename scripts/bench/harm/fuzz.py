@@ -7,6 +7,7 @@ another size, some are left out, some blocks stay.
 """
 
 import multiprocessing
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -63,13 +64,11 @@ def least_capacity(program: RandomProgram, model: str) -> int:
     events = _as_events(program)
     enough = -(-reserved_bytes(program, model) // GRANULE)
     too_little = program.load_bytes // GRANULE - 1
-    while enough - too_little > 1:
-        middle = (too_little + enough) // 2
-        if make(model, "", middle * GRANULE).feed(events).failed < 0:
-            enough = middle
-        else:
-            too_little = middle
-    return enough * GRANULE
+
+    def completes(granules: int) -> bool:
+        return make(model, "", granules * GRANULE).feed(events).failed < 0
+
+    return bisect_left(range(enough), True, lo=too_little + 1, key=completes) * GRANULE
 
 
 def reserved_bytes(program: RandomProgram, model: str) -> int:
@@ -91,14 +90,9 @@ def held_bytes(program: RandomProgram, capacity_bytes: int = 0) -> int | None:
 
 
 def _as_events(program: RandomProgram) -> Events:
-    count = len(program.events)
-    return Events(
-        kind=np.where(program.events > 0, int(EventKind.ALLOC), int(EventKind.FREE_COMPLETED)).astype(np.int8),
-        request=np.abs(program.events) - 1,
-        event=np.arange(count),
-        size=program.size,
-        stream=np.zeros(len(program.size), np.int64),
-    )
+    kind = np.where(program.events > 0, int(EventKind.ALLOC), int(EventKind.FREE_COMPLETED)).astype(np.int8)
+    stream, request = np.zeros(len(program.size), np.int64), np.abs(program.events) - 1
+    return Events(kind=kind, request=request, event=np.arange(len(request)), size=program.size, stream=stream)
 
 
 _FIRST_CHANGED = 5  # steps before are as they will be

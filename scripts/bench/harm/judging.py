@@ -54,7 +54,9 @@ def judge(row: Row, ours: Outcome) -> None:
     row.missed += [f"planning was given up: {note}" for note in ours.seen["gave_up"]]
     steps = ours.seen["steps"]
     row.hit_rate, row.known_hit_rate = hit_rates(steps)
-    _judge_peak(row, ours.peak_bytes)
+    held, factor = ours.peak_bytes, 1.0 if row.kinds <= FEW_KINDS else 1.02
+    _at_most(row, "peak against the other setting", held, row.other_bytes + max(4 * MIB, row.other_bytes // 200))
+    _at_most(row, "peak against the better", held, int(factor * row.better_bytes) + 4 * MIB)
     planned = [step for before, step in itertools.pairwise(steps) if before["planned"] and step["planned"]]
     if planned and "allocated" in planned[0]:
         held, allocated = peak(planned, "held"), peak(planned, "allocated")
@@ -69,12 +71,6 @@ def judge_processor(row: Row, ratio: float) -> None:
     row.processor_ratio = ratio
     if ratio > 1.05:
         row.missed.append(f"processor time {ratio:.2f} of native's, not 1.05")
-
-
-def _judge_peak(row: Row, held: int) -> None:
-    _at_most(row, "peak against the other setting", held, row.other_bytes + max(4 * MIB, row.other_bytes // 200))
-    factor = 1.0 if row.kinds <= FEW_KINDS else 1.02
-    _at_most(row, "peak against the better", held, int(factor * row.better_bytes) + 4 * MIB)
 
 
 def _at_most(row: Row, what: str, value: int, limit: int) -> None:

@@ -58,11 +58,8 @@ class Outcome:
 
     def least_capacity(self, name: str) -> int:
         """The peak of the device that had the highest one, as a capacity that all devices have."""
-        return max(max(step[name][device] for step in self.steps if name in step) for device in self._devices)
-
-    @property
-    def _devices(self) -> range:
-        return range(len(self.steps[-1]["held"]))
+        devices = range(len(self.steps[-1]["held"]))
+        return max(max(step[name][device] for step in self.steps if name in step) for device in devices)
 
 
 def peak(steps: list[dict[str, Any]], name: str) -> int:

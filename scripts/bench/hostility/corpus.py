@@ -51,13 +51,14 @@ class Seed:
 
 
 def own_seeds() -> list[Seed]:
-    snapshot = _snapshot()
+    snapshot, sizes = _snapshot(), [5, 600, 4096, 70]
+    elements = {"actions": [0, 1, 0, 1, 2, 3, 2, 3] * 2, "elements_size": sizes, "initially_allocated": [3]}
     seeds = [
         Seed("snapshot", "snapshot", pickle.dumps(snapshot, protocol=4)),
         Seed("snapshot, protocol 2", "snapshot", pickle.dumps(snapshot, protocol=2)),
         Seed("kineto", "kineto", json.dumps(_kineto()).encode()),
         Seed("timeline", "timeline", json.dumps(_timeline()).encode()),
-        Seed("page", "page", b"<html>\nlet alloc_data = " + json.dumps(_elements()).encode() + b"\n</html>\n"),
+        Seed("page", "page", b"<html>\nlet alloc_data = " + json.dumps(elements).encode() + b"\n</html>\n"),
         Seed("page of a snapshot", "page", _page(pickle.dumps(snapshot, protocol=4))),
         Seed("dtr", "dtr", _dtr()),
         Seed("rmm", "rmm", _rmm()),
@@ -129,29 +130,23 @@ def _with_operations(seed: Seed) -> bytes:
         ones = np.ones(len(rows), np.int64)
         made_by = np.full(trace.num_requests, -1)
         made_by[rows] = np.arange(len(rows)) + 1
-        tensor = {"tensor": ["float32", [2, 3], [3, 1]]}
+        tensor, roles = {"tensor": ["float32", [2, 3], [3, 1]]}, np.arange(trace.num_requests) % len(Role)
+        kinds = {"kind": np.concatenate([[int(RangeKind.MODULE)], 0 * ones]), "role": roles, "made_by": made_by}
+        of_none = np.concatenate([[-1], 0 * ones])
+        ranges = {"parent": of_none, "shape": of_none, "module": np.concatenate([[1], -ones])}
+        ranges |= {"begin": begin, "end": end, "thread": np.zeros(len(begin)), "sequence": np.arange(len(begin))}
+        accesses = {"access_op": np.arange(len(rows)) + 1, "access_request": rows, "access_kind": rows % 2}
+        shapes = {"shape_flops": 6, "shape_read_bytes": 48, "shape_written_bytes": 24, "shape_ns": 0}
+        modules = (ModuleName("", "Model"), ModuleName("layers.0", "Layer"))
         operations = Operations(
+            **ranges,
+            **kinds,
+            **accesses,
+            **{name: np.array([value]) for name, value in shapes.items()},
             name=np.concatenate([[0], ones]),
             names=("module", "aten::mul"),
-            parent=np.concatenate([[-1], 0 * ones]),
-            begin=begin,
-            end=end,
-            thread=np.zeros(len(begin)),
-            sequence=np.arange(len(begin)),
-            kind=np.concatenate([[int(RangeKind.MODULE)], 0 * ones]),
-            shape=np.concatenate([[-1], 0 * ones]),
-            module=np.concatenate([[1], -ones]),
-            access_op=np.arange(len(rows)) + 1,
-            access_request=rows,
-            access_kind=rows % 2,
-            made_by=made_by,
-            role=np.arange(trace.num_requests) % len(Role),
             shapes=(["aten::mul", "Tensor", [tensor, tensor]],),
-            shape_flops=np.array([6]),
-            shape_read_bytes=np.array([48]),
-            shape_written_bytes=np.array([24]),
-            shape_ns=np.array([0]),
-            modules=(ModuleName("", "Model"), ModuleName("layers.0", "Layer")),
+            modules=modules,
             module_parent=np.array([-1, 0]),
             module_is_block=np.array([0, 1]),
         )
@@ -279,10 +274,6 @@ def _timeline() -> list[list[int]]:
             rows.append([10 * step + number, 2 if size > 0 else 4, size, step % 3])
         rows += [[10 * step + 5, 3, -512, 0], [10 * step + 5, 3, 512, 0]]
     return rows
-
-
-def _elements() -> dict[str, Any]:
-    return {"actions": [0, 1, 0, 1, 2, 3, 2, 3] * 2, "elements_size": [5, 600, 4096, 70], "initially_allocated": [3]}
 
 
 def _page(snapshot: bytes) -> bytes:

@@ -80,15 +80,11 @@ def _other_value(rng: random.Random, value: Any) -> Any:
     if choice == 3:
         return rng.choice(TEXTS)
     if choice == 4:
-        return rng.choice([[], {}, [value], {"": value}, [[value]] * 3, _nested(rng.choice(DEPTHS))])
+        nested: Any = 0
+        for number in range(rng.choice(DEPTHS)):
+            nested = [nested] if number % 2 else {"a": nested}
+        return rng.choice([[], {}, [value], {"": value}, [[value]] * 3, nested])
     return rng.choice(NUMBERS if choice < 6 else OTHERS)
-
-
-def _nested(depth: int) -> Any:
-    value: Any = 0
-    for number in range(depth):
-        value = [value] if number % 2 else {"a": value}
-    return value
 
 
 TOKENS = (

@@ -5,6 +5,7 @@ no method of the table compiles anything, so times are of placement alone.
 """
 
 import gc
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -80,10 +81,9 @@ def run_baseline(case: Case, load_bytes: int, baseline: Baseline) -> Result | st
         return baseline.missing
     if len(case.size) > baseline.max_requests:
         return f"left out above {baseline.max_requests:,} requests"
-    options = {}
-    if baseline.wants_phases and case.phase_edges is not None:
-        options["phase_edges"] = case.phase_edges
     place: Callable[..., Column] = baseline.place
+    takes_phases = case.phase_edges is not None and "phase_edges" in inspect.signature(place).parameters
+    options = {"phase_edges": case.phase_edges} if takes_phases else {}
     began = time.perf_counter()
     offset = place(case.start, case.end, case.size, **options)
     seconds = time.perf_counter() - began

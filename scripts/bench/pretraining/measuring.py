@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from harm.catalogue import ROOT, Program
-from harm.running import Outcome, Setting, last_line, run
+from harm.running import Setting, last_line, run
 from planning.baselines import stalloc_paper
 from planning.baselines.placing import Column
 from planning.cases import Case
@@ -43,7 +43,6 @@ GROUPS = {"dense": DENSE, "moe": MIXTURES} | {model: (model,) for model in (*DEN
 CONFIGURATIONS = ("N", "R", "V", "VR", "ZR", "ZOR")
 PIPELINE_RANKS, MICROBATCHES, STAGES_OF_A_RANK = 4, 8, 2
 RANKS = (0, PIPELINE_RANKS - 1)  #: the first holds the activations of most microbatches, the last the logits
-DATA_RANKS = 8
 SCRIPT = Path("scripts/bench/paper_programs/pipeline_rank.py")
 
 
@@ -213,20 +212,16 @@ def measure(cell: Cell, steps: int, options: tuple[str, ...] = ()) -> Row:
     outcome = run(program, Setting.STALLOC, AMPLE_BYTES)
     if not outcome.is_complete:
         raise MeasuringError(f"{cell.name} under stalloc: {outcome.last_line}")
+    ran = outcome.seen["steps"]
+    before, last = ran[len(ran) // 2 - 1], ran[-1]
+    hits, misses = (last[name] - before[name] for name in ("hits", "misses"))
     return Row(
         date=time.strftime("%Y-%m-%d"),
         steps=steps,
         stalloc_bytes=outcome.peak_bytes,
-        hit_rate=_hit_rate(outcome),
+        hit_rate=hits / (hits + misses) if last["on_plan"] and hits + misses else 0.0,
         recorded=look_at(program),
     )
-
-
-def _hit_rate(outcome: Outcome) -> float:
-    steps = outcome.seen["steps"]
-    before, last = steps[len(steps) // 2 - 1], steps[-1]
-    hits, misses = (last[name] - before[name] for name in ("hits", "misses"))
-    return hits / (hits + misses) if last["on_plan"] and hits + misses else 0.0
 
 
 class KeptRows:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.columns import Column
 from stalloc.cost.call_work import work_or_nothing
 from stalloc.cost.class_seconds import ClassShares, WorkSeconds, blocks_of, time_of, work_seconds
 from stalloc.cost.gpu_rates import GpuRates
@@ -98,14 +97,12 @@ def _best(kind: str, calls: Sequence[TimedCall], near: tuple[float, float, float
     start = 1e-6 * start_us * waves
     estimated = start + busy if kind in AFTER_START else np.sqrt(start**2 + busy**2)
     off = (np.abs(np.log(estimated / recorded)) * weight).sum(axis=1) / weight.sum()
-    best = int(np.argmin(off + _PULL / len(groups) * _distance((of_flops, of_bandwidth, start_us), near)))
+    axes = zip((of_flops, of_bandwidth, start_us), near, strict=True)
+    distance = np.sum([np.abs(np.log(axis[:, 0] / value)) for axis, value in axes], axis=0)
+    best = int(np.argmin(off + _PULL / len(groups) * distance))
     return ClassShares(
         kind, float(of_flops[best, 0]), float(of_bandwidth[best, 0]), float(start_us[best, 0]), 0.0, len(calls), ""
     )
-
-
-def _distance(axes: Sequence[Column], near: Sequence[float]) -> Column:
-    return np.sum([np.abs(np.log(axis[:, 0] / value)) for axis, value in zip(axes, near, strict=True)], axis=0)
 
 
 _NUMBERS = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}

@@ -114,11 +114,6 @@ class Soak:
     def _note(self, what: str) -> None:
         self.happened[what] = self.happened.get(what, 0) + 1
 
-    def _new_cycle(self) -> None:
-        streams = int(self.rng.choice([1, 1, 2, 3]))
-        length = int(self.rng.integers(16, RING_ENTRIES))
-        self.cycle = make_cycle(self.rng, length, streams=streams, num_sizes=int(self.rng.integers(3, 40)), largest=MIB)
-
     def _put_in_force(self) -> None:
         cycle, controller = self.cycle, self.controller
         begins: tuple[int, ...] = ()
@@ -207,7 +202,9 @@ class Soak:
     def _next_phase(self) -> None:
         self.phase = int(self.rng.choice([ROAM, MIXED, MIXED, PLANNED, PLANNED, LEARN]))
         if self.rng.random() < 0.7:
-            self._new_cycle()
+            streams, length = int(self.rng.choice([1, 1, 2, 3])), int(self.rng.integers(16, RING_ENTRIES))
+            num_sizes = int(self.rng.integers(3, 40))
+            self.cycle = make_cycle(self.rng, length, streams=streams, num_sizes=num_sizes, largest=MIB)
         if self.phase in (MIXED, PLANNED):
             self._put_in_force()
         elif self.phase == LEARN:

@@ -23,7 +23,6 @@ from stalloc.sizes import whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200
-_RESERVE = 1 << 40  # bytes of addresses
 
 
 class Device:

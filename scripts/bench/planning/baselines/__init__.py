@@ -6,7 +6,6 @@ from the description that its module names, and is named in the table after the 
 Limits on the number of requests keep a method from taking minutes; the table says where one was left out.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,10 +24,6 @@ class Baseline:
     place: Callable[..., Column]
     max_requests: int
     missing: str = ""  #: why it cannot run here; empty if it can
-
-    @property
-    def wants_phases(self) -> bool:
-        return "phase_edges" in inspect.signature(self.place).parameters
 
 
 def _annealing(start: Column, end: Column, size: Column) -> Column:
