@@ -69,7 +69,6 @@ class Driver:
         note(failed=sentence)
 
     def integer(self, function: str, *arguments: Any, about: str = "") -> int:
-        """A function that writes an int first."""
         value = ctypes.c_int(-1)
         return value.value if self.call(function, ctypes.byref(value), *arguments, about=about) else -1
 
@@ -150,7 +149,6 @@ def pages() -> None:
 
 
 def _reserves_twice(own: Driver, total_bytes: int) -> None:
-    """Addresses for twice the device's memory, as stalloc wants them."""
     address, length, none = ctypes.c_uint64(), ctypes.c_size_t(total_bytes // MIB * MIB * 2), ctypes.c_uint64(0)
     about = f"{length.value} bytes of addresses"
     if own.call("cuMemAddressReserve", ctypes.byref(address), length, none, none, none, about=about):

@@ -134,12 +134,10 @@ def _two_streams(streams: str) -> None:
 
 
 def streams_separate() -> None:
-    """Two streams, each with a region of its own."""
     _two_streams("separate")
 
 
 def streams_share() -> None:
-    """Two streams that share the arena."""
     _two_streams("share")
 
 
@@ -277,12 +275,10 @@ def _in_child(method: str, before: bool) -> None:
 
 
 def fork() -> None:
-    """CUDA in a forked child only."""
     _in_child("fork", before=False)
 
 
 def spawn() -> None:
-    """CUDA in a spawned child, whose parent uses it too."""
     _in_child("spawn", before=True)
 
 

@@ -91,14 +91,6 @@ def run_program(allocator: str, *program: str, **variables: str) -> tuple[str, d
     return done.stdout, json.loads(figures.read_text()) if allocator == "stalloc" else {}
 
 
-def parts() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in MODULES:
-        module = importlib.import_module(name)
-        found |= {one.__name__: one for one in module.PARTS}
-    return found
-
-
 def main() -> int:
     faulthandler.enable()
     if sys.argv[1] == "program":
@@ -111,7 +103,9 @@ def main() -> int:
     import part
 
     try:
-        part.parts()[sys.argv[1]](*sys.argv[2:])
+        modules = [importlib.import_module(name) for name in MODULES]  # which import nothing large before one is run
+        parts = {one.__name__: one for module in modules for one in module.PARTS}
+        parts[sys.argv[1]](*sys.argv[2:])
     except part.PartFailed as error:
         note(failure=str(error))
         return 1

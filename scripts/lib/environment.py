@@ -62,7 +62,6 @@ def driver_version() -> int | None:
 
 
 def choose_kind() -> str:
-    """Which of the three kinds suits this machine and this interpreter."""
     driver = driver_version()
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     if not missing and (driver or "STALLOC_PYTHON" in os.environ):

@@ -71,7 +71,6 @@ def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def told_by(program: Path, *arguments: object) -> Any:
-    """What a program prints as JSON in its last line."""
     return json.loads(python(program, *arguments, check=True).stdout.splitlines()[-1])
 
 

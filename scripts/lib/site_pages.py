@@ -79,7 +79,6 @@ def _source(target: str) -> str:
 
 
 def commands() -> str:
-    """What `stalloc VERB --help` says, for every verb."""
     from stalloc.cli import VERBS, build_parser
 
     os.environ["COLUMNS"] = "100"

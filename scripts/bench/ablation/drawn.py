@@ -1,14 +1,21 @@
 """Random programs as recordings, with what torch's models need for them: python drawn.py FOLDER TRACES NUMBER.
 
-Contract: as harm.fuzz and harm.peaks; a program that is there is not drawn again.
+Contract: as harm.random_programs; a program that is there is not drawn again.
 """
 
 import sys
 from pathlib import Path
 
 import numpy as np
-from harm.fuzz import MODELS, draw_changing, kept_sources, least_capacity, reserved_bytes
-from harm.random_programs import RandomProgram, draw
+from harm.random_programs import (
+    MODELS,
+    RandomProgram,
+    draw,
+    draw_changing,
+    kept_sources,
+    least_capacity,
+    reserved_bytes,
+)
 
 from ablation.rows import FREE, MALLOC, Row
 

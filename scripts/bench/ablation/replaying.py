@@ -84,7 +84,6 @@ class Driver:
         self._kept_bytes = 0
 
     def take_peak(self) -> int:
-        """The most that was held since this was asked last."""
         self._note_peak()
         peak, self._peak_bytes = self._peak_bytes, 0
         self._note_peak()

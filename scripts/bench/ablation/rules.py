@@ -22,7 +22,6 @@ class Rule:
 
 
 def _before(statement: str, *lines: str) -> str:
-    """A statement behind lines that are indented as it is."""
     indent = statement[: len(statement) - len(statement.lstrip())]
     return "".join(f"{indent}{line}\n" for line in lines) + statement
 

@@ -32,8 +32,6 @@ _IMPORTED_ANEW = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One program on devices of a size."""
-
     kind: str  #: "program": a recorded one; "live": one that runs; "changing", "tight": a random one
     name: str  #: or its seed
     capacity_bytes: int = AMPLE_BYTES

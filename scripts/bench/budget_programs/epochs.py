@@ -83,7 +83,6 @@ def whisper() -> Made:
 
 
 def lora() -> Made:
-    """A GPT-2 of which adapters alone are trained."""
     model = of_transformers("GPT2LMHeadModel", "GPT2Config", n_embd=512, n_layer=6, n_head=8, use_cache=False)
     return get_peft_model(model, LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)), language_loss
 

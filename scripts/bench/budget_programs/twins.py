@@ -47,7 +47,6 @@ def gpt(size: str, *, autocast: bool = False) -> Made:
 
 
 def of_script(name: str) -> dict[str, Any]:
-    """The classes and functions of a real program, which makes no step."""
     argv, sys.argv = sys.argv, [name, "0"]
     with contextlib.redirect_stdout(sys.stderr):
         found = runpy.run_path(str(REAL / name))
@@ -75,7 +74,6 @@ def unet() -> Made:
 
 
 def fsdp2() -> Made:
-    """`fsdp2.py`, one rank of one, over gloo."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformer_block import Block
@@ -94,7 +92,6 @@ _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
 
 
 def llama() -> Made:
-    """Of `transformers`, in bfloat16, with dropout in attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**_SIZE, vocab_size=64, attention_dropout=0.1)).to(torch.bfloat16)
@@ -102,7 +99,6 @@ def llama() -> Made:
 
 
 def mixtral() -> Made:
-    """Of `transformers`, in bfloat16, four experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -121,7 +117,6 @@ def _language_model(model: Any) -> Made:
 
 
 def vit() -> Made:
-    """Of `transformers`, with dropout, under autocast."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(**_SIZE, hidden_dropout_prob=0.1, image_size=32, patch_size=8, num_labels=10)

@@ -32,8 +32,6 @@ class ChangeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One place of one file with another text in it."""
-
     name: str
     file: str
     """Its path in the checkout."""
@@ -56,8 +54,6 @@ class Change:
 
 
 class Checkout:
-    """A copy of the checkout below a folder of its own."""
-
     def __init__(self, folder: Path) -> None:
         self.root = folder / "checkout"
 

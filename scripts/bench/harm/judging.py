@@ -44,7 +44,6 @@ class Row:
 
 
 def judge(row: Row, ours: Outcome) -> None:
-    """Fill in what the run under stalloc was like, and what it missed."""
     row.code = ours.code
     if not ours.is_complete:
         row.missed.append(f"ends with {ours.code} under stalloc: {ours.last_line}")

@@ -66,7 +66,6 @@ class ConvNet(nn.Module):
 
 
 def tokens(num: int = 8, length: int = 256, device: str = "cuda") -> Tensor:
-    """A batch (num, length) from the host."""
     return torch.randint(0, VOCABULARY, (num, length)).to(device)
 
 

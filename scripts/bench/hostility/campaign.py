@@ -102,8 +102,6 @@ class Cell:
 
 @dataclass
 class Finding:
-    """One cause, with the first files that showed it."""
-
     kind: str
     verb: str
     failure: str

@@ -105,7 +105,6 @@ def load(seed: Seed) -> Any:
 
 
 def _written(write: Callable[[Path], None]) -> bytes:
-    """What a function writes to a file."""
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         path = Path(folder) / "seed.npz"
         write(path)

@@ -154,7 +154,6 @@ def mutate_lines(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def mutate_page(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """A page with its JSON changed if it can be found, else as bytes."""
     begin = data.find(b"alloc_data = ")
     if begin < 0 or rng.random() < 0.5:
         return mutate_bytes(rng, data, other)
@@ -186,7 +185,6 @@ def bomb(byte: int) -> bytes:
 
 @cache
 def deflated_zeros(num_mib: int) -> bytes:
-    """A deflate stream of so many MiB of zeros."""
     packer = zlib.compressobj(6, zlib.DEFLATED, -15)
     piece = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)  # refers to nothing before it
     return piece * num_mib + packer.flush()
@@ -342,7 +340,6 @@ def _with_json(rng: random.Random, content: bytes, other: bytes) -> bytes:
 
 
 def _with_values(rng: random.Random, content: bytes) -> bytes:
-    """Some of the values changed, or values more or less."""
     try:
         magic, described, values = _split(content)
     except ValueError:
@@ -398,7 +395,6 @@ _NUMBERS = (
 
 
 def mutate_pickle(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """A pickle with a value, its opcodes or its bytes changed."""
     choice = rng.random()
     if choice < 0.35:
         values = _values(rng, data)

@@ -90,7 +90,6 @@ class _Child:
         self._heard = time.monotonic()
 
     def read(self) -> Iterator[tuple[int, Outcome]]:
-        """What the child has said; a child that says no more has ended."""
         data = os.read(self.pipe, 1 << 16)
         self._heard = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -116,7 +115,6 @@ class _Child:
                 self.is_done = True
 
     def check(self) -> Iterator[tuple[int, Outcome]]:
-        """End a child that has said nothing for too long."""
         if self.is_done or self._running is None or select.select([self.pipe], [], [], 0)[0]:
             return  # what it has said is still to be read: whoever takes outcomes may have been busy for long
         used = _processor_seconds(self._pid) - self._began_at
@@ -154,7 +152,6 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _work(tasks: Sequence[Task], share: list[int], writing: int) -> None:
-    """What a child does; never returns."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_own("VmSize") + ADDRESS_SPACE, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -55,7 +55,6 @@ class Separable(nn.Sequential):
 
 
 def mobilenet_v1() -> nn.Module:
-    """MobileNet with 13 separable convolutions."""
     widths = (64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024)
     first = [nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU6(inplace=True)]
     pairs = zip((32, *widths), widths, strict=False)
@@ -102,7 +101,6 @@ NETWORKS: dict[str, Callable[[], Made]] = {
 
 
 def loss_of(network: nn.Module, name: str, x: Tensor) -> Tensor:
-    """A loss whose gradient goes through all of the network."""
     if name == "retinanet":
         box = torch.tensor([[10.0, 20.0, 200.0, 300.0]], device=x.device)
         target = {"boxes": box, "labels": torch.ones(1, dtype=torch.long, device=x.device)}
@@ -141,7 +139,6 @@ STEPS = 3
 
 
 def train(model: nn.Module, loss: Callable[[], Tensor], precision: str) -> None:
-    """Steps of AdamW with clipped gradients."""
     dtype = PRECISIONS[precision]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")

@@ -43,7 +43,6 @@ def tokens(rows: int, length: int) -> Tensor:
 
 
 def generated(model: Any, inputs: dict[str, Tensor]) -> None:
-    """Five more tokens in three ways; says how long the texts are."""
     for how in ({"do_sample": False}, {"do_sample": True, "top_k": 20}, {"do_sample": False, "num_beams": 3}):
         if how.get("num_beams") and model.config.model_type == "mamba":
             continue  # which has no cache to reorder

@@ -57,7 +57,6 @@ def gap_percent(load_bytes: int, result: Result) -> float:
 
 
 def of_traces(measured: Measured) -> list[Row]:
-    """Device traces: at the bound or proven, and quick."""
     if not measured:
         return []
     seconds = [result.seconds for _, _, result in measured]
@@ -133,7 +132,6 @@ NOTICED = 0.02
 
 
 def edited(case: Case, seed: int) -> Case:
-    """One to three requests gone, new, larger, smaller or living longer."""
     rng = np.random.default_rng(seed)
     start, end, size = case.start.copy(), case.end.copy(), case.size.copy()
     rows = rng.choice(len(size), 1 + seed % 3, replace=False)

@@ -77,7 +77,6 @@ def calibrate(calls: Sequence[TimedCall], source: str) -> dict[str, ClassShares]
 
 
 def error_of(calls: Iterable[TimedCall], seconds: Sequence[float]) -> float:
-    """How far estimates are off, as a share of the recorded time of all calls."""
     recorded = np.array([call.seconds for call in calls])
     return float(np.abs(np.array(seconds) - recorded).sum() / max(recorded.sum(), 1e-12))
 
@@ -150,7 +149,6 @@ def timed_calls(path: Path, rates: GpuRates) -> list[TimedCall]:
 
 
 def _spans(events: list[dict[str, Any]]) -> dict[int, list[_Span]]:
-    """By thread, in the order of their begin."""
     threads: dict[int, list[_Span]] = defaultdict(list)
     open_spans: dict[int, list[_Span]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
@@ -215,7 +213,6 @@ def _timed(path: Path, span: _Span, seconds: float, usual: str, rates: GpuRates)
 
 
 def _argument(sizes: Any, kind: Any, strides: Any, concrete: Any, usual: str) -> Any:
-    """As stalloc.cost.calls has it."""
     if sizes and isinstance(sizes[0], list):
         steps = strides or [_dense(one) for one in sizes]
         return {"list": [{"tensor": [usual, *pair]} for pair in zip(sizes, steps, strict=True)]}

@@ -49,8 +49,6 @@ def _place(size, stream, lifespan, order, offset):
 
 @dataclass(frozen=True, eq=False)
 class Cycle:
-    """A step, and where each of its requests has its place."""
-
     size: np.ndarray  #: (n,) requested bytes
     stream: np.ndarray  #: (n,) index of the stream
     lifespan: np.ndarray  #: (n,) in entries, 1 to n
@@ -82,7 +80,6 @@ def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray, or
 def make_cycle(
     rng: np.random.Generator, length: int, *, streams: int = 1, num_sizes: int = 12, largest: int = 3 * MIB
 ) -> Cycle:
-    """A cycle of `length` requests of up to `num_sizes` sizes."""
     sizes = np.exp(rng.uniform(np.log(513), np.log(largest), num_sizes)).astype(np.int64)
     lifespan = np.minimum(rng.geometric(rng.choice([0.05, 0.15, 0.5]), length), length).astype(np.int64)
     lasting = rng.random(length) < rng.choice([0.0, 0.05])  # gradients, which live until the next pass
@@ -91,5 +88,4 @@ def make_cycle(
 
 
 def not_zero(record: Any, *names: str) -> list[str]:
-    """Which of the fields of a record are not, and what they are."""
     return [f"{name} is {value}" for name in names if (value := attrgetter(name)(record))]

@@ -48,8 +48,6 @@ def _length(row: int, table: np.ndarray) -> int:
 
 
 class Soak:
-    """One device, its threads and what happens to them meanwhile."""
-
     def __init__(self, seed: int, total_bytes: int = 3 << 30) -> None:
         from stalloc import device as devices
         from stalloc.device import VirtualGPU
@@ -155,7 +153,6 @@ class Soak:
                 self.controller.captures.release(graph)
 
     def _limit(self) -> None:
-        """The device has no more for a moment."""
         with self.controller.lock:
             self.controller.memory.source.limit_bytes = max(1, self.state.record.statistics.reserved_bytes)
         self._pause(0.01)

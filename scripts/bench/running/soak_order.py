@@ -267,7 +267,6 @@ class OrderSoak:
     # --- from the begin to the end
 
     def run(self, operations: int) -> Result:
-        """Do so many operations; what was done, what was found and what is left."""
         began = time.perf_counter()
         while self.num_operations < operations:
             recipe, is_marked = self._recipe(), self.rng.random() < 0.7

@@ -111,8 +111,6 @@ def _call(function, a, b):
 
 
 class Device:
-    """A device of numbers under the core, for one program after the other."""
-
     def __init__(self) -> None:
         self.state = DeviceState(0, slow_entry(self._help))
         self._states = np.array([self.state.address], np.int64)
@@ -150,7 +148,6 @@ class Device:
             self.held[i] = base, size
 
     def clear(self) -> None:
-        """Ready for the next program, which finds what the first one found."""
         self.give_back()
         self._next = _FIRST_ADDRESS
 
@@ -185,8 +182,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One step of a program."""
-
     kind: int  #: which cycle
     deviations: list[int]
     exact: bool  #: everything has to be served from the plan

@@ -102,7 +102,6 @@ def fill_slot(row, allocate, stream, size, counts):
 
 @njit(nogil=True)
 def empty_slot(row, free, counts):
-    """Check and free the block of a slot that the caller holds."""
     address, size, tag = word_at(row, ADDRESS).value, word_at(row, SIZE).value, word_at(row, TAG).value
     wrong = _visit(address, size, tag, word_at(row, EVERY).value == 1, False)
     word_at(counts, WRONG_WORDS).value += wrong

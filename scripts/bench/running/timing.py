@@ -26,8 +26,6 @@ LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200
 
 
 class Device:
-    """One device of unlimited addresses under the core."""
-
     def __init__(self) -> None:
         self._next = 0x7000_0000_0000
         self.state = DeviceState(0, slow_entry(self._help))
@@ -45,8 +43,6 @@ class Device:
 
 
 class Cycle:
-    """A step that repeats for ever."""
-
     def __init__(self, seed: int, largest: int = 8 * MIB) -> None:
         rng = np.random.default_rng(seed)
         sizes = (2 ** rng.uniform(10, np.log2(largest), NUM_SIZES)).astype(np.int64) // 512 * 512 + 1024

@@ -18,8 +18,6 @@ from .placing import Column
 
 @dataclass(frozen=True)
 class Baseline:
-    """A method, and how many requests it takes on."""
-
     name: str
     place: Callable[..., Column]
     max_requests: int

@@ -32,7 +32,6 @@ from .placing import Column, fit_in_order, stack_in_order, ticks
 
 
 def gaps_by_size(start: Column, end: Column, size: Column) -> Column:
-    """(n,) offsets, the largest placed first."""
     return fit_in_order(start, end, size, np.argsort(-size, kind="stable"), True)
 
 
@@ -72,7 +71,6 @@ ATTEMPTS = 500
 
 
 def conflicts(start: Column, end: Column) -> Column:
-    """(n,) how many others share time with each."""
     return np.searchsorted(np.sort(start), end) - np.searchsorted(np.sort(end), start, side="right") - 1
 
 
