@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,44 +21,34 @@ from .corpus import MUTATORS, Seed, load, parse
 from .mutations import packed
 from .workers import UNMADE, Outcome, Run, Task, observe, run_all
 
-Arguments = Callable[[Path, Path, Path], list[str]]
-"""Of a file, of the intact file that goes with it, and of a folder for what is written."""
-
 
 @dataclass(frozen=True)
 class Verb:
     name: str
-    arguments: Arguments | None  #: None: load the plans and judge them, without the command line
+    typed: str  #: with places for a file, for the intact file that goes with it, and for a folder for what is written
     weight: int = 1
 
 
-def _plan(file: Path, intact: Path, out: Path) -> list[str]:
-    return ["plan", str(file), "-o", str(out / "p.plan.npz"), "--time-budget", "0.5"]
-
-
 _ON_TRACES = (
-    Verb("stats", lambda file, _, __: ["stats", str(file)], 4),
-    Verb("explain", lambda file, _, __: ["explain", str(file)], 3),
-    Verb("top", lambda file, _, __: ["top", str(file)], 2),
-    Verb("top --tree", lambda file, _, __: ["top", "--tree", str(file)]),
-    Verb("timeline", lambda file, _, __: ["timeline", str(file)]),
-    Verb("report", lambda file, _, out: ["report", str(file), "-o", str(out / "r.html")], 2),
-    Verb("report markdown", lambda file, _, out: ["report", str(file), "-o", str(out / "r.md")]),
-    Verb("plan", _plan, 2),
-    Verb("simulate", lambda file, _, __: ["simulate", str(file)]),
-    Verb("diff", lambda file, intact, _: ["diff", str(intact), str(file)], 2),
-    Verb("validate", lambda file, intact, _: ["validate", str(intact.parent / "plan.npz"), str(file)], 2),
-    Verb("convert to trace", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.trace.npz")]),
-    Verb("convert to snapshot", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.pickle")]),
-    Verb("convert to perfetto", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.json")]),
-    Verb("convert to csv", lambda file, _, out: ["convert", "--force", str(file), str(out / "c.csv")]),
+    Verb("stats", "stats {file}", 4),
+    Verb("explain", "explain {file}", 3),
+    Verb("top", "top {file}", 2),
+    Verb("top --tree", "top --tree {file}"),
+    Verb("timeline", "timeline {file}"),
+    Verb("report", "report {file} -o {out}/r.html", 2),
+    Verb("report markdown", "report {file} -o {out}/r.md"),
+    Verb("plan", "plan {file} -o {out}/p.plan.npz --time-budget 0.5", 2),  # how long a search goes on is no matter
+    Verb("simulate", "simulate {file}"),
+    Verb("diff", "diff {intact} {file}", 2),
+    Verb("validate", "validate {intact.parent}/plan.npz {file}", 2),
+    Verb("convert to trace", "convert --force {file} {out}/c.trace.npz"),
+    Verb("convert to snapshot", "convert --force {file} {out}/c.pickle"),
+    Verb("convert to perfetto", "convert --force {file} {out}/c.json"),
+    Verb("convert to csv", "convert --force {file} {out}/c.csv"),
 )
-_ON_PLANS = (
-    Verb("validate", lambda file, intact, _: ["validate", str(file), str(intact)], 2),
-    Verb("judge", None, 3),
-    Verb("stats", lambda file, _, __: ["stats", str(file)]),
-)
-_ON_PLACES = (Verb("plan --fixed", lambda file, intact, _: ["plan", str(intact), "--fixed", str(file)]),)
+#: to judge is to load the plans and validate them, without the command line
+_ON_PLANS = (Verb("validate", "validate {file} {intact}", 2), Verb("judge", "", 3), Verb("stats", "stats {file}"))
+_ON_PLACES = (Verb("plan --fixed", "plan {intact} --fixed {file}"),)
 
 
 def verbs_of(kind: str) -> tuple[Verb, ...]:
@@ -66,10 +56,11 @@ def verbs_of(kind: str) -> tuple[Verb, ...]:
 
 
 def run(verb: Verb, file: Path, intact: Path, out: Path) -> int:
-    if verb.arguments is not None:
+    """Run a verb as the command line does; its exit code."""
+    if verb.typed:
         from stalloc.cli import main
 
-        return main(verb.arguments(file, intact, out))
+        return main([word.format(file=file, intact=intact, out=out) for word in verb.typed.split()])
     from stalloc.notices import say
     from stalloc.planner import load_plans, validate
 
