@@ -11,8 +11,7 @@ ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
-from mutating.constants import halved_and_doubled  # noqa: E402
-from mutating.relevant import relevant_tests  # noqa: E402
+from mutating.trying import halved_and_doubled, relevant_tests  # noqa: E402
 
 MODULE = """\"\"\"Numbers.\"\"\"
 

@@ -15,10 +15,9 @@ BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 from harm.catalogue import programs  # noqa: E402
-from harm.fuzz import try_one  # noqa: E402
 from harm.judging import Row, hit_rates  # noqa: E402
 from harm.peers import smallest  # noqa: E402
-from harm.random_programs import LEAST_LOAD_BYTES, draw, sources  # noqa: E402
+from harm.random_programs import LEAST_LOAD_BYTES, draw, sources, try_one  # noqa: E402
 
 MIB = 1 << 20
 

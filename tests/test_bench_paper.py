@@ -15,8 +15,7 @@ from planning.baselines import stalloc_paper  # noqa: E402
 from planning.cases import Case  # noqa: E402
 from planning.generator import make  # noqa: E402
 from planning.judging import judged  # noqa: E402
-from pretraining.cells import bubble  # noqa: E402
-from pretraining.devices import MIB, Need, cases  # noqa: E402
+from pretraining.measuring import MIB, Need, bubble, cases  # noqa: E402
 
 TINY = ("--layers", "8", "--length", "64", "--sequences", "1")
 

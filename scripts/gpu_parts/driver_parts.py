@@ -27,8 +27,6 @@ class Location(ctypes.Structure):
 
 
 class Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
     _fields_ = (
         ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", Location), ("win32", ctypes.c_void_p),
         ("compression", ctypes.c_ubyte), ("direct_access", ctypes.c_ubyte), ("rest", ctypes.c_ubyte * 6),
@@ -36,8 +34,6 @@ class Properties(ctypes.Structure):
 
 
 class Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
@@ -51,7 +47,6 @@ class Driver:
         self.times_us: dict[str, list[float]] = {}
 
     def name(self, status: int) -> str:
-        """A status, and what the driver calls it."""
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(status, ctypes.byref(text))
         return f"{status} ({text.value.decode() if text.value else 'a status without a name'})"
@@ -70,17 +65,14 @@ class Driver:
         return status == 0
 
     def fails(self, sentence: str) -> None:
-        """Keep something that is wrong."""
         self.failures.append(sentence)
         note(failed=sentence)
 
     def integer(self, function: str, *arguments: Any, about: str = "") -> int:
-        """A function that writes an int first."""
         value = ctypes.c_int(-1)
         return value.value if self.call(function, ctypes.byref(value), *arguments, about=about) else -1
 
     def check(self) -> None:
-        """Fail with the first call that failed."""
         check(not self.failures, self.failures[0] if self.failures else "")
 
 
@@ -138,11 +130,8 @@ def pages() -> None:
         peers = [one for one in range(1, own.integer("cuDeviceGetCount")) if _reaches(own, one, 0)]
         rdma = own.integer("cuDeviceGetAttribute", 110, 0) == 1
         exported = own.integer("cuDeviceGetAttribute", 103, 0) == 1
-        ways: dict[str, dict[str, Any]] = {
-            "alone": {},
-            "for network cards": {"rdma": 1},
-            "for other processes": {"export": 1},
-        }
+        ways: dict[str, dict[str, Any]] = {"alone": {}, "for network cards": {"rdma": 1}}
+        ways["for other processes"] = {"export": 1}
         if peers:
             ways["for peers"] = {"peers": peers}
         elif not own.failures:
@@ -160,7 +149,6 @@ def pages() -> None:
 
 
 def _reserves_twice(own: Driver, total_bytes: int) -> None:
-    """Addresses for twice the device's memory, as stalloc wants them."""
     address, length, none = ctypes.c_uint64(), ctypes.c_size_t(total_bytes // MIB * MIB * 2), ctypes.c_uint64(0)
     about = f"{length.value} bytes of addresses"
     if own.call("cuMemAddressReserve", ctypes.byref(address), length, none, none, none, about=about):

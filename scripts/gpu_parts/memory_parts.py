@@ -11,7 +11,6 @@ MIB = 1 << 20
 
 
 def _begin(**options: Any) -> tuple[Any, Any]:
-    """torch and the runtime."""
     use_device()
     runtime = installed(**options)
     with step("import torch"):
@@ -46,7 +45,6 @@ class Patterns:
         self.num_checked = 0
 
     def add(self, size: int) -> None:
-        """A block of so many bytes."""
         while self._live and self._held + size > self._most:
             self.drop()
         host = self._torch.randint(0, 256, (min(size, 65536),), dtype=self._torch.uint8)
@@ -57,7 +55,6 @@ class Patterns:
         self._live[next(self._numbers)] = block, host
 
     def drop(self) -> None:
-        """Compare one block and free it."""
         number = self._rng.choice(list(self._live))
         block, host = self._live.pop(number)
         same = self._torch.equal(block[-len(host) :].cpu(), host)
@@ -66,7 +63,6 @@ class Patterns:
         self.num_checked += 1
 
     def run(self, num: int, sizes: tuple[int, ...]) -> None:
-        """Add and drop."""
         for _ in range(num):
             if self._live and self._rng.random() < 0.45:
                 self.drop()
@@ -138,12 +134,10 @@ def _two_streams(streams: str) -> None:
 
 
 def streams_separate() -> None:
-    """Two streams, each with a region of its own."""
     _two_streams("separate")
 
 
 def streams_share() -> None:
-    """Two streams that share the arena."""
     _two_streams("share")
 
 
@@ -281,12 +275,10 @@ def _in_child(method: str, before: bool) -> None:
 
 
 def fork() -> None:
-    """CUDA in a forked child only."""
     _in_child("fork", before=False)
 
 
 def spawn() -> None:
-    """CUDA in a spawned child, whose parent uses it too."""
     _in_child("spawn", before=True)
 
 

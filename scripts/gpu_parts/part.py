@@ -30,7 +30,6 @@ class PartFailed(Exception):
 
 
 def note(**facts: Any) -> None:
-    """Keep facts."""
     file = os.environ.get("GPU_CHECK_NOTES")
     if file:
         with open(file, "a", encoding="utf-8") as notes:
@@ -48,7 +47,6 @@ def step(name: str) -> Iterator[None]:
 
 
 def check(condition: object, sentence: str) -> None:
-    """Fail with a sentence unless something holds."""
     if not condition:
         raise PartFailed(sentence)
 
@@ -65,7 +63,6 @@ def use_device() -> None:
 
 
 def installed(**options: Any) -> Any:
-    """The runtime of stalloc in this process; it fails where stalloc does not serve memory by pages."""
     import stalloc
 
     return stalloc.install(device="cuda" if IS_REAL else "virtual", **options)
@@ -94,15 +91,6 @@ def run_program(allocator: str, *program: str, **variables: str) -> tuple[str, d
     return done.stdout, json.loads(figures.read_text()) if allocator == "stalloc" else {}
 
 
-def parts() -> dict[str, Any]:
-    """All parts by name; the modules import nothing large before one is run."""
-    found: dict[str, Any] = {}
-    for name in MODULES:
-        module = importlib.import_module(name)
-        found |= {one.__name__: one for one in module.PARTS}
-    return found
-
-
 def main() -> int:
     faulthandler.enable()
     if sys.argv[1] == "program":
@@ -115,7 +103,9 @@ def main() -> int:
     import part
 
     try:
-        part.parts()[sys.argv[1]](*sys.argv[2:])
+        modules = [importlib.import_module(name) for name in MODULES]  # which import nothing large before one is run
+        parts = {one.__name__: one for module in modules for one in module.PARTS}
+        parts[sys.argv[1]](*sys.argv[2:])
     except part.PartFailed as error:
         note(failure=str(error))
         return 1

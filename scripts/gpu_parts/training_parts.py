@@ -21,7 +21,6 @@ def _folder() -> Path:
 
 
 def _losses_alike(*options: str) -> None:
-    """Losses of deterministic steps, native and under stalloc."""
     losses = {}
     for allocator in ("native", "stalloc"):
         file = _folder() / f"{allocator}.json"
@@ -36,12 +35,10 @@ def _losses_alike(*options: str) -> None:
 
 
 def losses_tiny() -> None:
-    """Of a tiny model, with checkpoints."""
     _losses_alike("--size", "tiny", "--checkpoint", "--accumulate", "2")
 
 
 def losses_124m() -> None:
-    """Of one of 124M parameters."""
     _losses_alike(*LARGER)
 
 
@@ -180,7 +177,6 @@ def _total_bytes() -> int:
 
 
 def tests(name: str) -> None:
-    """One test that is marked gpu."""
     file = f"tests/test_on_gpu.py::{name}"
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist", file],

@@ -10,10 +10,8 @@ QUIET = (
 
 
 def chromium() -> str | None:
-    """Where the system's Chromium is."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def launch(engine: Any) -> Any:
-    """A browser of Playwright's engine."""
     return engine.chromium.launch(executable_path=chromium(), args=list(QUIET))

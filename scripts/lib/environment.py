@@ -40,7 +40,6 @@ MODULES = ("numpy", "networkx", "numba", "rich", "torch", "cupy", "pytest", "xdi
 
 
 def say(text: str) -> None:
-    """Tell the user; standard output is kept for the answer."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -63,7 +62,6 @@ def driver_version() -> int | None:
 
 
 def choose_kind() -> str:
-    """Which of the three kinds suits this machine and this interpreter."""
     driver = driver_version()
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     if not missing and (driver or "STALLOC_PYTHON" in os.environ):

@@ -8,7 +8,7 @@ while changing FILE: what breaks further away only the whole suite finds.
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +24,6 @@ def module_name(path: Path) -> str:
 
 @cache
 def import_graph() -> tuple[dict[str, Path], dict[str, set[str]]]:
-    """The modules of the checkout by name, and what each imports."""
     sources = [path for folder in ("stalloc", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
     modules = {module_name(path): path for path in sources}
     owners = handed_on(modules)
@@ -78,16 +77,14 @@ def near_tests(file: Path) -> list[Path]:
     while wave:
         seen |= wave
         verbs = [name.rpartition(".")[2] for name in wave if name.startswith("stalloc.cli.")]
-        near = {name for name in tests if by[name] & wave or (verbs and _runs(modules[name].read_text("utf-8"), verbs))}
+        typed = [rf'([(\[*]|"stalloc", )"{verb}"[,\]) ]' for verb in verbs]  # first in a call, a list, or a command
+        texts = {name: modules[name].read_text("utf-8") for name in tests} if verbs else {}
+        runs = {name for name, text in texts.items() if any(re.search(one, text) for one in typed)}
+        near = {name for name in tests if by[name] & wave} | runs
         if near:
             return sorted(modules[name] for name in near)
         wave = {name for name in modules if by[name] & wave} - seen
     return []
-
-
-def _runs(text: str, verbs: Sequence[str]) -> bool:
-    """Whether a test types one of these verbs: as the first word of a call, a list, or a command line."""
-    return any(re.search(rf'([(\[*]|"stalloc", )"{verb}"[,\]) ]', text) for verb in verbs)
 
 
 def main() -> int:

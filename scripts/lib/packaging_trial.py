@@ -70,7 +70,6 @@ def _install(python: str, folder: Path, distribution: Path, options: list[str]) 
 
 
 def _environment(python: str, folder: Path) -> Path:
-    """An environment of that Python; the folder of its programs."""
     _run(python, "-m", "venv", folder)
     return folder / "bin"
 

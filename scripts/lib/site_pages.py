@@ -25,7 +25,6 @@ _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made."""
     made = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in PAGES.items()}
     made |= {"commands.md": commands(), "python.md": python_reference()}
     origins = {page: name for name, page in PAGES.items()}
@@ -48,7 +47,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links lead to pages."""
     own = page.file.src_uri
     origin = next((name for name, made in PAGES.items() if made == own), f"docs/{own}")
     if own.startswith("source/") or own in ("commands.md", "python.md"):
@@ -81,7 +79,6 @@ def _source(target: str) -> str:
 
 
 def commands() -> str:
-    """What `stalloc VERB --help` says, for every verb."""
     from stalloc.cli import VERBS, build_parser
 
     os.environ["COLUMNS"] = "100"

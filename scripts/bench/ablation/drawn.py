@@ -1,15 +1,21 @@
 """Random programs as recordings, with what torch's models need for them: python drawn.py FOLDER TRACES NUMBER.
 
-Contract: as harm.fuzz and harm.peaks; a program that is there is not drawn again.
+Contract: as harm.random_programs; a program that is there is not drawn again.
 """
 
 import sys
 from pathlib import Path
 
 import numpy as np
-from harm.fuzz import MODELS, kept_sources, least_capacity, reserved_bytes
-from harm.peaks import draw_changing
-from harm.random_programs import RandomProgram, draw
+from harm.random_programs import (
+    MODELS,
+    RandomProgram,
+    draw,
+    draw_changing,
+    kept_sources,
+    least_capacity,
+    reserved_bytes,
+)
 
 from ablation.rows import FREE, MALLOC, Row
 
@@ -30,7 +36,6 @@ def rows_of(program: RandomProgram) -> np.ndarray:
 
 
 def main() -> None:
-    """Draw `NUMBER` programs of both kinds."""
     folder, traces, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     for seed in range(1, number + 1):
         for kind, draw_one, needs in (("tight", draw, least_capacity), ("changing", draw_changing, reserved_bytes)):
@@ -39,14 +44,10 @@ def main() -> None:
                 continue
             program = draw_one(seed, kept_sources(traces))
             rows = rows_of(program)
-            np.savez_compressed(
-                file,
-                rows=rows,
-                device=np.zeros(len(rows), np.int64),
-                names=np.array([""]),
-                better_bytes=np.array(min(needs(program, name) for name in MODELS)),
-                load_bytes=np.array(program.load_bytes),
-            )
+            better = np.array(min(needs(program, name) for name in MODELS))
+            sizes = {"better_bytes": better, "load_bytes": np.array(program.load_bytes)}
+            device = np.zeros(len(rows), np.int64)
+            np.savez_compressed(file, rows=rows, device=device, names=np.array([""]), **sizes)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ Figures = dict[str, dict[str, Any]]  #: by trial
 
 @dataclass
 class Judgement:
-    """One rule's row of the table."""
-
     higher: list[str] = field(default_factory=list)  #: programs whose peak rises by 2 %
     lower: list[str] = field(default_factory=list)  #: falls by as much
     fails: list[str] = field(default_factory=list)  #: that no longer complete in the allowed memory
@@ -45,7 +43,6 @@ class Judgement:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the rule stays whatever else is measured."""
         return len(self.higher) > MOST_HOLDING + 1 or bool(self.fails)
 
     @property

@@ -71,23 +71,17 @@ class Writer:
         for controller in self._runtime.controllers:
             index = controller.device.index
             if of is None or index in of:
-                self.rows.append(
-                    (index, int(controller.state.record.log.num_events), int(row), number, time.process_time_ns())
-                )
+                num_events = int(controller.state.record.log.num_events)
+                self.rows.append((index, num_events, int(row), number, time.process_time_ns()))
 
     def end_step(self, kind: str) -> None:
         self.note(Row.STEP_END, None, kind)
 
     def result(self) -> dict[str, Any]:
-        """Columns of all devices, one device after the other."""
-        columns = [_of_device(one, [row[1:] for row in self.rows if row[0] == one.device.index])
-                   for one in self._runtime.controllers]  # fmt: skip
-        names = np.array(list(self.names) or [""])
-        return {
-            "rows": np.concatenate(columns),
-            "device": np.concatenate([np.full(len(rows), index) for index, rows in enumerate(columns)]),
-            "names": names,
-        }
+        controllers = self._runtime.controllers
+        columns = [_of_device(one, [row[1:] for row in self.rows if row[0] == one.device.index]) for one in controllers]
+        device = np.concatenate([np.full(len(rows), index) for index, rows in enumerate(columns)])
+        return {"rows": np.concatenate(columns), "device": device, "names": np.array(list(self.names) or [""])}
 
 
 def _of_device(controller: Any, between: list[tuple[int, ...]]) -> np.ndarray:
@@ -120,12 +114,10 @@ def _of_device(controller: Any, between: list[tuple[int, ...]]) -> np.ndarray:
 
 
 def gpu_of(num_devices: int) -> devices.VirtualGPU:
-    """As many, of ample memory."""
     return devices.VirtualGPU(name="of an ablation", total_bytes=MEMORY_BYTES, num_devices=num_devices)
 
 
 def record(result: str, num_devices: int, program: list[str]) -> int:
-    """Run a program in this process and write what it asked for; its exit code."""
     runtime = install(device="virtual", gpu=gpu_of(num_devices), settings=Settings(plan=False, keep_recording=True))
     writer = Writer(runtime)
     if Path(program[0]).resolve().parent == HARM_PROGRAMS:

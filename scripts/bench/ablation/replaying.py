@@ -1,25 +1,46 @@
 """A recorded program on a device of numbers, under the stalloc that this process has: what it held, hit and called.
 
-Contract: controller, planner and compiled core are those that serve torch and CuPy; pages are counted as the driver
-would count them, those included that wait to be mapped elsewhere. Searches and plans are waited for, so that equal runs
-give equal figures. All requests come from one thread.
+Contract: requests go by the entries that torch and CuPy use; controller, planner and compiled core are those that serve
+them; pages are counted as the driver would count them, those included that wait to be mapped elsewhere. Searches and
+plans are waited for, so that equal runs give equal figures. All requests come from one thread.
 """
 
+import ctypes
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 
-from ablation.asking import ask
-from ablation.rows import MALLOC, Row
+from ablation.rows import FREE, MALLOC, Row
+from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.device.mapped_pages import PAGE_BYTES
 from stalloc.replay.offline import let_go, make_controller
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.statistics import report
+
+_malloc = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
+_free = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
+
+
+@numba.njit  # type: ignore[misc]  # small, since it holds nothing of the core
+def ask(device, rows, address):  # type: ignore[no-untyped-def]
+    """Make requests and frees; False if one is not served that was when it was recorded."""
+    for i in range(len(rows)):
+        what, block = rows[i, 0], rows[i, 1]
+        if what == FREE:
+            _free(device, address[block])
+        else:
+            address[block] = _malloc(device, rows[i, 2], rows[i, 3])
+            if what == MALLOC and address[block] == 0:
+                return False
+            if what != MALLOC:
+                _free(device, address[block])
+    return True
 
 
 class Driver:
@@ -34,14 +55,12 @@ class Driver:
 
     @property
     def calls(self) -> int:
-        """That map, unmap, make and release memory, or wait for the device."""
         return int(self._device.num_allocs + self._device.num_frees + self._waits)
 
     def _note_peak(self) -> None:
         self._peak_bytes = max(self._peak_bytes, self._device.taken + self._kept_bytes)
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
-        """As the device does, which uses what is kept first."""
         done: bool = self._map(address, count, held)
         if done:
             self._kept_bytes = max(0, self._kept_bytes - count * PAGE_BYTES)
@@ -49,27 +68,22 @@ class Driver:
         return done
 
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
-        """The same, and keeps it."""
         before = self._device.taken
         self._unmap(address, count, held)
         self._kept_bytes += before - self._device.taken
 
     def take(self, size_bytes: int) -> Any:
-        """The same."""
         memory = self._take(size_bytes)
         self._note_peak()
         return memory
 
     def wait(self) -> None:
-        """Nothing is queued."""
         self._waits += 1
 
     def collect(self) -> None:
-        """What is kept goes back."""
         self._kept_bytes = 0
 
     def take_peak(self) -> int:
-        """The most that was held since this was asked last."""
         self._note_peak()
         peak, self._peak_bytes = self._peak_bytes, 0
         self._note_peak()
@@ -78,14 +92,11 @@ class Driver:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """All that one device of a program was asked for."""
-
     rows: np.ndarray  #: (n, 4) as recording.py writes them
     names: list[str]
 
     @property
     def step_end(self) -> Row:
-        """What ends a step: what the benchmark counts, or marks where it counts none."""
         return Row.STEP_END if (self.rows[:, 0] == Row.STEP_END).any() else Row.MARK
 
     @property
@@ -95,7 +106,6 @@ class Recording:
 
     @classmethod
     def load(cls, file: Path) -> "list[Recording]":
-        """One for each device that was asked for anything."""
         with np.load(file) as kept:
             rows, device, names = kept["rows"], kept["device"], kept["names"].tolist()
         found = [rows[device == index] for index in range(int(device.max(initial=0)) + 1)]
@@ -103,7 +113,6 @@ class Recording:
 
 
 def later_half(times: np.ndarray) -> float:
-    """What a step took on average, of those in the later half, by when each ended."""
     return float(np.diff(times[len(times) // 2 :]).mean()) if len(times) > 3 else 0.0
 
 

@@ -6,8 +6,6 @@ MALLOC, FREE, REFUSED = 0, 1, 2  # refused: there was no memory for it
 
 
 class Row(enum.IntEnum):
-    """What comes between requests."""
-
     MARK = 10  #: of a step
     STEP_END = 11  #: as the benchmark counts steps
     EXPECT_LASTING = 12

@@ -17,13 +17,11 @@ class Rule:
     changes: tuple[Change, ...]
 
     def __add__(self, other: "Rule") -> "Rule":
-        """Both off."""
         name, what = f"{self.name} + {other.name}", "several rules"
         return Rule(name, self.lines + other.lines, what, self.changes + other.changes)
 
 
 def _before(statement: str, *lines: str) -> str:
-    """A statement behind lines that are indented as it is."""
     indent = statement[: len(statement) - len(statement.lstrip())]
     return "".join(f"{indent}{line}\n" for line in lines) + statement
 

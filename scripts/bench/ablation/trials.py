@@ -32,30 +32,23 @@ _IMPORTED_ANEW = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One program on devices of a size."""
-
     kind: str  #: "program": a recorded one; "live": one that runs; "changing", "tight": a random one
     name: str  #: or its seed
     capacity_bytes: int = AMPLE_BYTES
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
         size = "ample" if self.capacity_bytes == AMPLE_BYTES else f"in {self.capacity_bytes >> 20} MiB"
         return f"{self.kind} {self.name} {size}"
 
-    def file_in(self, recordings: Path) -> Path:
-        """Where its requests are."""
-        return recordings / f"{self.name if self.kind == 'program' else f'{self.kind}-{self.name}'}.npz"
-
 
 def figures(trial: Trial, recordings: Path) -> dict[str, Any]:
-    """What became of it; sums over the devices."""
     if trial.kind == "live":
         return _live(trial)
     from ablation.replaying import Recording, replay  # each fork has a runtime of its own
 
-    parts = [replay(one, trial.capacity_bytes) for one in Recording.load(trial.file_in(recordings))]
+    file = trial.name if trial.kind == "program" else f"{trial.kind}-{trial.name}"
+    parts = [replay(one, trial.capacity_bytes) for one in Recording.load(recordings / f"{file}.npz")]
     steps = [step for part in parts for step in part["steps"]]
     rates = [hit_rates(part["steps"]) for part in parts]
     known = [rate for _, rate in rates if rate is not None]
@@ -108,23 +101,18 @@ def _steady_steps_with_calls(steps: list[dict[str, Any]]) -> int:
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Finds and loads one module whose text is changed."""
-
     def __init__(self, name: str, path: Path, text: str) -> None:
         super().__init__(name, str(path))
         self._text = text
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """It, and no other."""
         return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
 
     def get_code(self, fullname: str) -> Any:
-        """Of the changed text."""
         return compile(self._text, self.path, "exec")
 
 
 def change(changes: list[dict[str, str]]) -> None:
-    """Let modules of the runtime and of the planner, none of which is imported, have changed texts."""
     texts: dict[str, str] = {}
     for one in changes:
         text = texts.setdefault(one["file"], (ROOT / one["file"]).read_text(encoding="utf-8"))
@@ -135,7 +123,6 @@ def change(changes: list[dict[str, str]]) -> None:
 
 
 def run_all(trials: list[Trial], recordings: Path) -> None:
-    """A line of JSON for each."""
     fired: set[str] = set()
     builtins.fired = lambda name: fired.add(name) is None  # type: ignore[attr-defined]  # see rules.toml
     for trial in trials:

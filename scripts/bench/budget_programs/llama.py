@@ -5,15 +5,8 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
-config = LlamaConfig(
-    hidden_size=1536,
-    intermediate_size=4096,
-    num_hidden_layers=20,
-    num_attention_heads=24,
-    num_key_value_heads=6,
-    vocab_size=32000,
-    use_cache=False,
-)
+SIZES = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 20, "num_attention_heads": 24}
+config = LlamaConfig(**SIZES, num_key_value_heads=6, vocab_size=32000, use_cache=False)
 with torch.device("cuda"):
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -38,7 +38,6 @@ Made = tuple[nn.Module, Callable[[], Tensor], bool]
 
 
 def gpt(size: str, *, autocast: bool = False) -> Made:
-    """`examples/train_gpt.py`."""
     whole = train_gpt.SIZES[size]
     cut = train_gpt.ModelSize(
         num_layers=4, num_heads=4, dim=64, hidden_dim=160, vocab_size=128, dtype=whole.dtype, tied_head=whole.tied_head
@@ -48,7 +47,6 @@ def gpt(size: str, *, autocast: bool = False) -> Made:
 
 
 def of_script(name: str) -> dict[str, Any]:
-    """The classes and functions of a real program, which makes no step."""
     argv, sys.argv = sys.argv, [name, "0"]
     with contextlib.redirect_stdout(sys.stderr):
         found = runpy.run_path(str(REAL / name))
@@ -66,7 +64,6 @@ def resnet() -> Made:
 
 
 def unet() -> Made:
-    """`diffusion_unet.py`, under autocast."""
     model = of_script("diffusion_unet.py")["UNet"](32, (1, 2, 2))
 
     def loss() -> Tensor:
@@ -77,7 +74,6 @@ def unet() -> Made:
 
 
 def fsdp2() -> Made:
-    """`fsdp2.py`, one rank of one, over gloo."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformer_block import Block
@@ -96,7 +92,6 @@ _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
 
 
 def llama() -> Made:
-    """Of `transformers`, in bfloat16, with dropout in attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**_SIZE, vocab_size=64, attention_dropout=0.1)).to(torch.bfloat16)
@@ -104,7 +99,6 @@ def llama() -> Made:
 
 
 def mixtral() -> Made:
-    """Of `transformers`, in bfloat16, four experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -123,7 +117,6 @@ def _language_model(model: Any) -> Made:
 
 
 def vit() -> Made:
-    """Of `transformers`, with dropout, under autocast."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(**_SIZE, hidden_dropout_prob=0.1, image_size=32, patch_size=8, num_labels=10)
@@ -176,7 +169,6 @@ def _own(tensor: Any) -> Tensor:
 
 
 def compared(name: str, num_choices: int) -> dict[str, Any]:
-    """How often a program came out equal, differed, or was refused."""
     make, chosen = PROGRAMS[name], random.Random(name)
     expected = train(make, None)
     found: dict[str, Any] = {"equal": 0, "differs": 0, "raised": []}

@@ -32,8 +32,6 @@ class ChangeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One place of one file with another text in it."""
-
     name: str
     file: str
     """Its path in the checkout."""
@@ -56,8 +54,6 @@ class Change:
 
 
 class Checkout:
-    """A copy of the checkout below a folder of its own."""
-
     def __init__(self, folder: Path) -> None:
         self.root = folder / "checkout"
 
@@ -109,11 +105,9 @@ class Checkout:
         return subprocess.run(self.command(*arguments), **options)
 
     def command(self, *arguments: str) -> list[str]:
-        """What `run` runs."""
         return [sys.executable, "-P", *arguments]
 
     def _show_package(self) -> None:
-        """Lay the package out as it would be installed, as scripts/lib/environment.py does."""
         package = self.root / ".venv-source" / "stalloc"
         package.mkdir(parents=True)
         for entry in [*(self.root / "stalloc").iterdir(), self.root / "kernels"]:

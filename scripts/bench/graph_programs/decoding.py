@@ -39,12 +39,10 @@ def model_of(torch: Any, name: str) -> Any:
 
 
 def sizes_of(count: int) -> list[int]:
-    """So many batch sizes, as engines choose them: 1, 2, 4 and multiples of 8."""
     return [1, 2, 4, *range(8, 8 * (count - 2), 8)][:count]
 
 
 def main() -> None:
-    """Capture, replay, and print."""
     allocator, name, count, order, keep = sys.argv[1:]
     from stalloc.device import activate, find_gpu
 

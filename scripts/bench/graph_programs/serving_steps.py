@@ -18,7 +18,6 @@ STEPS = 200
 
 
 def main() -> None:
-    """Capture, serve, and print."""
     allocator, name, count = sys.argv[1:]
     from stalloc.device import activate, find_gpu
 

@@ -21,7 +21,6 @@ class Program:
 
     @property
     def takes_steps(self) -> bool:
-        """Whether a number of steps may follow its arguments."""
         return self.script.parent == OWN
 
     @property
@@ -74,18 +73,11 @@ _WITH_TRANSFORMERS = (
 
 def programs() -> list[Program]:
     """All of them, those that need Hugging Face's library only where it is installed."""
-    found = [
-        Program(
-            name,
-            OWN / f"{file}.py",
-            (name,),
-            is_cupy=file == "arrays",
-            num_devices=2 if name in ("two_gpus", "data_parallel") else 1,
-            is_quick=name in _QUICK,
-        )
-        for file, names in _OWN.items()
-        for name in names.split()
-    ]
+    found = []
+    for file, names in _OWN.items():
+        for name in names.split():
+            devices = 2 if name in ("two_gpus", "data_parallel") else 1
+            found.append(Program(name, OWN / f"{file}.py", (name,), file == "arrays", devices, name in _QUICK))
     found += _OTHERS
     if importlib.util.find_spec("transformers") is not None:
         found += _WITH_TRANSFORMERS

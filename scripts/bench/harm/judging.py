@@ -1,4 +1,4 @@
-"""The targets: what stalloc may need where a library's own allocator needs what it needs.
+"""The targets: what stalloc may need where a library's own allocator needs what it needs; and the table of the rows.
 
 Contract: a row is judged by figures of the virtual driver and of processes only; what could not be measured is no pass.
 """
@@ -40,12 +40,10 @@ class Row:
 
     @property
     def better_bytes(self) -> int:
-        """The peak of the better of the two."""
         return min(self.default_bytes, self.other_bytes)
 
 
 def judge(row: Row, ours: Outcome) -> None:
-    """Fill in what the run under stalloc was like, and what it missed."""
     row.code = ours.code
     if not ours.is_complete:
         row.missed.append(f"ends with {ours.code} under stalloc: {ours.last_line}")
@@ -55,7 +53,9 @@ def judge(row: Row, ours: Outcome) -> None:
     row.missed += [f"planning was given up: {note}" for note in ours.seen["gave_up"]]
     steps = ours.seen["steps"]
     row.hit_rate, row.known_hit_rate = hit_rates(steps)
-    _judge_peak(row, ours.peak_bytes)
+    held, factor = ours.peak_bytes, 1.0 if row.kinds <= FEW_KINDS else 1.02
+    _at_most(row, "peak against the other setting", held, row.other_bytes + max(4 * MIB, row.other_bytes // 200))
+    _at_most(row, "peak against the better", held, int(factor * row.better_bytes) + 4 * MIB)
     planned = [step for before, step in itertools.pairwise(steps) if before["planned"] and step["planned"]]
     if planned and "allocated" in planned[0]:
         held, allocated = peak(planned, "held"), peak(planned, "allocated")
@@ -67,16 +67,9 @@ def judge(row: Row, ours: Outcome) -> None:
 
 
 def judge_processor(row: Row, ratio: float) -> None:
-    """The same for the processor time."""
     row.processor_ratio = ratio
     if ratio > 1.05:
         row.missed.append(f"processor time {ratio:.2f} of native's, not 1.05")
-
-
-def _judge_peak(row: Row, held: int) -> None:
-    _at_most(row, "peak against the other setting", held, row.other_bytes + max(4 * MIB, row.other_bytes // 200))
-    factor = 1.0 if row.kinds <= FEW_KINDS else 1.02
-    _at_most(row, "peak against the better", held, int(factor * row.better_bytes) + 4 * MIB)
 
 
 def _at_most(row: Row, what: str, value: int, limit: int) -> None:
@@ -128,3 +121,38 @@ def _counted(before: dict[str, Any], step: dict[str, Any]) -> tuple[int, int, bo
 def _always_new(steps: list[dict[str, Any]]) -> bool:
     kinds = [step["kind"] for step in steps]
     return all(kinds.count(kind) <= SEEN_BEFORE for kind in set(kinds))
+
+
+HEADER = (
+    f"{'program':<26}{'default':>9}{'other':>9}{'stalloc':>9}{'alloc':>8}{'least':>9}{'in':>9}{'hits':>8}"
+    f"{'known':>8}{'cpu':>6}{'maps':>7}{'plans':>6}{'kinds':>9}{'exit':>5}"
+)
+
+
+def line_of(row: Row) -> str:
+    """One program: MiB, shares in per cent; `in` is the memory that stalloc was tried with, ! if it did not do."""
+    leasts = [least for least in (row.default_least_bytes, row.other_least_bytes) if least is not None]
+    tried = _mib(row.completes_in_bytes) + ("!" if row.completes is False else "")
+    ratio = "-" if row.processor_ratio is None else f"{row.processor_ratio:.2f}"
+    return (
+        f"{row.name:<26}{_mib(row.default_bytes):>9}{_mib(row.other_bytes):>9}{_mib(row.stalloc_bytes):>9}"
+        f"{_mib(row.allocated_bytes):>8}{_mib(min(leasts, default=None)):>9}{tried:>9}{_share(row.hit_rate):>8}"
+        f"{_share(row.known_hit_rate):>8}{ratio:>6}{_count(row.maps):>7}{_count(row.plans):>6}"
+        f"{f'{row.kinds}/{row.steps}':>9}{_count(row.code):>5}{'  MISSED' if row.missed else ''}"
+    )
+
+
+def misses(rows: list[Row]) -> list[str]:
+    return [f"MISSED {row.name}: {what}" for row in rows for what in row.missed]
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / MIB:,.0f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)

@@ -22,8 +22,6 @@ FOLDER = Path(__file__).resolve().parents[1] / "harm_programs"
 
 
 class Observer:
-    """Listens to the ends of steps and keeps one row a step."""
-
     def __init__(self, num_devices: int) -> None:
         self._devices = range(num_devices)
         self._rows: list[dict[str, Any]] = []
@@ -55,7 +53,6 @@ class Observer:
         self._rows.append(row)
 
     def result(self, code: int) -> dict[str, Any]:
-        """What is written once the program is over."""
         from stalloc.device import virtual
 
         self("after the last step")
@@ -108,7 +105,6 @@ def _watch_optimizers(listener: Callable[[str], None]) -> None:
 
 
 def main() -> int:
-    """Run the program, write what was seen; the program's exit code."""
     parser = argparse.ArgumentParser(prog="observe.py", allow_abbrev=False)
     parser.add_argument("--result", help="the file to write")
     parser.add_argument("--memory", type=int, help="run natively on devices of so many bytes")

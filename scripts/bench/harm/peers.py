@@ -22,8 +22,6 @@ GRANULE = 2 << 20
 
 @dataclass(frozen=True)
 class Peer:
-    """One program under one of the libraries' own settings."""
-
     peak_bytes: int  #: held at most on ample devices, all devices together
     allocated_peak_bytes: int | None
     num_kinds: int  #: kinds of steps, by the number and the bytes of their requests
@@ -36,7 +34,6 @@ class Peer:
 
 
 def settings(program: Program) -> tuple[Setting, Setting]:
-    """The two that stalloc is compared with."""
     return Setting.DEFAULT, Setting.ASYNC if program.is_cupy else Setting.EXPANDABLE
 
 
@@ -48,7 +45,6 @@ class KeptPeers:
         self._kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def find(self, program: Program, setting: Setting, *, least: bool) -> Peer:
-        """The kept result, or a new one; `least` asks for the least memory too."""
         key, print_ = f"{program.name} {setting.value}", _fingerprint(program)
         with self._lock:
             entry = self._kept.get(key)

@@ -41,17 +41,14 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the program came to its end, its figures were written and the process ended well."""
         return self.code == 0 and bool(self.seen)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The steps that were looked at, and what came after the last."""
         return [*self.seen["steps"], self.seen["end"]]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held over the whole run."""
         return peak(self.steps, "held")
 
     @property
@@ -61,11 +58,8 @@ class Outcome:
 
     def least_capacity(self, name: str) -> int:
         """The peak of the device that had the highest one, as a capacity that all devices have."""
-        return max(max(step[name][device] for step in self.steps if name in step) for device in self._devices)
-
-    @property
-    def _devices(self) -> range:
-        return range(len(self.steps[-1]["held"]))
+        devices = range(len(self.steps[-1]["held"]))
+        return max(max(step[name][device] for step in self.steps if name in step) for device in devices)
 
 
 def peak(steps: list[dict[str, Any]], name: str) -> int:
@@ -75,19 +69,21 @@ def peak(steps: list[dict[str, Any]], name: str) -> int:
 
 
 def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES) -> Outcome:
-    """Run it once."""
     variables = variables_of(program, setting, memory_bytes)
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         result = Path(folder) / "seen.json"
-        command = command_of(program, setting, memory_bytes, "--result", str(result))
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(124, f"no end within {LIMIT_SECONDS} s", {})
-        seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        done = within_limit(command_of(program, setting, memory_bytes, "--result", str(result)), variables)
+        seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() and done.returncode != 124 else {}
     return Outcome(done.returncode, last_line(done.stderr) if done.returncode else "", seen)
+
+
+def within_limit(command: list[str], variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command from the checkout's folder; one without an end gets the exit code 124."""
+    options: Any = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
+    try:
+        return subprocess.run(command, **options, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"no end within {LIMIT_SECONDS} s")
 
 
 def last_line(said: str) -> str:

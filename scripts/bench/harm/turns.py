@@ -14,6 +14,7 @@ import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from harm.catalogue import ROOT, Program
 from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, last_line, variables_of
@@ -21,8 +22,6 @@ from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, last_l
 
 @dataclass(frozen=True)
 class Turn:
-    """What a step took, in nanoseconds."""
-
     clock_ns: int  #: from the begin of its turn
     processor_ns: int  #: of all threads, from the end of the step before
 
@@ -50,14 +49,10 @@ class _Player:
         self._said = Path(folder) / "said"
         options = ["--turns", str(go), str(told), "--processor", str(processor)]
         with self._said.open("w") as said:
-            self._process = subprocess.Popen(
-                command_of(program, setting, memory_bytes, *options),
-                cwd=ROOT,
-                env=variables_of(program, setting, memory_bytes),
-                pass_fds=(go, told),
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-            )
+            command = command_of(program, setting, memory_bytes, *options)
+            variables = variables_of(program, setting, memory_bytes)
+            files: Any = {"pass_fds": (go, told), "stdout": subprocess.DEVNULL, "stderr": said}
+            self._process = subprocess.Popen(command, cwd=ROOT, env=variables, **files)
         os.close(go)
         os.close(told)
         limit = threading.Timer(LIMIT_SECONDS, self._process.kill)

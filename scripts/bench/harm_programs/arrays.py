@@ -3,40 +3,37 @@
 import random
 
 import cupy as cp
-from steps import end_of_step, program, run
+from steps import each_step, end_of_step, program, run
 
 
 @program(400)
 def elementwise(num_steps: int) -> None:
     """A loop of small expressions, whose host time is what counts."""
     arrays = [cp.ones(1 << 20, cp.float32) for _ in range(64)]
-    for _ in range(num_steps):
+    for _ in each_step(num_steps, "equal"):
         for a in arrays[:16]:
             a = (a * 2 + 1) / 3 - a
-        end_of_step("equal")
 
 
 @program(60)
 def waves(num_steps: int) -> None:
     """Fourier transforms of planes, forth and back."""
     wave = cp.ones((24, 512, 512), cp.complex64)
-    for _ in range(num_steps):
+    for _ in each_step(num_steps, "equal"):
         bent = wave * cp.exp(1j * cp.random.random((512, 512), dtype=cp.float32)).astype(cp.complex64)
         wave = cp.fft.ifft2(cp.fft.fft2(bent, axes=(1, 2)), axes=(1, 2)).astype(cp.complex64)
-        end_of_step("equal")
 
 
 @program(100)
 def stencil(num_steps: int) -> None:
     """A heat equation; every 20th state is kept."""
     state, kept = cp.zeros((2048, 2048), cp.float32), []
-    for step in range(num_steps):
+    for step in each_step(num_steps, "equal"):
         inner = state[1:-1, 1:-1]
         around = state[:-2, 1:-1] + state[2:, 1:-1] + state[1:-1, :-2] + state[1:-1, 2:]
         state = cp.pad(inner + cp.float32(0.1) * (around - 4 * inner), 1)
         if step % 20 == 19:
             kept.append(state.copy())
-        end_of_step("equal")
 
 
 @program(100)

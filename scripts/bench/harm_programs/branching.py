@@ -5,8 +5,8 @@ import gc
 import random
 
 import torch
-from models import ConvNet, Transformer, images, new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import ConvNet, Transformer, images, new_training, tokens, train_step, update
+from steps import each_step, end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,16 +17,14 @@ def adaptive_solver(num_steps: int) -> None:
     rng = random.Random(4)
     slope = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512)).cuda()
     optimizer = torch.optim.Adam(slope.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         state = torch.empty(2048, 512, device="cuda")
         for _ in range(rng.randrange(4, 12)):
             first = slope(state)
             second = slope(state + 0.5 * first)
             state = state + (first + 2 * second + slope(state + 0.5 * second)) / 4
         state.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(60)
@@ -34,7 +32,7 @@ def early_exits(num_steps: int) -> None:
     """Two, four or eight blocks are computed, and every second one has a loss."""
     rng = random.Random(4)
     model, optimizer = new_training(num_blocks=8)
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         batch = tokens()
         x, losses = model.embedding(batch), []
         for index, block in enumerate(model.blocks[: rng.choice([2, 4, 8])]):
@@ -42,9 +40,7 @@ def early_exits(num_steps: int) -> None:
             if index % 2:
                 losses.append(F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), batch.flatten()))
         sum(losses, torch.zeros((), device="cuda")).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(64)
@@ -57,25 +53,21 @@ def lazy_penalty(num_steps: int) -> None:
     def made() -> Tensor:
         return maker(torch.empty(32, 128, device="cuda")).view(-1, 3, 64, 64)
 
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         truth = images(32, 64)
         (F.softplus(teller(made().detach())).mean() + F.softplus(-teller(truth)).mean()).backward()
-        for_teller.step()
-        for_teller.zero_grad()
+        update(for_teller)
         if step % 4 == 0:
             truth.requires_grad_(True)
             (slope,) = torch.autograd.grad(teller(truth).sum(), truth, create_graph=True)
             slope.square().sum().backward()
-            for_teller.step()
-            for_teller.zero_grad()
+            update(for_teller)
         F.softplus(-teller(made())).mean().backward()
-        for_maker.step()
-        for_maker.zero_grad()
+        update(for_maker)
         for_teller.zero_grad()
         with torch.no_grad():
             for average, parameter in zip(averaged.parameters(), maker.parameters(), strict=True):
                 average.lerp_(parameter, 0.001)
-        end_of_step()
 
 
 @program(60)
@@ -85,18 +77,16 @@ def adversarial(num_steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     labels = torch.zeros(32, dtype=torch.long, device="cuda")
     kept: list[Tensor] = []
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = images()
         change = torch.zeros_like(batch, requires_grad=True)
         for _ in range(3 if step % 5 else 7):
             (slope,) = torch.autograd.grad(F.cross_entropy(model(batch + change), labels), change)
             change = (change + 0.1 * slope.sign()).clamp(-0.3, 0.3).detach().requires_grad_(True)
         F.cross_entropy(model((batch + change).detach()), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 20 == 10:
             kept[:] = batch.clone(), change.detach().clone()
-        end_of_step()
 
 
 @program(64)
@@ -142,8 +132,7 @@ def feedback(num_steps: int) -> None:
             rows = slice(first, first + 4)
             now = chosen(policy, texts[rows])
             (((now - before[rows]).exp() * reward[rows]).mean() + (now - usual[rows]).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             end_of_step()
 
 
@@ -155,24 +144,21 @@ def imagined(num_steps: int) -> None:
     actor = nn.Sequential(nn.Linear(512, 512), nn.ELU(), nn.Linear(512, 8)).cuda()
     of_world = torch.optim.Adam([*encoder.parameters(), *cell.parameters(), *value.parameters()])
     of_actor = torch.optim.Adam(actor.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         state, states = torch.zeros(8, 512, device="cuda"), []
         for _ in range(8):
             state = cell(encoder(images(8, 64)), state)
             states.append(state)
         value(torch.stack(states)).square().mean().backward()
-        of_world.step()
-        of_world.zero_grad()
+        update(of_world)
         state = torch.stack(states).detach().flatten(0, 1)
         reward = torch.zeros((), device="cuda")
         for _ in range(rng.choice([5, 10, 15])):
             state = cell(actor(state).softmax(-1).repeat(1, 64), state)
             reward = reward + value(state).mean()
         (-reward).backward()
-        of_actor.step()
-        of_actor.zero_grad()
+        update(of_actor)
         of_world.zero_grad()
-        end_of_step()
 
 
 @program(60)
@@ -183,15 +169,11 @@ def several_tasks(num_steps: int) -> None:
     model.add_module("head", nn.Identity())
     heads = nn.ModuleList(nn.Linear(256, classes) for classes in (2, 1000, 8192)).cuda()
     of_heads = torch.optim.AdamW(heads.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         task = rng.randrange(3)
         features = model(tokens(8, (128, 256, 192)[task]))
         heads[task](features).logsumexp(-1).mean().backward()
-        optimizer.step()
-        of_heads.step()
-        optimizer.zero_grad()
-        of_heads.zero_grad()
-        end_of_step()
+        update(optimizer, of_heads)
 
 
 if __name__ == "__main__":

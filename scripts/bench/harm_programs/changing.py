@@ -4,8 +4,8 @@ import copy
 import random
 
 import torch
-from models import Block, Transformer, new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import Block, Transformer, new_training, tokens, train_step, update
+from steps import each_step, end_of_step, program, run
 from torch import Tensor, nn
 
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 def growing_model(num_steps: int) -> None:
     """Every 15th step a block is added and the optimizer is made anew."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step % 15 == 14:
             model.blocks.append(Block(256).cuda())
             optimizer = torch.optim.AdamW(model.parameters())
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 @program(60)
@@ -26,11 +25,10 @@ def optimizer_swapped(num_steps: int) -> None:
     """A third of the steps with SGD, the others with Adam."""
     model, _ = new_training()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step == num_steps // 3:
             optimizer = torch.optim.Adam(model.parameters())
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 @program(60)
@@ -38,31 +36,27 @@ def frozen_then_thawed(num_steps: int) -> None:
     """The blocks are frozen in the first half: only the head learns."""
     model, optimizer = new_training()
     model.blocks.requires_grad_(False)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step == num_steps // 2:
             model.blocks.requires_grad_(True)
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 @program(60)
 def pruned(num_steps: int) -> None:
     """Every 20th step the feed-forward layers lose a quarter of their width, and the optimizer is made anew."""
     model, optimizer = new_training(width=512)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step % 20 == 19:
             for block in model.blocks:
                 first, last = block.feed[0], block.feed[2]
                 narrow = 3 * first.out_features // 4
-                first.weight, first.bias = (
-                    nn.Parameter(first.weight[:narrow].clone()),
-                    nn.Parameter(first.bias[:narrow]),
-                )
+                first.weight = nn.Parameter(first.weight[:narrow].clone())
+                first.bias = nn.Parameter(first.bias[:narrow])
                 last.weight = nn.Parameter(last.weight[:, :narrow].clone())
                 first.out_features = last.in_features = narrow
             optimizer = torch.optim.AdamW(model.parameters())
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 class Adapter(nn.Module):
@@ -130,14 +124,13 @@ def blocks_chosen(num_steps: int) -> None:
     model = Transformer(width=384, num_blocks=8).cuda().requires_grad_(False)
     model.head.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.head.parameters())
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step % 5 == 0:
             model.blocks.requires_grad_(False)
             for number in rng.sample(range(8), 2):
                 model.blocks[number].requires_grad_(True)
             optimizer = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad)
         train_step(model, optimizer, tokens(6, 192))
-        end_of_step()
 
 
 @program(80)
@@ -157,8 +150,7 @@ def continual(num_steps: int) -> None:
                 for weight, counts, old in zip(trunk, importance, before, strict=True):
                     loss = loss + (counts * (weight - old).square()).sum()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             end_of_step()
             done += 1
         importance = [torch.zeros_like(weight) for weight in trunk]

@@ -3,8 +3,8 @@
 import random
 
 import torch
-from models import new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import new_training, tokens, train_step, update
+from steps import each_step, program, run
 
 
 class BadSample(Exception):
@@ -24,20 +24,19 @@ def forward_raises(num_steps: int) -> None:
 
     for block in model.blocks:
         block.register_forward_hook(check)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         bad_block = rng.choice(list(model.blocks)) if step % 5 == 4 else None
         try:
             train_step(model, optimizer, tokens())
         except BadSample:
             optimizer.zero_grad()
-        end_of_step()
 
 
 @program(50)
 def out_of_memory_retry(num_steps: int) -> None:
     """Every tenth batch asks for more than any GPU has, which is caught; it is done in halves."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = tokens()
         try:
             if step % 10 == 9:
@@ -49,32 +48,28 @@ def out_of_memory_retry(num_steps: int) -> None:
             torch.cuda.empty_cache()
             for half in batch.chunk(2):
                 (model(half, half) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        end_of_step()
+            update(optimizer)
 
 
 @program(40)
 def empty_cache(num_steps: int) -> None:
     """The cache is emptied after every step, as advice on the web has it."""
     model, optimizer = new_training()
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         train_step(model, optimizer, tokens())
         torch.cuda.empty_cache()
-        end_of_step()
 
 
 @program(60)
 def bad_gradients(num_steps: int) -> None:
     """Every seventh step is dropped after its backward, as when gradients are not finite."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = tokens()
         model(batch, batch).backward()
         if step % 7 != 6:
             optimizer.step()
         optimizer.zero_grad()
-        end_of_step()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import copy
 
 import torch
-from models import new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import new_training, tokens, train_step, update
+from steps import each_step, program, run
 
 
 @program(60)
@@ -12,11 +12,10 @@ def snapshots(num_steps: int) -> None:
     """A block's weights are cloned every 15th step and kept."""
     model, optimizer = new_training()
     kept = []
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step % 15 == 14:
             kept.append({name: weight.clone() for name, weight in model.blocks[0].state_dict().items()})
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 @program(50)
@@ -24,7 +23,7 @@ def ema_copy(num_steps: int) -> None:
     """At step 15 an averaged copy of the model is made, which follows it from then on."""
     model, optimizer = new_training()
     averaged = None
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step == 15:
             averaged = copy.deepcopy(model).requires_grad_(False)
         train_step(model, optimizer, tokens())
@@ -32,7 +31,6 @@ def ema_copy(num_steps: int) -> None:
             with torch.no_grad():
                 for mean, weight in zip(averaged.parameters(), model.parameters(), strict=True):
                     mean.lerp_(weight, 0.01)
-        end_of_step()
 
 
 @program(60)
@@ -40,13 +38,12 @@ def best_weights(num_steps: int) -> None:
     """After an evaluation every 15th step the weights are kept as the best so far, in place of those before."""
     model, optimizer = new_training()
     best = None
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         train_step(model, optimizer, tokens())
         if step % 15 == 14:
             with torch.no_grad():
                 model(tokens(4), tokens(4))
             best = {name: weight.clone() for name, weight in model.state_dict().items()}
-        end_of_step()
     assert best is not None or num_steps < 15
 
 
@@ -55,10 +52,9 @@ def leaking_list(num_steps: int) -> None:
     """A list for the charts keeps every loss, its batch and a small tensor."""
     model, optimizer = new_training()
     history = []
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         batch = tokens()
         history.append((train_step(model, optimizer, batch), batch, torch.zeros(64, 1024, device="cuda")))
-        end_of_step()
 
 
 @program(50)
@@ -73,10 +69,9 @@ def hooks_keep_activations(num_steps: int) -> None:
 
     for block in model.blocks:
         block.register_forward_hook(keep)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         wanted = step % 10 == 9
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 @program(120)
@@ -84,15 +79,13 @@ def replay_buffer(num_steps: int) -> None:
     """What is learned from is stored on the GPU, up to a limit; each step draws from it."""
     model, optimizer = new_training(num_blocks=2)
     buffer: list[torch.Tensor] = []
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         buffer.append(torch.empty(64, 4, 84, 84, dtype=torch.uint8, device="cuda"))
         buffer[:] = buffer[-80:]
         drawn = torch.cat([buffer[(step * 7 + i) % len(buffer)][:8] for i in range(8)]).float() / 255
         batch = tokens()
         (model(batch, batch) + drawn.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(50)
@@ -100,17 +93,15 @@ def predictions_kept(num_steps: int) -> None:
     """The predictions of a step are kept until the epoch of 12 steps ends and they are joined."""
     model, optimizer = new_training()
     kept: list[torch.Tensor] = []
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = tokens()
         loss = model(batch, batch)
         kept.append(torch.empty(8, 256, 64, device="cuda"))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 12 == 11:
             torch.cat(kept).mean(0)
             kept.clear()
-        end_of_step()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import random
 
 import torch
-from models import ConvNet, Transformer, images, new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import ConvNet, Transformer, images, new_training, tokens, train_step, update
+from steps import each_step, end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -14,13 +14,11 @@ from torch.optim.swa_utils import AveragedModel
 def accumulation_changes(num_steps: int) -> None:
     """A step is one, two or four micro-batches, more of them as training goes on."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         for _ in range(1 << min(2, 3 * step // num_steps)):
             batch = tokens()
             model(batch, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(60)
@@ -35,8 +33,7 @@ def experts_by_data(num_steps: int) -> None:
         cuts = sorted(rng.randrange(1, 8192) for _ in range(3))
         parts = x.split([b - a for a, b in zip([0, *cuts], [*cuts, 8192], strict=True)])
         torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step(str(step))
 
 
@@ -44,14 +41,13 @@ def experts_by_data(num_steps: int) -> None:
 def generation_between(num_steps: int) -> None:
     """Every eighth step texts are made with keys and values kept, a layer's tensors longer by one at each token."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         train_step(model, optimizer, tokens())
         if step % 8 == 7:
             kept: list[Tensor] = [torch.empty(16, 64, 512, device="cuda") for _ in range(8)]
             with torch.no_grad():
                 for _ in range(32):
                     kept = [torch.cat((one, one[:, -1:]), 1) for one in kept]
-        end_of_step()
 
 
 @program(80)
@@ -64,21 +60,18 @@ def actor_and_critic(num_steps: int) -> None:
     target = AveragedModel(critic)
     optimizers = [torch.optim.Adam(one.parameters()) for one in (actor, critic)]
     cycle: list[Tensor] = []
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         cycle = [*cycle[-15:], torch.empty(2048, 256, device="cuda")]
         batch = torch.cat(random.Random(step).choices(cycle, k=4))
         with torch.no_grad():
             wanted = target(actor(batch))
         F.mse_loss(critic(batch), wanted).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        update(optimizers[1])
         if step % 3 == 2:
             critic(actor(batch)).mean().backward()
             for one in optimizers:
-                one.step()
-                one.zero_grad()
+                update(one)
             target.update_parameters(critic)
-        end_of_step()
 
 
 @program(60)
@@ -92,7 +85,7 @@ def backward_raises(num_steps: int) -> None:
         made.register_hook(fail)
 
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = tokens()
         refused = model.blocks[1].register_forward_hook(refuse) if step % 6 == 5 else None
         try:
@@ -102,7 +95,6 @@ def backward_raises(num_steps: int) -> None:
             assert refused is not None
             refused.remove()
         optimizer.zero_grad()
-        end_of_step()
 
 
 @program(60)
@@ -112,7 +104,7 @@ def second_order(num_steps: int) -> None:
     model.cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     parameters = list(model.parameters())
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         x = torch.empty(4096, 512, device="cuda", requires_grad=True)
         value = model(x).sum()
         if step % 2:
@@ -122,9 +114,7 @@ def second_order(num_steps: int) -> None:
             slopes = torch.autograd.grad(value, parameters[0], create_graph=True)
             torch.autograd.grad(slopes[0].sum(), parameters[0], retain_graph=True)
         value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(60)
@@ -137,12 +127,11 @@ def gradients_by_sample(num_steps: int) -> None:
         return torch.func.functional_call(model, given, (sample,)).square().mean()
 
     by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         found = by_sample(parameters, torch.empty(64 if step % 4 else 96, 256, device="cuda"))
         for name, one in found.items():
             norm = one.flatten(1).norm(dim=1).clamp(min=1)
             parameters[name] = parameters[name] - 1e-3 * (one / norm.view(-1, *[1] * (one.dim() - 1))).mean(0)
-        end_of_step()
 
 
 @program(60)
@@ -150,24 +139,21 @@ def resized_progressively(num_steps: int) -> None:
     """Images grow in three stages, and a stage that begins thaws one more part of the model."""
     model = ConvNet().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         stage = 3 * step // num_steps
         for number, part in enumerate(model.stages):
             part.requires_grad_(number >= 12 - 6 * stage)
         F.cross_entropy(model(images(32, (64, 96, 128)[stage])), torch.zeros(32, dtype=torch.long).cuda()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(60)
 def recomputed_at_times(num_steps: int) -> None:
     """Blocks are recomputed in backward while batches are large, which changes every twelve steps."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         model.recompute = step // 12 % 2 == 1
         train_step(model, optimizer, tokens(16 if model.recompute else 8))
-        end_of_step()
 
 
 @program(60)
@@ -175,7 +161,7 @@ def averaged_weights(num_steps: int) -> None:
     """From half-way on weights are averaged every fifth step; every tenth a larger batch is judged by the average."""
     model, optimizer = new_training()
     averaged: AveragedModel | None = None
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         train_step(model, optimizer, tokens())
         if step == num_steps // 2:
             averaged = AveragedModel(model)
@@ -184,23 +170,20 @@ def averaged_weights(num_steps: int) -> None:
         if step % 10 == 9:
             with torch.no_grad():
                 (averaged or model)(tokens(24))
-        end_of_step()
 
 
 @program(60)
 def distilled(num_steps: int) -> None:
     """A teacher without gradients, a student, and a teacher that is exchanged every twenty steps."""
     teacher, (student, optimizer) = Transformer(384).cuda(), new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = tokens()
         with torch.no_grad():
             wanted = teacher(batch).softmax(-1)
         F.kl_div(student(batch).log_softmax(-1), wanted, reduction="batchmean").backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 20 == 19:
             teacher = Transformer(384 + 64 * (step // 20 % 2)).cuda()
-        end_of_step()
 
 
 if __name__ == "__main__":

@@ -66,25 +66,27 @@ class ConvNet(nn.Module):
 
 
 def tokens(num: int = 8, length: int = 256, device: str = "cuda") -> Tensor:
-    """A batch (num, length) from the host."""
     return torch.randint(0, VOCABULARY, (num, length)).to(device)
 
 
 def images(num: int = 32, size: int = 96) -> Tensor:
-    """A batch (num, 3, size, size) from the host."""
     return torch.empty(num, 3, size, size).cuda()
 
 
 def new_training(**options: int | bool) -> tuple[Transformer, torch.optim.Optimizer]:
-    """A transformer on the GPU and its optimizer."""
     model = Transformer(**options).cuda()  # type: ignore[arg-type]
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    """One step on a batch of tokens; the loss."""
     loss: Tensor = model(batch, batch)
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     return loss
+
+
+def update(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()

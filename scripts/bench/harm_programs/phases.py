@@ -4,8 +4,8 @@ import io
 import random
 
 import torch
-from models import Transformer, new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import Transformer, new_training, tokens, train_step, update
+from steps import each_step, program, run
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,24 +14,21 @@ from torch.nn import functional as F
 def accumulation(num_steps: int) -> None:
     """Four micro-batches make a step."""
     model, optimizer = new_training()
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         for _ in range(4):
             batch = tokens()
             (model(batch, batch) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 @program(60)
 def checkpoint_saved(num_steps: int) -> None:
     """Every tenth step model and optimizer are saved."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         train_step(model, optimizer, tokens())
         if step % 10 == 9:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
-        end_of_step()
 
 
 @program(30)
@@ -39,37 +36,34 @@ def rollout_and_training(num_steps: int) -> None:
     """Texts are made, token by token, then learned from in two steps; how long they are changes."""
     rng = random.Random(1)
     model, optimizer = new_training()
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         text = tokens(8, 64)
         with torch.no_grad():
             for _ in range(rng.choice([12, 16, 24])):
                 text = torch.cat((text, model(text)[:, -1:].argmax(-1)), 1)
         for _ in range(2):
             train_step(model, optimizer, F.pad(text, (0, 256 - text.shape[1])))
-        end_of_step()
 
 
 @program(420)
 def training_then_inference(num_steps: int) -> None:
     """Twenty steps of training, then nothing but equal batches without gradients."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         if step < 20:
             train_step(model, optimizer, tokens())
         else:
             with torch.no_grad():
                 model(tokens()).argmax(-1).cpu()
-        end_of_step()
 
 
 @program(150)
 def inference_only(num_steps: int) -> None:
     """No optimizer marks a step."""
     model = Transformer(width=512, num_blocks=6).cuda().eval()
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         with torch.no_grad():
             model(tokens()).argmax(-1).cpu()
-        end_of_step()
 
 
 @program(200)
@@ -77,10 +71,9 @@ def inference_of_any_length(num_steps: int) -> None:
     """A server's batches: one to sixteen texts of any length."""
     rng = random.Random(2)
     model = Transformer(width=512, num_blocks=4).cuda().eval()
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         with torch.no_grad():
             model(tokens(rng.randrange(1, 17), rng.randrange(16, 300))).argmax(-1).cpu()
-        end_of_step()
 
 
 @program(60)
@@ -91,27 +84,24 @@ def gan(num_steps: int) -> None:
     teller.append(nn.Linear(2048, 1))
     maker, teller = maker.cuda(), teller.cuda()
     for_maker, for_teller = torch.optim.Adam(maker.parameters()), torch.optim.Adam(teller.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         for _ in range(2):
             with torch.no_grad():
                 made = maker(torch.randn(4096, 256, device="cuda"))
             truth = torch.empty(4096, 4096).cuda()
             loss = F.softplus(teller(made)).mean() + F.softplus(-teller(truth)).mean()
             loss.backward()
-            for_teller.step()
-            for_teller.zero_grad()
+            update(for_teller)
         F.softplus(-teller(maker(torch.randn(4096, 256, device="cuda")))).mean().backward()
-        for_maker.step()
-        for_maker.zero_grad()
+        update(for_maker)
         for_teller.zero_grad()
-        end_of_step()
 
 
 @program(60)
 def validation_each_epoch(num_steps: int) -> None:
     """Ten steps of training, three of validation with a larger batch, and the sum of what they gave."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         train_step(model, optimizer, tokens())
         if step % 10 == 9:
             model.eval()
@@ -119,7 +109,6 @@ def validation_each_epoch(num_steps: int) -> None:
                 losses = [model(batch, batch) for batch in (tokens(12), tokens(12), tokens(5))]
             torch.stack(losses).mean().item()
             model.train()
-        end_of_step()
 
 
 @program(40)
@@ -128,7 +117,7 @@ def greedy_generation(num_steps: int) -> None:
     rng = random.Random(3)
     heads, width, num_blocks = 8, 128, 6
     weight = torch.empty(heads * width, 3 * heads * width, dtype=torch.float16, device="cuda")
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         num = rng.choice([16, 32])
         with torch.no_grad():
             shape = (num, heads, 128, width)
@@ -139,7 +128,6 @@ def greedy_generation(num_steps: int) -> None:
                     q, k, v = (x @ weight).view(num, 1, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
                     cache[i] = torch.cat((cache[i], torch.stack((k, v))), 3)
                     x = F.scaled_dot_product_attention(q, *cache[i]).transpose(1, 2).reshape(num, 1, heads * width)
-        end_of_step()
 
 
 @program(30)
@@ -147,7 +135,7 @@ def beam_search(num_steps: int) -> None:
     """Six beams a text: at each token the caches of the beams that stay are gathered anew."""
     heads, width, num_blocks = 8, 64, 4
     rng = random.Random(4)
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         beams, length = 6 * 8, rng.choice([64, 96, 160])
         cache = [torch.empty(2, beams, heads, length, width, device="cuda") for _ in range(num_blocks)]
         for _ in range(48):
@@ -155,7 +143,6 @@ def beam_search(num_steps: int) -> None:
             for i in range(num_blocks):
                 one_more = torch.empty(2, beams, heads, 1, width, device="cuda")
                 cache[i] = torch.cat((cache[i], one_more), 3).index_select(1, chosen)
-        end_of_step()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import random
 
 import torch
-from models import Transformer, new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import Transformer, new_training, tokens, train_step, update
+from steps import each_step, end_of_step, program, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,10 +13,9 @@ from torch.nn import functional as F
 def recomputing_toggled(num_steps: int) -> None:
     """Activations are kept in ten steps and recomputed in the next ten."""
     model, optimizer = new_training()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         model.recompute = step // 10 % 2 == 1
         train_step(model, optimizer, tokens())
-        end_of_step()
 
 
 @program(60)
@@ -26,17 +25,15 @@ def feature_hooks(num_steps: int) -> None:
     features: dict[int, Tensor] = {}
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda _module, _inputs, output, i=i: features.__setitem__(i, output))
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch = tokens()
         loss = model(batch, batch)
         if step % 3 == 2:
             loss = loss + sum(F.mse_loss(features[i], features[i + 1].detach()) for i in range(3))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step % 20 == 19:
             torch.stack([feature.std() for feature in features.values()]).cpu()
-        end_of_step()
 
 
 @program(60)
@@ -44,7 +41,7 @@ def offloaded_by_hand(num_steps: int) -> None:
     """A large second model is on the GPU only while it judges, every sixth step; the optimizer's state then is not."""
     model, optimizer = new_training()
     judge = Transformer(width=512, num_blocks=6).requires_grad_(False)
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         train_step(model, optimizer, tokens())
         if step % 6 == 5:
             for state in optimizer.state.values():
@@ -60,7 +57,6 @@ def offloaded_by_hand(num_steps: int) -> None:
                 for name, value in state.items():
                     if torch.is_tensor(value) and name != "step":
                         state[name] = value.to("cuda")
-        end_of_step()
 
 
 @program(60)
@@ -74,8 +70,7 @@ def ragged_accumulation(num_steps: int) -> None:
             batch = tokens(num)
             (model(batch, batch) / 4).backward()
             if i % 4 == 3 or i + 1 == len(sizes):
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 end_of_step()
                 done += 1
 
@@ -88,7 +83,7 @@ def refilled_buffer(num_steps: int) -> None:
     encoder, decoder = nn.Linear(512, 8192).cuda(), nn.Linear(8192, 512).cuda()
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
     buffer = torch.empty(0, 512, device="cuda")
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         if len(buffer) < 12_000:
             parts = [buffer]
             with torch.no_grad():
@@ -102,9 +97,7 @@ def refilled_buffer(num_steps: int) -> None:
         batch, buffer = buffer[:2048], buffer[2048:]
         codes = encoder(batch).relu()
         (F.mse_loss(decoder(codes), batch) + codes.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 if __name__ == "__main__":

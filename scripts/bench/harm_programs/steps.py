@@ -5,7 +5,7 @@ scripts/bench/no_harm runs the program.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Program = Callable[[int], None]
 
@@ -27,6 +27,13 @@ def end_of_step(kind: str = "") -> None:
     """A step is over; `kind` names it where the number of its requests and their bytes would not."""
     for listener in listeners:
         listener(kind)
+
+
+def each_step(num_steps: int, kind: str = "") -> Iterator[int]:
+    """The numbers of steps, each of which is over when the next one is asked for."""
+    for step in range(num_steps):
+        yield step
+        end_of_step(kind)
 
 
 def run() -> None:

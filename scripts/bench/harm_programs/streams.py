@@ -5,14 +5,12 @@ import random
 import threading
 
 import torch
-from models import Transformer, new_training, tokens, train_step
-from steps import end_of_step, program, run
+from models import Transformer, new_training, tokens, train_step, update
+from steps import each_step, end_of_step, program, run
 from torch.utils.data import DataLoader, Dataset
 
 
 class Texts(Dataset[torch.Tensor]):
-    """Texts of 256 tokens."""
-
     def __init__(self, num: int) -> None:
         self._num = num
 
@@ -57,8 +55,7 @@ def large_prefetch(num_steps: int) -> None:
         batch = ahead.pop(0)
         batch.record_stream(torch.cuda.current_stream())
         net(batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         end_of_step()
 
 
@@ -67,7 +64,7 @@ def weights_streamed(num_steps: int) -> None:
     """Blocks are kept on the host; each is copied to the GPU on a side stream while the one before it runs."""
     host = [torch.empty(12, 1024, 1024) for _ in range(6)]
     copying = torch.cuda.Stream()
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         x = torch.empty(8, 512, 1024, device="cuda")
         with torch.cuda.stream(copying):
             ready = host[0].cuda(non_blocking=True)
@@ -80,7 +77,6 @@ def weights_streamed(num_steps: int) -> None:
                     ready = block.cuda(non_blocking=True)
             for weight in weights:
                 x = torch.relu(x @ weight)
-        end_of_step()
 
 
 @program(60)
@@ -98,13 +94,12 @@ def captured_step(num_steps: int) -> None:
     with torch.cuda.graph(graph):
         model(batch, batch).backward()
         optimizer.step()
-    for step in range(num_steps):
+    for step in each_step(num_steps):
         batch.copy_(tokens())
         graph.replay()
         if step % 10 == 9:
             with torch.no_grad():
                 model(tokens(4, 128))
-        end_of_step()
 
 
 def _train_in_threads(num_steps: int, devices: list[str], lengths: list[int]) -> None:
@@ -167,9 +162,8 @@ def busy_neighbour(num_steps: int) -> None:
     thread.start()
     for block in model.blocks:
         block.register_forward_pre_hook(ask)
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         train_step(model, optimizer, tokens())
-        end_of_step()
     asked.put(False)
     thread.join()
 
@@ -180,12 +174,10 @@ def data_parallel(num_steps: int) -> None:
     model = Transformer().cuda()
     both = torch.nn.DataParallel(model, device_ids=[0, 1])
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(num_steps):
+    for _ in each_step(num_steps):
         batch = tokens(16)
         both(batch, batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_of_step()
+        update(optimizer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A number of mutations: which seed and verb each takes, which inputs are kept, and what was found, by cause.
+"""What is run on each kind of file, and a number of mutations: which seed and verb each takes, and what was found.
 
 Contract: a mutation is a function of the campaign's seed and its number alone as long as the corpus is the same, apart
 from which inputs were kept before it; a finding is saved as the file that shows it.
@@ -11,15 +11,66 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from stalloc.errors import BadInputError
 from stalloc.planner import plan, save_plans
 
 from .corpus import MUTATORS, Seed, load, parse
-from .texts import packed
-from .verbs import Verb, run, verbs_of
+from .mutations import packed
 from .workers import UNMADE, Outcome, Run, Task, observe, run_all
+
+
+@dataclass(frozen=True)
+class Verb:
+    name: str
+    typed: str  #: with places for a file, for the intact file that goes with it, and for a folder for what is written
+    weight: int = 1
+
+
+_ON_TRACES = (
+    Verb("stats", "stats {file}", 4),
+    Verb("explain", "explain {file}", 3),
+    Verb("top", "top {file}", 2),
+    Verb("top --tree", "top --tree {file}"),
+    Verb("timeline", "timeline {file}"),
+    Verb("report", "report {file} -o {out}/r.html", 2),
+    Verb("report markdown", "report {file} -o {out}/r.md"),
+    Verb("plan", "plan {file} -o {out}/p.plan.npz --time-budget 0.5", 2),  # how long a search goes on is no matter
+    Verb("simulate", "simulate {file}"),
+    Verb("diff", "diff {intact} {file}", 2),
+    Verb("validate", "validate {intact.parent}/plan.npz {file}", 2),
+    Verb("convert to trace", "convert --force {file} {out}/c.trace.npz"),
+    Verb("convert to snapshot", "convert --force {file} {out}/c.pickle"),
+    Verb("convert to perfetto", "convert --force {file} {out}/c.json"),
+    Verb("convert to csv", "convert --force {file} {out}/c.csv"),
+)
+#: to judge is to load the plans and validate them, without the command line
+_ON_PLANS = (Verb("validate", "validate {file} {intact}", 2), Verb("judge", "", 3), Verb("stats", "stats {file}"))
+_ON_PLACES = (Verb("plan --fixed", "plan {intact} --fixed {file}"),)
+
+
+def verbs_of(kind: str) -> tuple[Verb, ...]:
+    return {"plan": _ON_PLANS, "fixed": _ON_PLACES}.get(kind, _ON_TRACES)
+
+
+def run(verb: Verb, file: Path, intact: Path, out: Path) -> int:
+    """Run a verb as the command line does; its exit code."""
+    if verb.typed:
+        from stalloc.cli import main
+
+        return main([word.format(file=file, intact=intact, out=out) for word in verb.typed.split()])
+    from stalloc.notices import say
+    from stalloc.planner import load_plans, validate
+
+    try:
+        plans = load_plans(file)
+    except BadInputError as error:
+        say(str(error))
+        return 2
+    return 0 if all(validate(one).ok for one in plans) else 1
+
 
 LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
 """Above what the intact file takes."""
@@ -31,8 +82,6 @@ MAX_KEPT = 400
 
 @dataclass
 class Cell:
-    """What the runs of one verb on one kind of file did."""
-
     runs: int = 0
     accepted: int = 0  #: exit code 0
     judged: int = 0  #: exit code 1: read, and found wanting
@@ -44,8 +93,6 @@ class Cell:
 
 @dataclass
 class Finding:
-    """One cause, with the first files that showed it."""
-
     kind: str
     verb: str
     failure: str
@@ -65,8 +112,6 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One mutation to be."""
-
     base: Seed
     prepared: _Prepared
     verb: Verb
@@ -74,8 +119,6 @@ class _Plan:
 
 
 class Campaign:
-    """Mutations of a corpus in forked children."""
-
     def __init__(self, seeds: list[Seed], *, seed: int = 1, jobs: int = 1, keep: Path | None = None) -> None:
         self.cells: dict[tuple[str, str], Cell] = defaultdict(Cell)
         self.findings: dict[tuple[str, str, str], Finding] = {}
@@ -115,7 +158,7 @@ class Campaign:
             prepared = _Prepared(seed, intact, {})
             made.append(prepared)
             verbs = verbs_of(seed.kind)
-            runs = [self._intact(verb, file, intact) for verb in verbs]
+            runs = [partial(run, verb, file, intact, file.parent) for verb in verbs]
             for verb, once in zip(verbs, runs, strict=True):
                 if (seed.kind, verb.name) not in compiled:
                     compiled.add((seed.kind, verb.name))
@@ -124,16 +167,11 @@ class Campaign:
             for index, outcome in run_all(tasks, 1):
                 prepared.cost[verbs[index].name] = outcome
                 if outcome.failure:
-                    self._find(seed.kind, verbs[index].name, outcome.failure, outcome.cause, seed, seed.data)
+                    self._find(seed.kind, verbs[index].name, outcome.failure, outcome.cause, seed.data)
                 self._known.add((seed.kind, verbs[index].name, outcome.signature))
         return made
 
-    @staticmethod
-    def _intact(verb: Verb, file: Path, intact: Path) -> Run:
-        return lambda: run(verb, file, intact, file.parent)
-
     def run(self, mutations: int, seconds: float = float("inf")) -> Iterator[int]:
-        """Run so many mutations, or for so long; the number done so far, after each round."""
         end = time.monotonic() + seconds
         while self.num_runs < mutations and time.monotonic() < end:
             count = min(ROUND, mutations - self.num_runs)
@@ -162,7 +200,6 @@ class Campaign:
         return _Plan(base, prepared, verb, number)
 
     def _mutated(self, plan: _Plan) -> tuple[str, bytes]:
-        """Name and content of the file of a mutation."""
         rng = random.Random(f"{self._seed} mutate {plan.number}")
         suffix, mutate = MUTATORS[plan.base.kind]
         data = plan.base.data
@@ -208,27 +245,18 @@ class Campaign:
         if failure:
             cell.findings += 1
             name, data = self._mutated(plan)
-            self._find(kind, verb, failure, cause, plan.base, data, Path(name).suffix, plan.number)
+            self._find(kind, verb, failure, cause, data, Path(name).suffix, plan.number)
         elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind, was_read]) < MAX_KEPT:
             self._known.add((kind, verb, outcome.signature))
             name, data = self._mutated(plan)
             if not name.endswith(".gz") and len(data) < 1 << 18:
                 self.num_kept += 1
                 parse(kind, data)
-                self._kept[kind, was_read].append(
-                    (Seed(f"kept {plan.number}", kind, data, plan.base.partner), plan.prepared)
-                )
+                kept = Seed(f"kept {plan.number}", kind, data, plan.base.partner)
+                self._kept[kind, was_read].append((kept, plan.prepared))
 
     def _find(
-        self,
-        kind: str,
-        verb: str,
-        failure: str,
-        cause: str,
-        base: Seed,
-        data: bytes,
-        suffix: str = "",
-        number: int = -1,
+        self, kind: str, verb: str, failure: str, cause: str, data: bytes, suffix: str = "", number: int = -1
     ) -> None:
         found = self.findings.setdefault((kind, failure, cause), Finding(kind, verb, failure, cause))
         found.count += 1
@@ -240,7 +268,6 @@ class Campaign:
             found.files.append(file.name)
 
     def close(self) -> None:
-        """Remove what was written."""
         self._folder.cleanup()
 
 

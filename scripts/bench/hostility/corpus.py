@@ -22,9 +22,7 @@ from stalloc.planner import plan, save_plans
 from stalloc.trace import load_traces, save_traces
 from stalloc.trace.operations import ModuleName, Operations, RangeKind, Role
 
-from .archives import members_of, mutate_archive
-from .pickles import mutate_pickle, opcodes
-from .texts import mutate_json, mutate_lines, mutate_page
+from .mutations import members_of, mutate_archive, mutate_json, mutate_lines, mutate_page, mutate_pickle, opcodes
 
 Mutator = Callable[[random.Random, bytes, bytes], bytes]
 MUTATORS: dict[str, tuple[str, Mutator]] = {
@@ -46,8 +44,6 @@ ADDRESS, MIB = 0x7F00_0000_0000, 1 << 20
 
 @dataclass(frozen=True)
 class Seed:
-    """One file that verbs read."""
-
     name: str
     kind: str
     data: bytes  #: never packed by gzip
@@ -55,14 +51,14 @@ class Seed:
 
 
 def own_seeds() -> list[Seed]:
-    """A file of every kind, made here."""
-    snapshot = _snapshot()
+    snapshot, sizes = _snapshot(), [5, 600, 4096, 70]
+    elements = {"actions": [0, 1, 0, 1, 2, 3, 2, 3] * 2, "elements_size": sizes, "initially_allocated": [3]}
     seeds = [
         Seed("snapshot", "snapshot", pickle.dumps(snapshot, protocol=4)),
         Seed("snapshot, protocol 2", "snapshot", pickle.dumps(snapshot, protocol=2)),
         Seed("kineto", "kineto", json.dumps(_kineto()).encode()),
         Seed("timeline", "timeline", json.dumps(_timeline()).encode()),
-        Seed("page", "page", b"<html>\nlet alloc_data = " + json.dumps(_elements()).encode() + b"\n</html>\n"),
+        Seed("page", "page", b"<html>\nlet alloc_data = " + json.dumps(elements).encode() + b"\n</html>\n"),
         Seed("page of a snapshot", "page", _page(pickle.dumps(snapshot, protocol=4))),
         Seed("dtr", "dtr", _dtr()),
         Seed("rmm", "rmm", _rmm()),
@@ -70,12 +66,9 @@ def own_seeds() -> list[Seed]:
         Seed("fixed", "fixed", b"id,offset\n1,0\n3,4096\n", partner="csv"),
     ]
     made = []
-    for name in ("snapshot", "kineto", "csv"):
-        seed = next(seed for seed in seeds if seed.name == name)
-        made += [
-            Seed(f"trace of {name}", "trace", _as_trace(seed)),
-            Seed(f"plan of {name}", "plan", _as_plan(seed), name),
-        ]
+    for seed in (seeds[0], seeds[2], seeds[8]):
+        made.append(Seed(f"trace of {seed.name}", "trace", _as_trace(seed)))
+        made.append(Seed(f"plan of {seed.name}", "plan", _as_plan(seed), seed.name))
     return [*seeds, *made, Seed("trace with operations", "trace", _with_operations(seeds[0]))]
 
 
@@ -105,25 +98,25 @@ def parse(kind: str, data: bytes) -> None:
 
 
 def load(seed: Seed) -> Any:
-    """The traces of a seed."""
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         path = Path(folder) / f"seed{MUTATORS[seed.kind][0]}"
         path.write_bytes(seed.data)
         return load_traces(path)
 
 
-def _as_trace(seed: Seed) -> bytes:
+def _written(write: Callable[[Path], None]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.trace.npz"
-        save_traces(path, load(seed))
+        path = Path(folder) / "seed.npz"
+        write(path)
         return path.read_bytes()
+
+
+def _as_trace(seed: Seed) -> bytes:
+    return _written(lambda path: save_traces(path, load(seed)))
 
 
 def _as_plan(seed: Seed) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.plan.npz"
-        save_plans(path, [plan(trace) for trace in load(seed)])
-        return path.read_bytes()
+    return _written(lambda path: save_plans(path, [plan(trace) for trace in load(seed)]))
 
 
 def _with_operations(seed: Seed) -> bytes:
@@ -136,41 +129,31 @@ def _with_operations(seed: Seed) -> bytes:
         ones = np.ones(len(rows), np.int64)
         made_by = np.full(trace.num_requests, -1)
         made_by[rows] = np.arange(len(rows)) + 1
-        tensor = {"tensor": ["float32", [2, 3], [3, 1]]}
+        tensor, roles = {"tensor": ["float32", [2, 3], [3, 1]]}, np.arange(trace.num_requests) % len(Role)
+        kinds = {"kind": np.concatenate([[int(RangeKind.MODULE)], 0 * ones]), "role": roles, "made_by": made_by}
+        of_none = np.concatenate([[-1], 0 * ones])
+        ranges = {"parent": of_none, "shape": of_none, "module": np.concatenate([[1], -ones])}
+        ranges |= {"begin": begin, "end": end, "thread": np.zeros(len(begin)), "sequence": np.arange(len(begin))}
+        accesses = {"access_op": np.arange(len(rows)) + 1, "access_request": rows, "access_kind": rows % 2}
+        shapes = {"shape_flops": 6, "shape_read_bytes": 48, "shape_written_bytes": 24, "shape_ns": 0}
+        modules = (ModuleName("", "Model"), ModuleName("layers.0", "Layer"))
         operations = Operations(
+            **ranges,
+            **kinds,
+            **accesses,
+            **{name: np.array([value]) for name, value in shapes.items()},
             name=np.concatenate([[0], ones]),
             names=("module", "aten::mul"),
-            parent=np.concatenate([[-1], 0 * ones]),
-            begin=begin,
-            end=end,
-            thread=np.zeros(len(begin)),
-            sequence=np.arange(len(begin)),
-            kind=np.concatenate([[int(RangeKind.MODULE)], 0 * ones]),
-            shape=np.concatenate([[-1], 0 * ones]),
-            module=np.concatenate([[1], -ones]),
-            access_op=np.arange(len(rows)) + 1,
-            access_request=rows,
-            access_kind=rows % 2,
-            made_by=made_by,
-            role=np.arange(trace.num_requests) % len(Role),
             shapes=(["aten::mul", "Tensor", [tensor, tensor]],),
-            shape_flops=np.array([6]),
-            shape_read_bytes=np.array([48]),
-            shape_written_bytes=np.array([24]),
-            shape_ns=np.array([0]),
-            modules=(ModuleName("", "Model"), ModuleName("layers.0", "Layer")),
+            modules=modules,
             module_parent=np.array([-1, 0]),
             module_is_block=np.array([0, 1]),
         )
         traces.append(trace.replace(extra=trace.extra | operations.columns()))
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.trace.npz"
-        save_traces(path, traces)
-        return path.read_bytes()
+    return _written(lambda path: save_traces(path, traces))
 
 
 def _cut(name: str, data: bytes) -> tuple[str, bytes]:
-    """The kind of a shared file, and a part of it that reads as the whole does."""
     if ".pickle" in name:
         return "snapshot", _cut_snapshot(data)
     if ".csv" in name:
@@ -211,14 +194,8 @@ def _event(action: str, place: int, size: int, time: int, stream: int = 0) -> di
         {"filename": "/home/me/model.py", "line": 57 + size % 3, "name": "forward"},
         {"filename": "??", "line": 0, "name": "at::native::empty_cuda(c10::ArrayRef<long>)"},
     ]
-    return {
-        "action": action,
-        "addr": ADDRESS + place,
-        "size": size,
-        "stream": stream,
-        "time_us": 10**15 + time,
-        "frames": frames,
-    }
+    told = {"action": action, "addr": ADDRESS + place, "size": size, "stream": stream}
+    return told | {"time_us": 10**15 + time, "frames": frames}
 
 
 def _snapshot() -> dict[str, Any]:
@@ -296,10 +273,6 @@ def _timeline() -> list[list[int]]:
             rows.append([10 * step + number, 2 if size > 0 else 4, size, step % 3])
         rows += [[10 * step + 5, 3, -512, 0], [10 * step + 5, 3, 512, 0]]
     return rows
-
-
-def _elements() -> dict[str, Any]:
-    return {"actions": [0, 1, 0, 1, 2, 3, 2, 3] * 2, "elements_size": [5, 600, 4096, 70], "initially_allocated": [3]}
 
 
 def _page(snapshot: bytes) -> bytes:

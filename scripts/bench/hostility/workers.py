@@ -34,8 +34,6 @@ _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run did."""
-
     code: int | None  #: the exit code; None if it had none
     failure: str = ""  #: "traceback", "signal", "hang", "output" or empty
     cause: str = ""  #: of a failure: the error and where it was raised, or the signal
@@ -92,7 +90,6 @@ class _Child:
         self._heard = time.monotonic()
 
     def read(self) -> Iterator[tuple[int, Outcome]]:
-        """What the child has said; a child that says no more has ended."""
         data = os.read(self.pipe, 1 << 16)
         self._heard = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -118,7 +115,6 @@ class _Child:
                 self.is_done = True
 
     def check(self) -> Iterator[tuple[int, Outcome]]:
-        """End a child that has said nothing for too long."""
         if self.is_done or self._running is None or select.select([self.pipe], [], [], 0)[0]:
             return  # what it has said is still to be read: whoever takes outcomes may have been busy for long
         used = _processor_seconds(self._pid) - self._began_at
@@ -142,7 +138,6 @@ class _Child:
         return index, outcome
 
     def kill(self) -> None:
-        """End it, whatever it does."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -157,7 +152,6 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _work(tasks: Sequence[Task], share: list[int], writing: int) -> None:
-    """What a child does; never returns."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_own("VmSize") + ADDRESS_SPACE, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -179,7 +173,6 @@ def _work(tasks: Sequence[Task], share: list[int], writing: int) -> None:
 
 
 def _own(name: str) -> int:
-    """A figure of this process in bytes, such as VmRSS."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition(f"{name}:")[2].split(maxsplit=1)[0]) << 10
 

@@ -19,8 +19,6 @@ WORDS, HEAD, LENGTH = 32_000, 128, 1_024
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a mixture is made of, and what of it."""
-
     layers: int
     width: int
     hidden: int
@@ -54,8 +52,6 @@ SHAPES = {
 
 
 class Expert(nn.Module):
-    """A gated feed-forward network."""
-
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
@@ -67,8 +63,6 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, and experts."""
-
     def __init__(self, shape: Shape, draw: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
@@ -102,7 +96,6 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    """Train."""
     shape, steps = SHAPES[sys.argv[1]], int(sys.argv[2])
     torch.set_default_dtype(torch.bfloat16)
     draw = torch.Generator().manual_seed(11)

@@ -1,9 +1,13 @@
-"""Running tests in a copy of the checkout: which one notices a change first, if any does.
+"""The numbers that decide, each halved and doubled; and which tests notice a change first, in a copy of the checkout.
 
-Contract: a mutant is caught by a test that fails, crashes or does not come to its end in time, and that passes without
-the change. A test that fails anyhow is asked about no mutant.
+Contract: found are the constants of modules, whose names are in capitals: `NAME = 1 / 8`, `A, B = 3, 4 << 20`; in a
+table of thresholds the defaults of fields, too, `share: float = 0.5`, and the first number of what makes an entry,
+`LIMIT = Threshold(16, …)`. Left out are numbers that decide nothing: codes, layouts, and what a change only breaks.
+A mutant is caught by a test that fails, crashes or does not come to its end in time, and that passes without the
+change. A test that fails anyhow is asked about no mutant.
 """
 
+import ast
 import contextlib
 import math
 import os
@@ -12,10 +16,192 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from changed import Change, Checkout
+from changed import ROOT, Change, Checkout
+
+THRESHOLDS = "stalloc/runtime/thresholds.py"
+_NAME = re.compile(r"_?[A-Z][A-Z0-9_]*")
+#: names that say that a number stands for something, or is as wide as a field
+_CODES = re.compile(
+    r"_?(NO_\w+|ACTION_\w+|BLOCK_\w+|CLOCK|MODE_\w+|\w+_KIND|\w+_KINDS|\w+_BITS|\w+_MASK|\w+_USER|AT_\w+|USE_\w+|POOL_\w+|"
+    r"BYPASS\w*|APART_\w+|POLL\w*|NEED_\w+|ASKED|HEAP_ONLY|GOT_PAGES|KNOWN|\w+_CLOCK|\w*WORDS?|NOT_READY|DONT_NEED|DRIVER_STATUS|UNMAPPED|NEVER|HASH|NOISE|ALL|MANY|WORK|PER_THREAD|ROWS|FULL_\w+)"
+)
+
+
+def files_with_numbers(root: Path = ROOT) -> list[str]:
+    """Where numbers that decide stand: in one table, or else all over the runtime and the core."""
+    if (root / THRESHOLDS).exists():
+        return [THRESHOLDS]
+    found = [*(root / "stalloc" / "runtime").glob("*.py"), *(root / "stalloc" / "core").glob("*.py")]
+    return sorted(path.relative_to(root).as_posix() for path in found)
+
+
+def halved_and_doubled(files: Sequence[str], root: Path = ROOT) -> list[Change]:
+    return [change for file in files for change in _changes(file, (root / file).read_text(encoding="utf-8"))]
+
+
+def _changes(file: str, source: str) -> Iterator[Change]:
+    for statement, name, value in _numbers(ast.parse(source), is_table=Path(file).name == Path(THRESHOLDS).name):
+        whole, number = (ast.get_source_segment(source, node) or "" for node in (statement, value))
+        begin = _place(statement, value, source)
+        for factor in ("halved", "doubled"):
+            text = _scaled(value, number, factor)
+            if text is not None:
+                yield Change(
+                    name=f"{file.removeprefix('stalloc/').removesuffix('.py')}:{name} {factor}",
+                    file=file,
+                    old=f"\n{' ' * statement.col_offset}{whole}",
+                    new=f"\n{' ' * statement.col_offset}{whole[:begin]}{text}{whole[begin + len(number) :]}",
+                    why=f"{number} is {text}",
+                )
+
+
+def _place(statement: ast.stmt, value: ast.expr, source: str) -> int:
+    lines = source.splitlines(keepends=True)
+
+    def at(node: ast.stmt | ast.expr) -> int:
+        before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
+        return sum(map(len, lines[: node.lineno - 1])) + len(before)
+
+    return at(value) - at(statement)
+
+
+def _numbers(module: ast.Module, is_table: bool) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            for field in node.body if is_table else ():
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
+                    yield from (
+                        (field, f"{node.name}.{name}", value)
+                        for name, value in _named(field.target, field.value, is_table)
+                    )
+            continue
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if len(targets) == 1 and value is not None:
+            for name, number in _named(targets[0], value, is_table):
+                if _NAME.fullmatch(name.partition("[")[0]) and not _CODES.fullmatch(name.partition("[")[0]):
+                    yield node, name, number
+
+
+def _named(target: ast.expr, value: ast.expr, is_table: bool) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for one, its in zip(target.elts, value.elts, strict=True):
+            yield from _named(one, its, is_table)
+    elif isinstance(target, ast.Name):
+        if isinstance(value, ast.Tuple):
+            for index, its in enumerate(value.elts):
+                if _is_number(its):
+                    yield f"{target.id}[{index}]", its
+        elif isinstance(value, ast.Call) and is_table:
+            given = [*value.args, *(keyword.value for keyword in value.keywords)]
+            yield from ((target.id, its) for its in [one for one in given if _is_number(one)][:1])
+        elif _is_number(value):
+            yield target.id, value
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Whether an expression is of numbers and names in capitals, with a number that is not negative among them."""
+    parts = list(ast.walk(value))
+    allowed = (ast.Constant, ast.BinOp, ast.operator, ast.Name, ast.Load)
+    if not all(isinstance(part, allowed) for part in parts):
+        return False
+    constants = [part.value for part in parts if isinstance(part, ast.Constant)]
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    are_numbers = all(type(one) in (int, float) for one in constants)
+    return bool(constants) and are_numbers and all(_NAME.fullmatch(name) for name in names)
+
+
+def _scaled(value: ast.expr, text: str, factor: str) -> str | None:
+    """Half or twice a number; None where that is the same number."""
+    inner = text if isinstance(value, ast.Constant) else f"({text})"
+    if factor == "doubled":
+        return None if isinstance(value, ast.Constant) and value.value == 0 else f"{inner} * 2"
+    is_whole = not any(
+        isinstance(part, ast.Div) or (isinstance(part, ast.Constant) and isinstance(part.value, float))
+        for part in ast.walk(value)
+    )
+    if isinstance(value, ast.Constant) and value.value == 0:
+        return None
+    return f"{inner} // 2" if is_whole else f"{inner} / 2"
+
+
+#: tests of a folder of the package, whichever of its modules is changed
+_OF_FOLDER = {
+    "planner": "planner_validator planner_arrays planner_births planner_pieces planner_constraints planner_relations "
+    "planner_search planner_schedule planner_real planner_record regions",
+    "lifespans": "lifespans_load lifespans_schedule lifespans_periods lifespans_classes lifespans_unmarked "
+    "planner_schedule stats",
+    "core": "runtime_heap runtime_page_heap growth runtime_replay runtime_handing runtime_shared_blocks runtime_arena "
+    "runtime_schedules runtime_full_tables integrations_streams regions runtime_pages "
+    "runtime_shared_pages torch_statistics runtime_fuzz",
+    "runtime": "runtime_steps runtime_replay runtime_kinds runtime_arenas runtime_pages",
+    "replay": "replay_models_rules replay_models replay_torch_record replay_torch replay_models_cupy simulate settings",
+    "analysis": "explain error_causes error_log error_wordings stats top diff",
+    "": "figures stats top explain",
+}
+#: those of a module that have most to say about it, and are asked first
+_OF_MODULE = {
+    "planner/overlaps": "planner_validator",
+    "planner/verdict": "planner_validator",
+    "planner/stream_check": "planner_validator planner_record",
+    "planner/kinds_check": "runtime_admission planner_relations",
+    "planner/problem": "planner_pieces planner_arrays",
+    "planner/best_fit_by_birth": "planner_births",
+    "planner/hole_filling": "planner_constraints planner_schedule",
+    "planner/placement": "planner_arrays planner_relations",
+    "planner/orders": "planner_arrays",
+    "planner/cycle": "planner_schedule",
+    "planner/sharing": "planner_schedule planner_record",
+    "planner/layout": "planner_arrays",
+    "lifespans/load_curves": "lifespans_load stats",
+    "core/requests": "runtime_replay",
+    "core/segments": "runtime_heap",
+    "core/handovers": "runtime_handing integrations_streams",
+    "core/pages": "runtime_page_heap runtime_pages",
+    "core/lending": "runtime_arena runtime_replay runtime_partly_dynamic",
+    "core/frees": "runtime_shared_blocks integrations_streams",
+    "core/counters": "torch_statistics runtime_replay runtime_steps",
+    "core/schedule_cursor": "runtime_replay runtime_partly_dynamic",
+    "core/arena_schedule": "runtime_schedules",
+    "runtime/allowance": "runtime_partly_dynamic",
+    "runtime/warm_ups": "torch_graphs",
+    "replay/torch_cache": "replay_torch replay_torch_record replay_torch_oracle",
+    "replay/simulation": "simulate",
+    "analysis/error_text": "error_causes error_wordings",
+    "analysis/moments": "stats",
+    "analysis/holders": "top",
+    "analysis/comparison": "diff pytest_plugin",
+}
+
+
+def relevant_tests(file: str, root: Path) -> list[str]:
+    """Paths in the checkout, those that have most to say about the module first."""
+    path = Path(file)
+    folder = path.parts[1] if len(path.parts) > 2 else ""
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    stem = re.compile(rf"test_(\w+_)?{re.escape(path.stem.removesuffix('s'))}s?(_\w+)?\.py")
+    named = re.compile(rf"{re.escape(module)}\b")
+    own = [test for test in _texts(root) if stem.fullmatch(test.name)]
+    naming = [test for test, text in _texts(root).items() if named.search(text)]
+    first, rest = (
+        [root / "tests" / f"test_{name}.py" for name in names.split()]
+        for names in (_OF_MODULE.get(f"{folder}/{path.stem}", ""), _OF_FOLDER.get(folder, _OF_FOLDER[""]))
+    )
+    found = dict.fromkeys(test for test in (*first, *own, *rest, *naming) if test.exists())
+    return [test.relative_to(root).as_posix() for test in found]
+
+
+@cache
+def _texts(root: Path) -> dict[Path, str]:
+    return {test: test.read_text(encoding="utf-8") for test in sorted((root / "tests").glob("test_*.py"))}
+
 
 _PYTEST = ("-m", "pytest", "-v", "-x", "--tb=no", "--durations=0", "-p", "no:cacheprovider", "-o", "addopts=")
 _PASSES = (0, 5)  # of pytest: all passed; there was none to be run
@@ -27,8 +213,6 @@ _TOOK = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/\S+?\.py)::", re
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change, and what the tests make of it."""
-
     name: str
     file: str
     why: str
@@ -40,12 +224,10 @@ class Mutant:
 
     @property
     def survived(self) -> bool:
-        """Whether no test noticed."""
         return not self.caught_by
 
     @property
     def line(self) -> str:
-        """What is said of it."""
         end = f"caught by {self.caught_by}, which {self.how}" if self.caught_by else f"SURVIVED: {self.why}"
         return f"{self.name}: {end} ({self.seconds:.0f} s)"
 
@@ -69,11 +251,9 @@ class Trials:
 
     @property
     def failing(self) -> list[str]:
-        """Tests that fail without a change, as far as they were met."""
         return [test for test, passes in self._passes.items() if not passes]
 
     def stop(self) -> None:
-        """End the tests that run; what is said of their mutants counts for nothing."""
         for process in list(self._running):
             _end(process)
 
@@ -97,7 +277,6 @@ class Trials:
             return self._passes[test]
 
     def _run(self, checkout: Checkout, tests: Sequence[str]) -> _Broken | None:
-        """The first of the tests that breaks; its processes end with it."""
         output = checkout.root / ".pytest-output"
         left_out = [f"--deselect={test}" for test in self.failing]
         command = checkout.command(*_PYTEST, "-m", "not slow", f"--basetemp={output}.tmp", *left_out, *tests)
@@ -136,7 +315,6 @@ class Trials:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and whatever it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

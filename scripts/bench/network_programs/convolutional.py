@@ -1,6 +1,7 @@
 """Two training steps of a convolutional network: python convolutional.py NAME [--autocast]. NETWORKS has the names.
 
-The networks of torchvision have random weights; the others are written here, as their papers draw them.
+The networks of torchvision have random weights; the others are written here, as their papers draw them. The training
+loop is that of the programs beside this file.
 """
 
 import argparse
@@ -35,7 +36,6 @@ class UNet(nn.Module):
         self.head = (nn.Conv2d if dimensions == 2 else nn.Conv3d)(widths[0], num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of each class at each point."""
         skips = []
         for at, block in enumerate(self.down):
             x = block(self.pool(x, 2) if at else x)
@@ -49,18 +49,12 @@ class Separable(nn.Sequential):
     """A depthwise convolution and one of 1x1 (MobileNet, Howard et al., 2017)."""
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
-        super().__init__(
-            nn.Conv2d(num_in, num_in, 3, stride, 1, groups=num_in, bias=False),
-            nn.BatchNorm2d(num_in),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(num_in, num_out, 1, bias=False),
-            nn.BatchNorm2d(num_out),
-            nn.ReLU6(inplace=True),
-        )
+        depthwise = nn.Conv2d(num_in, num_in, 3, stride, 1, groups=num_in, bias=False), nn.BatchNorm2d(num_in)
+        pointwise = nn.Conv2d(num_in, num_out, 1, bias=False), nn.BatchNorm2d(num_out)
+        super().__init__(*depthwise, nn.ReLU6(inplace=True), *pointwise, nn.ReLU6(inplace=True))
 
 
 def mobilenet_v1() -> nn.Module:
-    """MobileNet with 13 separable convolutions."""
     widths = (64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024)
     first = [nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU6(inplace=True)]
     pairs = zip((32, *widths), widths, strict=False)
@@ -78,7 +72,6 @@ def dcgan_generator() -> nn.Module:
 
 
 def of_torchvision(name: str, **settings: Any) -> nn.Module:
-    """One of torchvision's, with random weights."""
     from torchvision.models import get_model
 
     return get_model(name, weights=None, **settings)
@@ -108,7 +101,6 @@ NETWORKS: dict[str, Callable[[], Made]] = {
 
 
 def loss_of(network: nn.Module, name: str, x: Tensor) -> Tensor:
-    """A loss whose gradient goes through all of the network."""
     if name == "retinanet":
         box = torch.tensor([[10.0, 20.0, 200.0, 300.0]], device=x.device)
         target = {"boxes": box, "labels": torch.ones(1, dtype=torch.long, device=x.device)}
@@ -119,7 +111,6 @@ def loss_of(network: nn.Module, name: str, x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train for two steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NETWORKS)
     parser.add_argument("--autocast", action="store_true", help="float16 with GradScaler")
@@ -140,3 +131,24 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in; the last with GradScaler."""
+STEPS = 3
+
+
+def train(model: nn.Module, loss: Callable[[], Tensor], precision: str) -> None:
+    dtype = PRECISIONS[precision]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
+    model.train()
+    for _ in range(STEPS):
+        with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
+            value = loss()
+        optimizer.zero_grad()
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()

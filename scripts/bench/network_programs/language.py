@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 import transformers
+from convolutional import PRECISIONS, train
 from torch import Tensor
-from training import PRECISIONS, train
 
 VOCABULARY, NEW_TOKENS = 8000, 5
-DECODER = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-HEARING = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
+WORDS = {"vocab_size": VOCABULARY}
+DECODER = WORDS | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+T5 = {"d_model": 128, "d_ff": 256, "num_layers": 2, "decoder_start_token_id": 0}
+PARTS = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
+HEARING = {f"{part}_{what}": num for part in ("encoder", "decoder") for what, num in PARTS.items()}
+HEARING |= {"d_model": 64, "max_target_positions": 64}
+SIGNS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4}
 GROUPED = DECODER | {"num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -26,41 +31,18 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt_neox": made("GPTNeoXForCausalLM", "GPTNeoXConfig", num_hidden_layers=3, **DECODER, eos_token_id=0),
     "gemma2": made("Gemma2ForCausalLM", "Gemma2Config", num_hidden_layers=4, sliding_window=16, **GROUPED),
     "gemma3": made("Gemma3ForCausalLM", "Gemma3TextConfig", num_hidden_layers=6, sliding_window=16, **GROUPED),
-    "mamba": made(
-        "MambaForCausalLM", "MambaConfig", vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8
-    ),
-    "t5": made(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        vocab_size=VOCABULARY,
-        d_model=128,
-        d_ff=256,
-        num_layers=2,
-        decoder_start_token_id=0,
-    ),
-    "whisper": made(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        **{f"{part}_{what}": num for part in ("encoder", "decoder") for what, num in HEARING.items()},
-        vocab_size=VOCABULARY,
-        d_model=64,
-        max_target_positions=64,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-        decoder_start_token_id=4,
-    ),
+    "mamba": made("MambaForCausalLM", "MambaConfig", **WORDS, hidden_size=64, num_hidden_layers=2, state_size=8),
+    "t5": made("T5ForConditionalGeneration", "T5Config", **WORDS, **T5),
+    "whisper": made("WhisperForConditionalGeneration", "WhisperConfig", **WORDS, **HEARING, **SIGNS),
 }
 """Each model; the one that hears pads with token 0, and two end their texts with it."""
 
 
 def tokens(rows: int, length: int) -> Tensor:
-    """Texts of the host, uploaded."""
     return torch.randint(5, VOCABULARY, (rows, length)).cuda()
 
 
 def generated(model: Any, inputs: dict[str, Tensor]) -> None:
-    """Five more tokens in three ways; says how long the texts are."""
     for how in ({"do_sample": False}, {"do_sample": True, "top_k": 20}, {"do_sample": False, "num_beams": 3}):
         if how.get("num_beams") and model.config.model_type == "mamba":
             continue  # which has no cache to reorder
@@ -69,7 +51,6 @@ def generated(model: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def main() -> None:
-    """Train, then write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")

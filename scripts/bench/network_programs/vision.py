@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from convolutional import UNet, mobilenet_v1
+from convolutional import PRECISIONS, UNet, mobilenet_v1, train
 from torch import Tensor, nn
-from training import PRECISIONS, train
 
 NUM_CLASSES = 10
 
@@ -26,7 +25,6 @@ class Block(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, places, width) again."""
         batch, places, width = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, places, 3, self.num_heads, width // self.num_heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -46,14 +44,12 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, NUM_CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, classes)."""
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1) + self.places
         return self.head(self.blocks(x)[:, 0])
 
 
 def of_transformers(name: str, **settings: Any) -> nn.Module:
-    """An image classifier of Hugging Face with random weights."""
     import transformers
 
     config = getattr(transformers, f"{name}Config")(num_labels=NUM_CLASSES, **settings)
@@ -61,22 +57,19 @@ def of_transformers(name: str, **settings: Any) -> nn.Module:
 
 
 SMALL = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 768}
+WINDOWS = {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [3, 6, 12, 24]}
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mobilenet_v1": (mobilenet_v1, (8, 3, 224, 224)),
     "unet3d": (lambda: UNet((16, 32, 64, 128), 1, NUM_CLASSES, 3), (1, 1, 48, 48, 48)),
     "vit_by_hand": (VisionTransformer, (8, 3, 224, 224)),
     "vit": (lambda: of_transformers("ViT", **SMALL), (8, 3, 224, 224)),
     "deit": (lambda: of_transformers("DeiT", **SMALL), (8, 3, 224, 224)),
-    "swin": (
-        lambda: of_transformers("Swin", embed_dim=48, depths=[1, 1, 2, 1], num_heads=[3, 6, 12, 24]),
-        (8, 3, 224, 224),
-    ),
+    "swin": (lambda: of_transformers("Swin", **WINDOWS), (8, 3, 224, 224)),
 }
 """What makes each network, and the shape of its input."""
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NETWORKS)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")

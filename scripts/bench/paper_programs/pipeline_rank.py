@@ -9,10 +9,8 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from decoders import FeedForward, Layer, Stage, mean_loss
+from decoders import SHAPES, FeedForward, Layer, RoutedExperts, Stage, mean_loss
 from mixed_precision import MixedPrecision
-from routed_experts import RoutedExperts
-from shapes import SHAPES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,19 +40,17 @@ torch.set_default_dtype(torch.bfloat16)
 num_stages = args.pipeline * (2 if is_virtual else 1)
 of_stage = layers // num_stages
 numbers = range(args.rank, num_stages, args.pipeline)
+
+
+def mixer(number: int) -> torch.nn.Module:
+    return RoutedExperts(shape, number, args.skew) if shape.experts else FeedForward(shape, shape.hidden)
+
+
 stages = []
 for number in numbers:
     is_first, is_last = number == 0, number == num_stages - 1
     with device:
-        made = [
-            Layer(
-                shape,
-                RoutedExperts(shape, of_stage * number + row, args.skew)
-                if shape.experts
-                else FeedForward(shape, shape.hidden),
-            )
-            for row in range(of_stage)
-        ]
+        made = [Layer(shape, mixer(of_stage * number + row)) for row in range(of_stage)]
         module = Stage(shape, made, is_first=is_first, is_last=is_last, recompute=recompute)
     between = torch.empty(sequences, length, shape.width, device=device, requires_grad=True)
     tokens = torch.zeros(sequences, length, dtype=torch.long, device=device) if is_first else between
@@ -62,12 +58,9 @@ for number in numbers:
     group = mesh.get_group("pipeline")
     stages.append(PipelineStage(module, number, num_stages, device, (tokens,), (result,), group=group))
     del between, tokens, result
-state = MixedPrecision(
-    [one for stage in stages for one in stage.submod.parameters()],
-    mesh.get_group("data"),
-    shard="Z" in args.configuration,
-    host="O" in args.configuration,
-)
+parameters = [one for stage in stages for one in stage.submod.parameters()]
+choices = {"shard": "Z" in args.configuration, "host": "O" in args.configuration}
+state = MixedPrecision(parameters, mesh.get_group("data"), **choices)
 if is_virtual:
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=args.microbatches, loss_fn=mean_loss)
 else:

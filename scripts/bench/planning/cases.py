@@ -14,7 +14,7 @@ import numpy as np
 from stalloc.errors import BadInputError
 from stalloc.trace import load_traces
 
-from .baselines.gaps import Column
+from .baselines.placing import Column
 from .generator import KINDS, make
 
 SHARED = Path(os.environ.get("STALLOC_SHARED") or Path(__file__).resolve().parents[3].parent / "shared")
@@ -47,12 +47,10 @@ class Case:
         return int(np.cumsum(change[order]).max(initial=0))
 
     def backwards(self) -> "Case":
-        """The same with time reversed."""
         horizon = int(self.end.max())
         return replace(self, start=horizon - self.end, end=horizon - self.start)
 
     def shuffled(self, seed: int) -> "Case":
-        """The same with its rows in another order."""
         rows = np.random.default_rng(seed).permutation(len(self.size))
         return replace(self, start=self.start[rows], end=self.end[rows], size=self.size[rows])
 

@@ -10,7 +10,7 @@ import numpy as np
 from stalloc.planner import plan_arrays
 from stalloc.planner.budget import Budget
 
-from .baselines.gaps import Column
+from .baselines.placing import Column
 from .targets import Row, at_least
 
 NUM_CYCLES = 50

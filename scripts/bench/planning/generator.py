@@ -101,7 +101,6 @@ class _Writer:
         return len(self.rows) - 1
 
     def free(self, where: int, *rows: int) -> None:
-        """Each row dies in this pass, now."""
         for row in rows:
             assert self.rows[row][2] < 0, "freed twice"
             self.rows[row][2:4] = where, self.clock[where]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column
 from stalloc.cost.class_seconds import ClassShares, WorkSeconds, time_of
 from stalloc.cost.operation_classes import AFTER_START, ATTENTION, CONVOLUTION, PARENTS, POINTWISE
 
@@ -29,8 +28,6 @@ _ORDER = (POINTWISE, *PARENTS)  #: parents before what is like them
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One call on a GPU."""
-
     program: str
     kind: str
     call: str  #: as text, to tell distinct ones
@@ -81,11 +78,8 @@ def _best(kind: str, calls: Sequence[TimedCall], near: tuple[float, float, float
     start = 1e-6 * start_us * waves
     estimated = start + busy if kind in AFTER_START else np.sqrt(start**2 + busy**2)
     off = (np.abs(np.log(estimated / recorded)) * weight).sum(axis=1) / weight.sum()
-    best = int(np.argmin(off + _PULL / len(groups) * _distance((of_flops, of_bandwidth, start_us), near)))
-    return ClassShares(
-        kind, float(of_flops[best, 0]), float(of_bandwidth[best, 0]), float(start_us[best, 0]), 0.0, len(calls), ""
-    )
-
-
-def _distance(axes: Sequence[Column], near: Sequence[float]) -> Column:
-    return np.sum([np.abs(np.log(axis[:, 0] / value)) for axis, value in zip(axes, near, strict=True)], axis=0)
+    axes = zip((of_flops, of_bandwidth, start_us), near, strict=True)
+    distance = np.sum([np.abs(np.log(axis[:, 0] / value)) for axis, value in axes], axis=0)
+    best = int(np.argmin(off + _PULL / len(groups) * distance))
+    shares = (float(axis[best, 0]) for axis in (of_flops, of_bandwidth, start_us))
+    return ClassShares(kind, *shares, 0.0, len(calls), "")

@@ -24,27 +24,15 @@ from stalloc.cost.step_seconds import first_number
 from stalloc.integrations.operation_recording import facts_of
 from stalloc.trace.operations import RangeKind
 
-_NUMBERS = {
-    "c10::BFloat16": "bfloat16",
-    "c10::Half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short int": "int16",
-    "bool": "bool",
-    "unsigned char": "uint8",
-    "signed char": "int8",
-}
+_NUMBERS = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
+_NUMBERS |= {"long int": "int64", "long": "int64", "int": "int32", "short int": "int16", "bool": "bool"}
+_NUMBERS |= {"unsigned char": "uint8", "signed char": "int8"}
 _HALF = ("bfloat16", "float16")
 _KERNELS, _LAUNCHES = ("kernel", "gpu_memset", "gpu_memcpy"), ("cuda_runtime", "cuda_driver")
 
 
 @dataclass
 class _Span:
-    """An operation in the trace."""
-
     event: dict[str, Any]
     parent: "_Span | None"
     outermost: "_Span | None"  #: with a kernel
@@ -136,13 +124,8 @@ def _timed(path: Path, span: _Span, seconds: float, usual: str, rates: GpuRates)
     call = [span.event["name"], "", arguments]
     work = work_or_nothing(call)
     kind, shapes = class_of_call(call), list(shapes_of(arguments))
-    took = work_seconds(
-        work.flops,
-        work.read_bytes + work.written_bytes,
-        rates,
-        half=first_number(arguments) in _HALF,
-        blocks=blocks_of(call[0], kind, shapes, rates),
-    )
+    blocks, num_bytes = blocks_of(call[0], kind, shapes, rates), work.read_bytes + work.written_bytes
+    took = work_seconds(work.flops, num_bytes, rates, half=first_number(arguments) in _HALF, blocks=blocks)
     return TimedCall(path.name.partition(".")[0], kind, json.dumps(call), seconds, took)
 
 

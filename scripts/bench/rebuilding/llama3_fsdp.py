@@ -24,7 +24,6 @@ HEAD = WIDTH // NUM_HEADS
 
 
 def rotated(queries, keys, turns):
-    """Queries and keys, turned as complex numbers."""
     wide_queries = torch.view_as_complex(queries.float().reshape(*queries.shape[:-1], -1, 2))
     wide_keys = torch.view_as_complex(keys.float().reshape(*keys.shape[:-1], -1, 2))
     turns = turns[:SEQUENCE].view(1, SEQUENCE, 1, -1)
@@ -34,7 +33,6 @@ def rotated(queries, keys, turns):
 
 
 def repeated(heads):
-    """As many keys as there are queries."""
     batch, length, num, size = heads.shape
     times = NUM_HEADS // num
     return heads[:, :, :, None, :].expand(batch, length, num, times, size).reshape(batch, length, num * times, size)

@@ -6,6 +6,8 @@ streams.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +49,6 @@ def _place(size, stream, lifespan, order, offset):
 
 @dataclass(frozen=True, eq=False)
 class Cycle:
-    """A step, and where each of its requests has its place."""
-
     size: np.ndarray  #: (n,) requested bytes
     stream: np.ndarray  #: (n,) index of the stream
     lifespan: np.ndarray  #: (n,) in entries, 1 to n
@@ -62,16 +62,16 @@ class Cycle:
 
 
 def rounded(size: np.ndarray) -> np.ndarray:
-    """What requests take."""
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 
-def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray) -> Cycle:
-    """Place requests and put their deaths in order."""
+def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray, order: np.ndarray | None = None) -> Cycle:
+    """Place requests, the largest first or in an order, and put their deaths in order."""
     n = len(size)
     offset = np.zeros(n, np.int64)
     whole = rounded(size)
-    peak_bytes = int(_place(whole, stream, lifespan, np.argsort(-whole, kind="stable"), offset))
+    order = np.argsort(-whole, kind="stable") if order is None else order
+    peak_bytes = int(_place(whole, stream, lifespan, order, offset))
     due = (np.arange(n) + lifespan) % n
     dying = np.argsort(due, kind="stable")
     return Cycle(size, stream, lifespan, offset, peak_bytes, dying, np.searchsorted(due[dying], np.arange(n + 1)))
@@ -80,9 +80,12 @@ def from_requests(size: np.ndarray, stream: np.ndarray, lifespan: np.ndarray) ->
 def make_cycle(
     rng: np.random.Generator, length: int, *, streams: int = 1, num_sizes: int = 12, largest: int = 3 * MIB
 ) -> Cycle:
-    """A cycle of `length` requests of up to `num_sizes` sizes."""
     sizes = np.exp(rng.uniform(np.log(513), np.log(largest), num_sizes)).astype(np.int64)
     lifespan = np.minimum(rng.geometric(rng.choice([0.05, 0.15, 0.5]), length), length).astype(np.int64)
     lasting = rng.random(length) < rng.choice([0.0, 0.05])  # gradients, which live until the next pass
     lifespan[lasting] = length - rng.integers(0, max(1, length // 4), int(lasting.sum()))
     return from_requests(rng.choice(sizes, length), rng.integers(0, streams, length), np.maximum(lifespan, 1))
+
+
+def not_zero(record: Any, *names: str) -> list[str]:
+    return [f"{name} is {value}" for name in names if (value := attrgetter(name)(record))]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from running import soak_threads as threads
-from running.soak_cycles import MIB, Cycle, make_cycle
+from running.soak_cycles import MIB, Cycle, make_cycle, not_zero
 from stalloc.core import arena, constants
 from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import cupy_entries
@@ -32,8 +32,6 @@ _PHASE_OPERATIONS = 1_000_000
 
 @dataclass
 class Result:
-    """What a soak did and what it found."""
-
     operations: int
     seed: int
     seconds: float
@@ -50,8 +48,6 @@ def _length(row: int, table: np.ndarray) -> int:
 
 
 class Soak:
-    """One device, its threads and what happens to them meanwhile."""
-
     def __init__(self, seed: int, total_bytes: int = 3 << 30) -> None:
         from stalloc import device as devices
         from stalloc.device import VirtualGPU
@@ -104,17 +100,8 @@ class Soak:
         deviations = 0 if phase == LEARN else int(self.rng.choice([0, 0, 20, 200]))
         for _ in range(1 if phase == LEARN else 20):
             threads.follow(
-                self.allocate,
-                self.free,
-                self.own[index].ctypes.data,
-                self.slots.ctypes.data,
-                NUM_SLOTS,
-                self.streams,
-                cycle.size,
-                cycle.stream,
-                cycle.dying,
-                cycle.first_dying,
-                deviations,
+                *(self.allocate, self.free, self.own[index].ctypes.data, self.slots.ctypes.data, NUM_SLOTS),
+                *(self.streams, cycle.size, cycle.stream, cycle.dying, cycle.first_dying, deviations),
                 self.counts[index].ctypes.data,
             )
             if phase == LEARN:
@@ -125,11 +112,6 @@ class Soak:
     def _note(self, what: str) -> None:
         self.happened[what] = self.happened.get(what, 0) + 1
 
-    def _new_cycle(self) -> None:
-        streams = int(self.rng.choice([1, 1, 2, 3]))
-        length = int(self.rng.integers(16, RING_ENTRIES))
-        self.cycle = make_cycle(self.rng, length, streams=streams, num_sizes=int(self.rng.integers(3, 40)), largest=MIB)
-
     def _put_in_force(self) -> None:
         cycle, controller = self.cycle, self.controller
         begins: tuple[int, ...] = ()
@@ -137,9 +119,7 @@ class Soak:
         peak_bytes = cycle.peak_bytes
         if self.rng.random() < 0.3 and not cycle.stream.any():  # two kinds of steps
             other = make_cycle(self.rng, int(self.rng.integers(16, RING_ENTRIES)), largest=MIB)
-            columns = [
-                np.concatenate(pair) for pair in zip(columns, (other.size, other.stream, other.offset), strict=True)
-            ]
+            columns = [np.append(*pair) for pair in zip(columns, (other.size, other.stream, other.offset), strict=True)]
             begins, peak_bytes = (0, len(cycle)), max(peak_bytes, other.peak_bytes)
         size, stream, offset = columns
         arena_bytes = whole_pages(peak_bytes)
@@ -173,7 +153,6 @@ class Soak:
                 self.controller.captures.release(graph)
 
     def _limit(self) -> None:
-        """The device has no more for a moment."""
         with self.controller.lock:
             self.controller.memory.source.limit_bytes = max(1, self.state.record.statistics.reserved_bytes)
         self._pause(0.01)
@@ -220,7 +199,9 @@ class Soak:
     def _next_phase(self) -> None:
         self.phase = int(self.rng.choice([ROAM, MIXED, MIXED, PLANNED, PLANNED, LEARN]))
         if self.rng.random() < 0.7:
-            self._new_cycle()
+            streams, length = int(self.rng.choice([1, 1, 2, 3])), int(self.rng.integers(16, RING_ENTRIES))
+            num_sizes = int(self.rng.integers(3, 40))
+            self.cycle = make_cycle(self.rng, length, streams=streams, num_sizes=num_sizes, largest=MIB)
         if self.phase in (MIXED, PLANNED):
             self._put_in_force()
         elif self.phase == LEARN:
@@ -234,7 +215,6 @@ class Soak:
     # --- from the begin to the end
 
     def run(self, operations: int) -> Result:
-        """Let the threads do so many operations together; what was done and what is wrong."""
         self._warm_up()
         began = time.perf_counter()
         each = -(-operations // NUM_THREADS)
@@ -255,7 +235,10 @@ class Soak:
             self._pause(0.001)
         for worker in workers:
             worker.join()
-        problems = [*self._errors, *self._wrong_while_live()]
+        problems = [*self._errors]
+        live, counted = int((self.slots[:, threads.ADDRESS] != 0).sum()), self.state.record.total.num_live
+        if live != counted:  # the latter without those that wait for other streams
+            problems.append(f"{live} blocks live, {counted} are counted")
         threads.empty_all(self.free, self.slots.ctypes.data, NUM_SLOTS, self.counts[-1].ctypes.data)
         problems += self._left_over()
         seconds = time.perf_counter() - began
@@ -272,14 +255,8 @@ class Soak:
         self.happened.clear()
 
     def _figures(self) -> dict[str, int]:
-        names = {
-            "allocations": threads.ALLOCATIONS,
-            "frees": threads.FREES,
-            "refused": threads.REFUSED,
-            "wrong_words": threads.WRONG_WORDS,
-            "bytes": threads.BYTES,
-            "shares": threads.SHARED,
-        }
+        names = {"allocations": threads.ALLOCATIONS, "frees": threads.FREES, "refused": threads.REFUSED}
+        names |= {"wrong_words": threads.WRONG_WORDS, "bytes": threads.BYTES, "shares": threads.SHARED}
         totals = self.counts.sum(axis=0)
         counts = "num_segment_allocs", "num_segment_frees", "num_ooms", "num_retries"
         counters = [*(f"statistics.{name}" for name in counts), "iterations.iterations_ever"]
@@ -288,13 +265,7 @@ class Soak:
         figures |= {name: attrgetter(name)(self.state.record) for name in counters}
         return figures | {"plans": self.controller.status.num_plans} | self.happened
 
-    def _wrong_while_live(self) -> list[str]:
-        live = int((self.slots[:, threads.ADDRESS] != 0).sum())
-        counted = self.state.record.total.num_live  # without those that wait for other streams
-        return [] if live == counted else [f"{live} blocks live, {counted} are counted"]
-
     def _left_over(self) -> list[str]:
-        """What is not as it was before the first allocation."""
         state, controller, problems = self.state, self.controller, []
         wrong = int(self.counts[:, threads.WRONG_WORDS].sum())
         if wrong:
@@ -305,63 +276,38 @@ class Soak:
             problems.append("the soak itself lost blocks")
         if state.record.hot.mode == constants.MODE_PLANNED and state.record.plan.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
-            leases = (
-                state.arena.schedule.intervals["lease"][: state.record.plan.num_intervals]
-                if state.arena.schedule is not None
-                else np.zeros(0)
-            )
-            taken = (
-                int(np.bitwise_count(state.arena.schedule.bits.view(np.uint64)).sum())
-                if state.arena.schedule is not None
-                else 0
-            )
-            if taken != int((leases == constants.UNMAPPED).sum()):
-                problems.append("intervals are taken though nothing lives")
+            schedule = state.arena.schedule
+            if schedule is not None:
+                leases = schedule.intervals["lease"][: state.record.plan.num_intervals]
+                taken = int(np.bitwise_count(schedule.bits.view(np.uint64)).sum())
+                if taken != int((leases == constants.UNMAPPED).sum()):
+                    problems.append("intervals are taken though nothing lives")
         if state.record.hot.mode == constants.MODE_PLANNED:
             counted = "dynamic.num_leases", "dynamic.leased_bytes", "plan.arena_live"
-            problems += [
-                f"{name} is {attrgetter(name)(state.record)} though nothing lives"
-                for name in counted
-                if attrgetter(name)(state.record)
-            ]
+            problems += [f"{said} though nothing lives" for said in not_zero(state.record, *counted)]
         for graph, (_, users) in list(controller.captures.pools.items()):
             for _ in range(users):
                 controller.captures.release(graph)
         controller.drop_plan()
         controller.memory.release_unused()
-        zero = (
-            "total.allocated_bytes",
-            "total.requested_bytes",
-            "statistics.reserved_bytes",
-            "total.num_live",
-            "hot.num_deferred",
-            "shared.deferred_bytes",
-            "lookup.live_count",
-        )
-        zero += "statistics.num_unknown_frees", "lock", "hot.private_kind", "plan.arena_bytes", "plan.arena_live"
-        zero += "dynamic.num_leases", "dynamic.leased_bytes"
-        problems += [
-            f"{name} is {attrgetter(name)(state.record)} at the end" for name in zero if attrgetter(name)(state.record)
-        ]
-        in_use = (
-            state.record.lookup.live - state.tables.live.ctypes.data
-        ) // state.tables.live.itemsize  # the last one
-        if state.tables.live["address"][in_use:].any():
+        zero = ["total.allocated_bytes", "total.requested_bytes", "statistics.reserved_bytes", "total.num_live"]
+        zero += ["hot.num_deferred", "shared.deferred_bytes", "lookup.live_count", "statistics.num_unknown_frees"]
+        zero += ["lock", "hot.private_kind", "plan.arena_bytes", "plan.arena_live"]
+        zero += ["dynamic.num_leases", "dynamic.leased_bytes"]
+        problems += [f"{said} at the end" for said in not_zero(state.record, *zero)]
+        live = state.tables.live
+        in_use = (state.record.lookup.live - live.ctypes.data) // live.itemsize  # the last one
+        if live["address"][in_use:].any():
             problems.append("the table of live blocks is not empty")
         if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
         if state.tables.bins["summary"].any():
             problems.append("free blocks are left")
-        lost_blocks = state.record.heap.blocks_used - 1 - _length(state.record.heap.free_block_row, state.tables.blocks)
-        if lost_blocks:
-            problems.append(f"{lost_blocks} rows of the table of blocks are lost")
-        lost_uses = (
-            state.record.shared.stream_uses_used
-            - 1
-            - _length(state.record.shared.free_stream_use, state.tables.stream_uses)
-        )
-        if lost_uses:
-            problems.append(f"{lost_uses} uses by other streams are lost")
+        heap, shared, tables = state.record.heap, state.record.shared, state.tables
+        if lost := heap.blocks_used - 1 - _length(heap.free_block_row, tables.blocks):
+            problems.append(f"{lost} rows of the table of blocks are lost")
+        if lost := shared.stream_uses_used - 1 - _length(shared.free_stream_use, tables.stream_uses):
+            problems.append(f"{lost} uses by other streams are lost")
         if controller.memory.segments or controller.arenas.arena is not None:
             problems.append("the controller holds memory")
         from stalloc.device import virtual
@@ -372,5 +318,4 @@ class Soak:
 
 
 def soak(operations: int, seed: int) -> dict[str, Any]:
-    """A soak of this process's virtual GPU, as figures."""
     return asdict(Soak(seed).run(operations))

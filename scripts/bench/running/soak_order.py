@@ -12,9 +12,9 @@ import random
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter
 from typing import Any
 
+from running.soak_cycles import not_zero
 from running.soak_device import Result
 from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
@@ -168,7 +168,11 @@ class OrderSoak:
             if not is_exact and rng.random() < 0.002:
                 self._do(NEW, rng.randrange(1000, 1020), _SLOT_OF_NONE, rng.randrange(NUM_STREAMS), LARGEST // 3)
             if rng.random() < 0.004:
-                rng.choice((self._capture, self._capture_untold, self._query, self._empty_cache, self._new_stream))()
+                what = rng.randrange(5)
+                if what < 2:
+                    self._make_graph(is_told=what == 0)
+                else:
+                    (self._query, self._empty_cache, self._new_stream)[what - 2]()
             self._do(*action)
         if self._graphs and rng.random() < 0.3:
             self._launch(rng.choice(self._graphs))
@@ -197,12 +201,6 @@ class OrderSoak:
         old.synchronize()
         self._streams[at] = self._make_stream(non_blocking=True)
         self.counts["streams"] += 1
-
-    def _capture(self) -> None:
-        self._make_graph(is_told=True)
-
-    def _capture_untold(self) -> None:
-        self._make_graph(is_told=False)
 
     def _make_graph(self, *, is_told: bool) -> None:
         rng, captures = self.rng, self.controller.captures
@@ -269,7 +267,6 @@ class OrderSoak:
     # --- from the begin to the end
 
     def run(self, operations: int) -> Result:
-        """Do so many operations; what was done, what was found and what is left."""
         began = time.perf_counter()
         while self.num_operations < operations:
             recipe, is_marked = self._recipe(), self.rng.random() < 0.7
@@ -289,19 +286,16 @@ class OrderSoak:
         self.controller.memory.wait_for_deferred()
         problems = [f"{one.text} ({one.num_seen} times)" for one in self.checker.found()[:_MAX_FOUND]]
         names = "total.num_live", "hot.num_deferred", "statistics.num_unknown_frees", "hot.private_kind"
-        left = {name: attrgetter(name)(self.state.record) for name in names}
-        problems += [f"{name} is {value} at the end" for name, value in left.items() if value]
+        problems += [f"{said} at the end" for said in not_zero(self.state.record, *names)]
         counts = {**self.counts, "stalloc's waits": self.state.record.driver.num_waits}
         counts["plans"] = self.controller.status.num_plans
         return Result(self.num_operations, self.seed, time.perf_counter() - began, counts, problems)
 
     @property
     def num_operations(self) -> int:
-        """What the program has asked for so far."""
         names = "allocations", "frees", "uses", "copies", "waits", "launches"
         return sum(self.counts[name] for name in names)
 
 
 def soak_in_order(operations: int, seed: int) -> dict[str, Any]:
-    """A soak of this process's virtual GPU, as figures."""
     return asdict(OrderSoak(seed).run(operations))

@@ -9,12 +9,11 @@ served from the plan. A program is a function of its seed alone.
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from running.soak_cycles import MIB, Cycle, from_requests, make_cycle
+from running.soak_cycles import MIB, Cycle, from_requests, make_cycle, not_zero
 from stalloc.compiled import njit
 from stalloc.core import constants
 from stalloc.core.arena_schedule import ArenaSchedule
@@ -67,7 +66,6 @@ def _remove_interval(starts, ends, count, start):
 
 @njit(nogil=True)
 def _free_due(free, until, address, due, following, live, starts, ends):
-    """Free all that dies up to a time."""
     while live[1] < until:
         live[1] += 1
         one = due[live[1]]
@@ -112,16 +110,7 @@ def _call(function, a, b):
     return call3(function, a, b, 0)
 
 
-def _arena_schedule(schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> ArenaSchedule:
-    size, stream, offset = schedule
-    return ArenaSchedule(
-        arena_bytes=whole_pages(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins)
-    )
-
-
 class Device:
-    """A device of numbers under the core, for one program after the other."""
-
     def __init__(self) -> None:
         self.state = DeviceState(0, slow_entry(self._help))
         self._states = np.array([self.state.address], np.int64)
@@ -144,14 +133,12 @@ class Device:
         return int(self.state.heap.give_segment(pool, base, size))
 
     def take(self, size: int) -> int:
-        """Addresses from the device."""
         base, self._next = self._next, self._next + size + 2 * MIB
         self.held[len(self.pieces)] = base, size
         self.pieces[base] = size
         return base
 
     def give_back(self) -> None:
-        """Take free segments from the core."""
         for base in self.state.heap.remove_free_segments():
             piece = self.parts.pop(base)
             if piece not in self.parts.values():
@@ -161,14 +148,14 @@ class Device:
             self.held[i] = base, size
 
     def clear(self) -> None:
-        """Ready for the next program, which finds what the first one found."""
         self.give_back()
         self._next = _FIRST_ADDRESS
 
     def serve(self, schedule: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
-        """Serve a schedule from a fresh arena."""
         arena_bytes = whole_pages(peak_bytes)
-        self.state.arena.install(_arena_schedule(schedule, begins, peak_bytes))
+        size, stream, offset = schedule
+        columns = {"size": size, "stream": stream, "offset": offset, "begins": tuple(begins)}
+        self.state.arena.install(ArenaSchedule(arena_bytes=arena_bytes, **columns))
         base = self.take(arena_bytes)
         self.state.arena.count(arena_bytes)
         self.state.arena.serve(base, arena_bytes)
@@ -185,13 +172,9 @@ class Device:
 
 @dataclass
 class Outcome:
-    """What became of one program."""
-
     num_requests: int = 0
     missed: int = 0  #: requests that the plan did not serve while the program was disturbed
-    lost: int = (
-        0  #: requests that were not found on the schedule although the known sequence had returned a pass before
-    )
+    lost: int = 0  #: requests that were not on the schedule although the known sequence had returned a pass before
     displaced: int = 0  #: requests that were found, but whose places were still taken
     wrong: str = ""  #: what is wrong; empty: nothing
     deviations: list[str] = field(default_factory=list)
@@ -199,8 +182,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One step of a program."""
-
     kind: int  #: which cycle
     deviations: list[int]
     exact: bool  #: everything has to be served from the plan
@@ -235,9 +216,8 @@ class _Program:
             rows += [(t + now, s, q, d + now) for t, s, q, d in _disturb(rng, cycle, one.deviations, until)]
             self.bounds.append(len(rows))
             now += len(cycle)
-        self.at, self.size, self.stream, self.death = (
-            np.ascontiguousarray(column) for column in np.array(rows, np.int64).T
-        )
+        columns = map(np.ascontiguousarray, np.array(rows, np.int64).T)
+        self.at, self.size, self.stream, self.death = columns
         self.latest = int(max(self.death.max(), self.at.max())) + 2
 
 
@@ -286,7 +266,6 @@ def _disturb(rng: np.random.Generator, cycle: Cycle, what: list[int], until: int
 
 
 def one_program(device: Device, seed: int) -> Outcome:
-    """Run one program from its plan to its end."""
     rng = np.random.default_rng(seed)
     program, state = _Program(rng), device.state
     outcome = Outcome(len(program.at))
@@ -333,32 +312,21 @@ def one_program(device: Device, seed: int) -> Outcome:
 
 
 def _left_over(device: Device) -> str:
-    """Give all back; what is left although nothing lives."""
     state = device.state
     if state.record.plan.arena_bytes and not device.dissolve():
         return "the arena has to stay although nothing lives"
     device.clear()
-    counters = (
-        "total.allocated_bytes",
-        "total.requested_bytes",
-        "statistics.reserved_bytes",
-        "total.num_live",
-        "lookup.live_count",
-        "statistics.num_unknown_frees",
-        "plan.arena_live",
-    )
-    left = [f"{name} is {attrgetter(name)(state.record)}" for name in counters if attrgetter(name)(state.record)]
+    counters = ["total.allocated_bytes", "total.requested_bytes", "statistics.reserved_bytes", "total.num_live"]
+    counters += ["lookup.live_count", "statistics.num_unknown_frees", "plan.arena_live"]
+    left = not_zero(state.record, *counters)
     if device.pieces:
         left.append(f"{len(device.pieces)} pieces of memory are left")
     return ", ".join(left)
 
 
 def soak_programs(num_programs: int, seed: int) -> dict[str, Any]:
-    """Run programs with seeds from `seed` on, as figures; it ends early once many went wrong."""
     device, began = Device(), time.perf_counter()
-    problems: list[str] = []
-    exceptions: list[str] = []
-    totals: Counter[str] = Counter()
+    problems, exceptions, totals = [], [], Counter[str]()
     for one in range(seed, seed + num_programs):
         outcome = one_program(device, one)
         late = {"lost": outcome.lost, "displaced": outcome.displaced}

@@ -102,7 +102,6 @@ def fill_slot(row, allocate, stream, size, counts):
 
 @njit(nogil=True)
 def empty_slot(row, free, counts):
-    """Check and free the block of a slot that the caller holds."""
     address, size, tag = word_at(row, ADDRESS).value, word_at(row, SIZE).value, word_at(row, TAG).value
     wrong = _visit(address, size, tag, word_at(row, EVERY).value == 1, False)
     word_at(counts, WRONG_WORDS).value += wrong
@@ -178,7 +177,6 @@ def follow(allocate, free, own, slots, num_slots, streams, size, stream, dying, 
 
 @njit(nogil=True)
 def empty_all(free, slots, num_slots, counts):
-    """Check and free what is left."""
     for i in range(num_slots):
         row = slots + i * SLOT_ROW * 8
         lock(word_at(row, BUSY))
@@ -189,12 +187,10 @@ def empty_all(free, slots, num_slots, counts):
 
 @njit(nogil=True)
 def hold(row):
-    """Hold a slot; the address of its block, 0 if it is empty."""
     lock(word_at(row, BUSY))
     return word_at(row, ADDRESS).value
 
 
 @njit(nogil=True)
 def let_go(row):
-    """Give a slot back."""
     unlock(word_at(row, BUSY))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from running.soak_cycles import from_requests
 from stalloc.core import constants
 from stalloc.core.arena_schedule import ArenaSchedule
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
@@ -22,12 +23,9 @@ from stalloc.sizes import whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200
-_RESERVE = 1 << 40  # bytes of addresses
 
 
 class Device:
-    """One device of unlimited addresses under the core."""
-
     def __init__(self) -> None:
         self._next = 0x7000_0000_0000
         self.state = DeviceState(0, slow_entry(self._help))
@@ -40,46 +38,26 @@ class Device:
         return int(self.state.heap.give_segment(pool, self.take(size), size))
 
     def take(self, size: int) -> int:
-        """Addresses from the device."""
         base, self._next = self._next, self._next + size
         return base
 
 
 class Cycle:
-    """A step that repeats for ever: sizes, lifespans in requests, first-fit offsets."""
-
     def __init__(self, seed: int, largest: int = 8 * MIB) -> None:
         rng = np.random.default_rng(seed)
         sizes = (2 ** rng.uniform(10, np.log2(largest), NUM_SIZES)).astype(np.int64) // 512 * 512 + 1024
-        self.size = rng.choice(sizes, LENGTH)
-        self.lifespan = np.minimum(rng.geometric(0.03, LENGTH), LENGTH)
-        due = (np.arange(LENGTH) + self.lifespan) % LENGTH
-        self.dying = np.argsort(due, kind="stable")  # entries in the order in which they die
-        self.first = np.searchsorted(due[self.dying], np.arange(LENGTH + 1))
-        self.offset, self.peak = self._place()
-
-    def _place(self) -> tuple[np.ndarray, int]:
-        offset, place = np.zeros(LENGTH, np.int64), np.arange(LENGTH)
-        for i in range(LENGTH):
-            before = place[:i]
-            meet = ((i - before) % LENGTH < self.lifespan[before]) | ((before - i) % LENGTH < self.lifespan[i])
-            at = 0
-            for j in sorted(before[meet], key=lambda j: offset[j]):
-                if at + self.size[i] <= offset[j]:
-                    break
-                at = max(at, int(offset[j] + self.size[j]))
-            offset[i] = at
-        return offset, int((offset + self.size).max())
+        size, lifespan = rng.choice(sizes, LENGTH), np.minimum(rng.geometric(0.03, LENGTH), LENGTH)
+        made = from_requests(size, np.zeros(LENGTH, np.int64), lifespan, np.arange(LENGTH))
+        self.size, self.offset, self.peak = made.size, made.offset, made.peak_bytes
+        self.dying, self.first = made.dying, made.first_dying
 
     def serve(self, device: Device, room: int = 0) -> None:
         """Serve this cycle on a device, from an arena with `room` bytes beyond the plan."""
-        arena_bytes = whole_pages(self.peak + room)
-        stream = np.zeros(LENGTH, np.int64)
-        device.state.arena.install(
-            ArenaSchedule(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset)
-        )
-        device.state.arena.count(arena_bytes)
-        device.state.arena.serve(device.take(arena_bytes), arena_bytes)
+        arena, arena_bytes = device.state.arena, whole_pages(self.peak + room)
+        columns = {"size": self.size, "stream": np.zeros(LENGTH, np.int64), "offset": self.offset}
+        arena.install(ArenaSchedule(arena_bytes=arena_bytes, **columns))
+        arena.count(arena_bytes)
+        arena.serve(device.take(arena_bytes), arena_bytes)
 
 
 @njit(nogil=True)
@@ -130,7 +108,6 @@ def timed(work: list[Any], repeats: int, pairs: int) -> float:
 
 
 def planned_pair(repeats: int) -> float:
-    """A step served from its plan alone."""
     device, cycle = Device(), Cycle(1)
     cycle.serve(device)
     address = np.zeros(LENGTH, np.int64)
@@ -138,17 +115,12 @@ def planned_pair(repeats: int) -> float:
     _run_cycle(*arguments, 2, address)
     device.state.write(**{"follow.hits": 0, "iterations.misses": 0, "iterations.conflicts": 0})
     figure = timed([lambda: _run_cycle(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
-    assert (
-        device.state.record.iterations.misses
-        == device.state.record.iterations.conflicts
-        == 0
-        < device.state.record.follow.hits
-    )
+    record = device.state.record
+    assert record.iterations.misses == record.iterations.conflicts == 0 < record.follow.hits
     return figure
 
 
 def heap_pair(repeats: int) -> float:
-    """The same step from the heap."""
     device, cycle, address = Device(), Cycle(1), np.zeros(LENGTH, np.int64)
     arguments = *device.entries, 0, cycle.size, cycle.dying, cycle.first
     _run_cycle(*arguments, 2, address)
@@ -159,9 +131,8 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
     """Requests that are not on the schedule, from idle parts of the arena, with `live` blocks of theirs."""
     device, cycle = Device(), Cycle(1, 64 * MIB)
     cycle.serve(device, room=live * 256 * KIB)
-    sizes = (
-        np.random.default_rng(3).integers(constants.LITTLE, 256 * KIB, 64) // 512 * 512 + 1
-    )  # smaller ones have pages of their own
+    # smaller ones have pages of their own
+    sizes = np.random.default_rng(3).integers(constants.LITTLE, 256 * KIB, 64) // 512 * 512 + 1
     address = np.zeros(live, np.int64)
     for i in range(live):
         address[i] = device.state.malloc(int(sizes[i % len(sizes)]), 0)

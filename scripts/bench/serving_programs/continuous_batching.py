@@ -1,17 +1,10 @@
 """Continuous batching of transformers, of a Llama of 8B parameters that were not trained."""
 
 import torch
+from llama_sizes import SIZES
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-config = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-)
+config = LlamaConfig(**SIZES)
 torch.set_default_dtype(torch.bfloat16)
 with torch.device("cuda"):
     model = LlamaForCausalLM._from_config(config, attn_implementation="paged|sdpa")

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from llama_sizes import MODEL
+
 # its check compares a sum that a kernel of Triton computes
 os.environ.update(HF_HUB_OFFLINE="1", LMDEPLOY_ENABLE_CHECK_ENV="0")
 
@@ -17,21 +19,6 @@ from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
 from tokenizers import Tokenizer, models
 
 WIDTH, INNER, LAYERS, KEYS, WORDS = 4096, 14336, 32, 1024, 128256
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": WORDS,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LAYER = {
     "input_layernorm": [WIDTH],
     "post_attention_layernorm": [WIDTH],
@@ -60,7 +47,8 @@ def write_weights(file: Path) -> None:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+    model = MODEL | {"rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
+    (Path(folder) / "config.json").write_text(json.dumps(model))
     write_weights(Path(folder) / "model.safetensors")
     Tokenizer(models.WordLevel({f"w{one}": one for one in range(9)}, "w0")).save(f"{folder}/tokenizer.json")
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -21,22 +21,10 @@ from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
-MODEL = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
+MODEL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
+MODEL |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+MODEL |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+MODEL |= {"tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False}
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "config.json").write_text(json.dumps(MODEL))
     runner.load_model = lambda model, path: None

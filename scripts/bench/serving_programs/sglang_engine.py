@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from llama_sizes import MODEL
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import flashinfer.jit.core
@@ -18,10 +20,7 @@ import sglang.jit_kernel.utils
 
 
 class Kernels:
-    """A compiled module."""
-
     def __getattr__(self, name):
-        """One of its kernels."""
         return lambda *_: None
 
 
@@ -30,23 +29,9 @@ sglang.jit_kernel.utils.load_jit = lambda *_, **__: Kernels()
 
 import sglang
 
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL | {"torch_dtype": "bfloat16"}))
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_cuda_graph": "--eager" in sys.argv}
         engine = sglang.Engine(model_path=folder, log_level="info", **settings)
         output = engine.generate(input_ids=[1, 2, 3, 4], sampling_params={"max_new_tokens": 4, "ignore_eos": True})

@@ -6,30 +6,22 @@ from the description that its module names, and is named in the table after the 
 Limits on the number of requests keep a method from taking minutes; the table says where one was left out.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from stalloc.planner import plan_arrays
 from stalloc.planner.budget import Budget
 
-from . import cp_sat, inductor, onnxruntime, stalloc_paper, tflite, usmp, xla
-from .gaps import Column
+from . import cp_sat, greedy, inductor, stalloc_paper
+from .placing import Column
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A method, and how many requests it takes on."""
-
     name: str
     place: Callable[..., Column]
     max_requests: int
     missing: str = ""  #: why it cannot run here; empty if it can
-
-    @property
-    def wants_phases(self) -> bool:
-        """Whether `place` takes `phase_edges` where they are known."""
-        return "phase_edges" in inspect.signature(self.place).parameters
 
 
 def _annealing(start: Column, end: Column, size: Column) -> Column:
@@ -43,13 +35,13 @@ def _colouring(start: Column, end: Column, size: Column) -> Column:
 
 
 BASELINES = (
-    Baseline("TFLite, by size", tflite.by_size, 120_000),
-    Baseline("TFLite, by breadth", tflite.by_breadth, 120_000),
-    Baseline("XLA", xla.place, 120_000),
-    Baseline("USMP, by size", usmp.by_size, 120_000),
-    Baseline("USMP, by conflicts", usmp.by_conflicts, 120_000),
-    Baseline("USMP, hill climb", usmp.hill_climb, 8_000),
-    Baseline("ONNX Runtime", onnxruntime.place, 120_000),
+    Baseline("TFLite, by size", greedy.gaps_by_size, 120_000),
+    Baseline("TFLite, by breadth", greedy.gaps_by_breadth, 120_000),
+    Baseline("XLA", greedy.better_of_two_orders, 120_000),
+    Baseline("USMP, by size", greedy.stacked_by_size, 120_000),
+    Baseline("USMP, by conflicts", greedy.stacked_by_conflicts, 120_000),
+    Baseline("USMP, hill climb", greedy.hill_climb, 8_000),
+    Baseline("ONNX Runtime", greedy.as_it_runs, 120_000),
     Baseline("Inductor", inductor.place, 5_000),
     Baseline("STAlloc paper", stalloc_paper.place, 2_000_000),
     Baseline("Imanishi and Xu", _annealing, 20_000),

@@ -9,13 +9,12 @@ import importlib.util
 
 import numpy as np
 
-from .gaps import Column, fit_in_order
+from .placing import Column, fit_in_order
 
 SECONDS = 25.0
 
 
 def missing() -> str:
-    """Why it cannot run; empty if it can."""
     return "" if importlib.util.find_spec("ortools") else "ortools is not installed"
 
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .gaps import Column
+from .placing import Column
 
 
 @dataclass(eq=False)
 class _Side:
-    """Two temporal splits side by side."""
-
     left: "_Split"
     right: "_Split"
     parent: "_Split"
@@ -63,7 +61,6 @@ class _Split:
 
 
 def place(start: Column, end: Column, size: Column) -> Column:
-    """(n,) offsets."""
     offset = np.zeros(len(size), np.int64)
     rows = np.lexsort([start - end, -size]).tolist()
     if not rows:
@@ -102,7 +99,6 @@ def _allocate(root: _Split, row: int, start: int, end: int, size: int) -> bool:
 
 
 def _put(split: _Split, row: int, start: int, end: int, size: int) -> None:
-    """Make the row a child of the split, and tell the splits around it."""
     index = len(split.children)
     if size > split.size:
         for at, child in enumerate(split.children):
@@ -135,7 +131,6 @@ def _beside(
 
 
 def _grow(root: _Split, row: int, start: int, end: int, size: int) -> _Split:
-    """A new root: the old one with the row behind it."""
     new = _Split(root.size + size)
     last = _Split(size, busy=[(start, end, 0)], children=[row])
     side = _Side(root, last, new, 0)

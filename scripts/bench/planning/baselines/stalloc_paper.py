@@ -16,8 +16,7 @@ import numpy as np
 
 from stalloc.compiled import njit
 
-from .gaps import Column
-from .stacking import stack_in_order, ticks
+from .placing import Column, stack_in_order, ticks
 
 TURN = 0.05
 #: hosts that a group is tried with
@@ -92,7 +91,6 @@ def _turns(load, share):
 
 
 def _packed(rows: Column, start: Column, end: Column, size: Column) -> _Group:
-    """The rows stacked by themselves, the longest-lived first."""
     first, last, num_ticks = ticks(start[rows], end[rows])
     order = np.lexsort([-size[rows], start[rows] - end[rows]])
     offset = stack_in_order(first, last, size[rows], order, num_ticks)

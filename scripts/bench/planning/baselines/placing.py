@@ -1,15 +1,15 @@
-"""Placing in a given order, each request into a gap between those placed before that it shares time with.
+"""Placing in a given order, each request into a gap between those that it shares time with, or on top of all of them.
 
-Contract: offsets of a packing without overlap, whatever the order. What is placed is kept sorted by offset, in short
-chunks that know the time they span, so that a request costs a scan of what is placed and an insertion into one chunk.
+Contract: offsets of a packing without overlap, whatever the order. What is placed into gaps is kept sorted by offset,
+in short chunks that know the time they span, so that a request costs a scan of what is placed and an insertion into one
+chunk; stacking takes O(log T) a request by a tree of heights over time.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-
-Column = NDArray[np.int64]
+from stalloc.planner.placement import build_floor, highest_floor, raise_floor
 
 CHUNK = 256
 
@@ -88,3 +88,23 @@ def fit_in_order(start, end, size, order, best_fit):
         held[c] += 1
         earliest[c], latest[c] = min(earliest[c], a), max(latest[c], b)
     return offset
+
+
+def ticks(start: Column, end: Column) -> tuple[Column, Column, int]:
+    """Lifespans in ticks, one for each distinct start: (first, last, T), half open. What meets still meets."""
+    starts = np.unique(start)
+    return np.searchsorted(starts, start), np.searchsorted(starts, end), len(starts)
+
+
+@njit(nogil=True)
+def _stack(first, last, size, order, cover, top):
+    offset = np.zeros(len(first), np.int64)
+    for i in order:
+        offset[i] = highest_floor(cover, top, first[i], last[i])
+        raise_floor(cover, top, first[i], last[i], offset[i] + size[i])
+    return offset
+
+
+def stack_in_order(first: Column, last: Column, size: Column, order: Column, num_ticks: int) -> Column:
+    """(n,) offsets for lifespans [first, last) in ticks."""
+    return _stack(first, last, size, order, *build_floor(np.zeros(num_ticks, np.int64)))

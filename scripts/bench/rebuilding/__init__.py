@@ -1,1 +1,0 @@
-"""Programs that others recorded on real GPUs, run again on the virtual one."""
