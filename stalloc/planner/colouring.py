@@ -7,7 +7,7 @@ and no two that are live together share one (weighted interval colouring, or dyn
 1999). Where weights are equal a greedy colouring in order of birth needs no more than the load; where they are not, the
 problem is NP-hard, and the order decides. Here:
 
-- The graph (lifespans/classes.py) has groups for vertices: the HomoPhase groups of STAlloc (EuroSys 2026, section 5), of
+- Vertices of the graph (lifespans/classes.py) are the HomoPhase groups of STAlloc (EuroSys 2026, section 5), of
   requests that are born in one phase and die in one, as they are and divided by size. So few vertices are coloured by
   networkx in an instant, the groups that meet most others, or are live with most bytes, first.
 - Requests are fused to rows and blocks (groups) as far as that takes half of what the load leaves, or nothing.

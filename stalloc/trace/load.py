@@ -39,6 +39,12 @@ _PPROF = re.compile(rb"\n[\x02-\x08]\x08")  # begins with the kind of its first 
 _SNAPSHOT_JSON = re.compile(
     rb'\{\s*"(?:segments|device_traces|allocator_settings|external_annotations|host_segments|host_traces)"\s*:|\[\s*\{[^{}\[\]]{0,1000}"total_size"\s*:'
 )
+#: formats of text that are told by how they begin, and what reads each
+_TEXTS: tuple[tuple[Callable[[bytes], bool], Callable[[Path, bytes], Trace | list[Trace]]], ...] = (
+    (looks_like_planning_csv, read_planning_csv),
+    (looks_like_rmm_log, read_rmm_log),
+    (looks_like_dtr_log, read_dtr_log),
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def read_log(path: str | os.PathLike[str]) -> str | None:
     head = data[:4096].lstrip()
     if {".pickle", ".pkl"} & set(Path(path).suffixes):  # of protocol 0, which looks like text
         return None
-    if not head or looks_like_rmm_log(head) or looks_like_planning_csv(head) or looks_like_activity_csv(head):
+    if not head or looks_like_activity_csv(head) or any(looks_like(head) for looks_like, _ in _TEXTS):
         return None
     return log_text(data)
 
@@ -169,14 +175,12 @@ def _read_content(path: Path, data: bytes, *, call_sites: bool = True) -> list[T
         raise BadInputError(f"{path}: a profile of pprof, as JAX writes: see `pprof -top`, stalloc does not read it.")
     if data[0] == 0x80 or {".pickle", ".pkl"} & set(path.suffixes):
         return read_torch_snapshot(path, data, call_sites=call_sites)
-    if looks_like_planning_csv(head):
-        return [read_planning_csv(path, data)]
-    if looks_like_rmm_log(head):
-        return read_rmm_log(path, data)
+    for looks_like, read in _TEXTS:
+        if looks_like(head):
+            found = read(path, data)
+            return found if isinstance(found, list) else [found]
     if head.startswith(b"<") and not _PRIORITY.match(head):
         return read_viz_page(path, data)
-    if looks_like_dtr_log(head):
-        return [read_dtr_log(path, data)]
     if head.startswith(b"[") and head[1:].lstrip().startswith(b"["):
         return [read_memory_timeline(path, data)]
     if _SNAPSHOT_JSON.match(head):
