@@ -4,7 +4,6 @@ docs/files.md describes the columns. Files are untrusted: what is kept is bounde
 names hold printable characters only. A name may still hold markup: whoever shows it escapes it.
 """
 
-import json
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -18,20 +17,22 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.trace.record import Trace
-from stalloc.trace.table_columns import packed_list
+from stalloc.trace.table_columns import DamagedTable, Rule, Rules, packed_list, unpacked_list
 
 MAX_DEPTH = 512
 MAX_TEXT = 1000
 MAX_FRAMES, MAX_ENTRIES, MAX_CHARACTERS = 1 << 18, 1 << 23, 1 << 25
 UNKNOWN = "unknown"
 
-_COLUMNS = {
-    "site": np.int32,
-    "event_site": np.int32,
-    "site_begin": np.int64,
-    "site_frame": np.int32,
-    "site_text": np.uint8,
-}
+_COLUMNS = Rules(
+    {
+        "site": Rule("site", np.int32, "request", -1, "stacks"),
+        "event_site": Rule("event_site", np.int32, "event", -1, "stacks"),
+        "site_begin": Rule("begin", np.int64, "stack", 0, 1 << 62),
+        "site_frame": Rule("frame", np.int32, "entry", 0, "frames"),
+    }
+)
+_TEXT = "site_text"
 _parts = operator.itemgetter("filename", "line", "name")
 
 
@@ -155,26 +156,23 @@ class Sites:
 
 def read_sites(trace: Trace) -> Sites | None:
     """The call sites of a trace, None if it has none. Raises BadInputError if its tables contradict each other."""
-    if not _COLUMNS.keys() <= trace.extra.keys():
+    if not {*_COLUMNS, _TEXT} <= trace.extra.keys():
         return None
-    site, event_site, begin, frame, text = (trace.extra[name] for name in _COLUMNS)
-    wrong = f"trace of device {trace.device}: its table of call sites is damaged: convert or record it again."
-    for column, dtype in zip((site, event_site, begin, frame, text), _COLUMNS.values(), strict=True):
-        if column.ndim != 1 or column.dtype != dtype:
-            raise BadInputError(wrong)
     try:
-        listed = json.loads(text.tobytes())
+        listed = unpacked_list(trace.extra, _TEXT, MAX_FRAMES)
         frames = tuple(Frame(str(filename), int(line), str(name)) for filename, line, name in listed)
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise BadInputError(wrong) from error
-    fits = len(site) == trace.num_requests and len(event_site) == len(trace.action) and len(begin) >= 1
-    fits = fits and begin[0] == begin.min() == 0 and begin[-1] == len(frame) and bool(np.all(np.diff(begin) > 0))
-    for column, end in ((site, len(begin) - 1), (event_site, len(begin) - 1)):
-        fits = fits and (not len(column) or bool(column.min() >= -1 and column.max() < end))
-    fits = fits and (not len(frame) or bool(frame.min() >= 0 and frame.max() < len(frames)))
-    if not fits:
-        raise BadInputError(wrong)
-    return Sites(site=site, event_site=event_site, begin=begin, frame=frame, frames=frames)
+        found = Sites(**_COLUMNS.read(trace.extra), frames=frames)
+        _COLUMNS.check(found, {"stacks": found.num_stacks, "frames": len(frames)})
+        begin = found.begin
+        if len(found.site) != trace.num_requests or len(found.event_site) != len(trace.action) or not len(begin):
+            raise DamagedTable("its columns differ in length")
+        if begin[0] != 0 or begin[-1] != len(found.frame) or np.any(np.diff(begin) <= 0):
+            raise DamagedTable("its stacks are not side by side")
+    except (DamagedTable, ValueError, TypeError, OverflowError) as error:
+        raise BadInputError(
+            f"trace of device {trace.device}: its table of call sites is damaged: convert or record it again."
+        ) from error
+    return found
 
 
 T = TypeVar("T")
