@@ -15,8 +15,10 @@ A call site is the innermost line outside PyTorch; a function with one changed l
 only shown, since it depends on what the pool did before.
 
 --check is a guard for CI without a second trace: it judges the allocated peak of each device, and names the call sites
-and classes that grew. The baseline is a JSON file to commit, the same kind as of the pytest plugin (docs/guard.md). An
-entry is named after its file, with the device if the file has several. The exit code is 1 if a check failed.
+and classes that grew. The baseline is a JSON file to commit, the same kind as of the pytest plugin (docs/guard.md);
+--update writes what was measured to it. An entry is named after its file, with the device if the file has several, or
+by --name. --junit writes a report that CI systems show; on GitHub, failures are annotations at the lines that grew. The
+exit code is 1 if a check failed.
 
 JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of `devices`: `first` and `second`
 (`device`, `source`, `allocated_peak_bytes`, `allocated_peak_event`, `allocated_peak_requests`, `reserved_peak_bytes`),

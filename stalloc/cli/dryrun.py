@@ -21,10 +21,12 @@ what was reserved.
 What the program writes is discarded, and named in the report; each run begins with the files as they are; --keep-files
 writes for real. Experiment trackers are silenced; other network requests are made.
 
---find searches for each allocator, --ranks runs each rank by itself. Both do several runs at a time.
+--find looks for the largest value of a parameter that fits, for each allocator, or for the smallest card. --ranks tries
+what torchrun would start, each rank by itself. Both do several runs at a time.
 
 --serve is for a program that asks how much is free and takes most of it, as inference servers do. The report shows
-weights, activations and cache, in bytes, tokens and requests. With --find, but without --tokens, it lists every value.
+weights, activations and cache, in bytes, tokens and requests of --length. With --find it looks for a cache of at least
+--tokens; without --tokens it runs and lists every value.
 --model needs no script: stalloc's own training loop runs a language model that transformers makes from its
 configuration, without weights; docs/dryrun.md says what it does. With --ranks its layers are sharded (FSDP2).
 
@@ -93,7 +95,9 @@ def _add_groups(parser: argparse.ArgumentParser) -> None:
     of_server = parser.add_argument_group("an inference server")
     add = of_server.add_argument
     add(
-        "--serve", action="store_true", help="the program is a server that takes what is free: show what it makes of it"
+        "--serve",
+        action="store_true",
+        help="the program is a server that takes most of what is free: show what it makes of the card",
     )
     add("--length", type=int, metavar="N", help="with --serve, count requests of N tokens")
     add("--tokens", type=int, metavar="N", help="with --serve, --find looks for a cache of at least N tokens")

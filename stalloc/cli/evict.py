@@ -7,8 +7,8 @@ needed again later is recomputed, and so is whatever that needs.
 A budget is a share of the recorded peak, such as 0.5 or 50%, or a size, such as 12GiB; commas separate several. Without
 --policy and --all the policies of DTR, MegTaiChi and Coop are shown: dtr counts the cost of what is evicted around a
 storage, dtr-eq does so by equivalence classes, dtr-local does not; dte counts adjacent free memory; coop evicts
-neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. Addresses, by
-which dte and coop go, are in a range of the budget's size. Nothing is moved to the host.
+neighbours in memory. --all adds lru, size (largest first), msps (memory saved per second) and random. dte and coop go
+by addresses, in a range of the budget's size; --places gives addresses to all policies. Nothing is moved to the host.
 
 overhead is the time of all calls divided by that without a budget; a replay that takes twice the time is given up.
 Times of a recording are measured ones, else estimates for --gpu. "apart": storages evicted although enough bytes were

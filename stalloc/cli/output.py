@@ -21,7 +21,9 @@ JSON_VERSION = 1  #: rises when a name that `--json` gives is taken away, or mea
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the result as one JSON object (- for standard output)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as one JSON object to FILE (- for standard output)"
+    )
 
 
 class _FromZero(argparse.Action):

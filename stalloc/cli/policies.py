@@ -2,7 +2,8 @@
 
 executes: runs for real; in part: so does what is named, but not the whole system; emulates: runs with a stand-in for
 hardware; replays: on a trace; reports: a figure from a formula. Append to a command a program (fit, run, dryrun), a
-recording (simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order).
+recording (simulate, plan), or one by `stalloc record --ops` (swap, evict, stats --order). --tests shows, instead of
+what each does, the test of the source tree that checks it.
 
 JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`, `test`.
 """

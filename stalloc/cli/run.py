@@ -10,9 +10,11 @@ in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is
 the same program is run again with the same arguments; one that no longer fits is replaced. torch's optimizers or
 stalloc.step() mark steps; without marks they are found from the allocations.
 
---budget goes by the settings and the plan of a fit; a request beyond it is an out-of-memory error. If the current
-folder has no fit, `stalloc fit` makes one first. --cap limits memory whatever the shapes; what is evicted is restored
-before backward needs it (with --host 0 nothing is moved).
+--budget limits reserved memory from the first allocation, by the settings and the plan of a fit; a request beyond it is
+an out-of-memory error. If the current folder has no fit, `stalloc fit` makes one first. --fit names the file of a fit.
+
+--cap limits memory whatever the shapes: what is saved for backward is evicted when a request does not fit, and restored
+before backward needs it. --host bounds the host memory for it (0: nothing is moved; default: all).
 
 On the virtual GPU results are zeros, so existing files stay as they are whatever the program does to them; new files
 are kept, and the report names both. --keep-files writes for real.

@@ -14,12 +14,13 @@ Each rank has batches as large as the program's. A way is a triple P/G/O: how ma
 parameters (between forward and backward), of gradients, and of optimizer state. ddp is 1/1/1, zero-1 1/1/N, zero-2
 1/N/N, zero-3 (FSDP) N/N/N, hpz:K (ZeRO++'s secondary copy) K/N/N, mics:K (MiCS, HSDP) K/K/K. Triples with gradients
 over fewer ranks than parameters are predicted but cannot run, since fully_shard gives each rank the gradients of the
-parameters that it keeps. --factors all is that of AMSP, the default that of PaRO.
+parameters that it keeps. --factors all tries every divisor of the number of ranks (AMSP) instead of 1, a node and all
+(PaRO).
 
 What is needed is what PyTorch counts as allocated: whole blocks, a little more than was requested. It reserves more
 than that (`reserved_bytes` of a run). Seconds are estimates: computing, then communication, without overlap. --export
-prints FSDP2 code, a DeepSpeed JSON, an accelerate YAML or a torchtitan TOML. To train in shards: torchrun
---nproc-per-node N -m stalloc run --shard NAME train.py.
+prints a way for another framework: FSDP2 code, a DeepSpeed JSON, an accelerate YAML, a torchtitan TOML. To train in
+shards: torchrun --nproc-per-node N -m stalloc run --shard NAME train.py.
 
 JSON: `gpu`, `num_ranks`, `per_node`, `budget_bytes`, `ways` (`name`, `parameters`, `gradients`, `state`, `recompute`,
 `needed_bytes`, `step_bytes` and `making_bytes` (asked for in a step, and before), `step_allocated`, `making_allocated`,

@@ -2,8 +2,8 @@
 
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The requests of each device are
 replayed from an empty device, beginning with what was live before the recording; the row "recorded" is what the file
-itself says. The default is torch's caching allocator with its defaults and with expandable segments, and stalloc;
---sweep names the best.
+itself says. The default is torch's caching allocator with its defaults and with expandable segments, and stalloc; --all
+replays every model, --sweep the common settings of torch's allocator, and names the best.
 
 "stalloc" watches the program from its first request on and plans what repeats, as `stalloc run` does with a new
 program; "stalloc mode:plan" is planned in hindsight, from the whole recording.

@@ -10,8 +10,9 @@ lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; 
 trace gives only as a total. The period is the length with which the sequence of requests repeats exactly at the end of
 the recording. A step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
 recording, and after which as much is allocated as before. For a recording by `stalloc record --ops` operations,
-modules, repeated blocks and roles of requests are listed too. What --order finds is replayed, not executed; without an
-optimizer it is for one repetition.
+modules, repeated blocks and roles of requests are listed too. --gpu estimates the time of its last step on that GPU;
+--order says how much less memory the step (or one repetition, without an optimizer) would need with its operations in
+another order (replayed, not executed).
 
 More than eight files are treated as the ranks of one job, as with --ranks: least, median and most of each figure, which
 ranks stand out, and which one limits the batch. A quoted pattern ('run/*/snapshot.pickle') stands for all files that

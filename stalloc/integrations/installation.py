@@ -41,7 +41,7 @@ class Installation:
     # torch_allocator
     replays: "Any" = None  #: the Replays of torch's CUDA graphs
 
-    # cli.native, sizing.run_work
+    # cli.native, sizing.side_by_side
     is_compared = False  #: PyTorch's own allocator is tried here for comparison, so `stalloc.sleep` does nothing
 
     # cli.run, server_watch
