@@ -103,16 +103,11 @@ class _Child:
         if not data:
             _, status = os.waitpid(self._pid, 0)
             self._pid = 0
-            os.close(self.pipe)
-            self._buffer = b""
             if self._running is not None:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
                 name = signal.Signals(number).name if number else f"exit code {os.WEXITSTATUS(status)}"
                 yield self._finish(Outcome(None, "signal", f"{name} while it {self._doing}"))
-            if self._left:
-                self._start()
-            else:
-                self.is_done = True
+            self._go_on()
 
     def check(self) -> Iterator[tuple[int, Outcome]]:
         if self.is_done or self._running is None or select.select([self.pipe], [], [], 0)[0]:
@@ -121,14 +116,9 @@ class _Child:
         if used > PATIENCE_ON_PROCESSOR or time.monotonic() - self._heard > PATIENCE_SECONDS:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-            os.close(self.pipe)
-            self._buffer = b""
             what = "works" if used > PATIENCE_ON_PROCESSOR else "waits"
             yield self._finish(Outcome(None, "hang", f"it {what} without end while it {self._doing}", "", used))
-            if self._left:
-                self._start()
-            else:
-                self.is_done = True
+            self._go_on()
 
     def _finish(self, outcome: Outcome) -> tuple[int, Outcome]:
         index = self._running
@@ -136,6 +126,14 @@ class _Child:
         self._left = self._left[self._left.index(index) + 1 :]
         self._running = None
         return index, outcome
+
+    def _go_on(self) -> None:
+        """In a new process; what the old one had begun to say is gone."""
+        os.close(self.pipe)
+        self._buffer = b""
+        self.is_done = not self._left
+        if self._left:
+            self._start()
 
     def kill(self) -> None:
         if self._pid:
