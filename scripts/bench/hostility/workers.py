@@ -29,6 +29,7 @@ FRESH_BYTES = 128 << 20
 """A child that grew by more is replaced, so that later runs are measured from where the first began."""
 UNMADE = "while it prepares"
 """How the cause of an outcome ends if the child died before the run began."""
+_VARIES = re.compile(r"/\S*|'[^']*'|[\d,.]+|(?<=: )\S+(?=: )")
 _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
@@ -197,7 +198,8 @@ def observe(run: Run) -> Outcome:
     if not failure:
         cause = _wrong_output(code, *text)
         failure = "output" if cause else ""
-    return Outcome(code, failure, cause, _signature(code, *text), seconds, grown)
+    signature = f"{code} {_VARIES.sub('#', text[code == 2])[:600]}"
+    return Outcome(code, failure, cause, signature, seconds, grown)
 
 
 def cause_of(error: BaseException) -> str:
@@ -216,10 +218,3 @@ def _wrong_output(code: int | None, out: str, err: str) -> str:
     if code == 2 and (out or not err.startswith("stalloc: ") or err.count("\n") != 1):
         return "bad input is not one sentence"
     return ""
-
-
-_VARIES = re.compile(r"/\S*|'[^']*'|[\d,.]+|(?<=: )\S+(?=: )")
-
-
-def _signature(code: int | None, out: str, err: str) -> str:
-    return f"{code} {_VARIES.sub('#', err if code == 2 else out)[:600]}"
