@@ -295,19 +295,12 @@ def needs(rows: Mapping[Cell, Row], model: str) -> list[Need]:
         of_ranks = [rows.get(Cell(model, configuration, rank)) for rank in RANKS]
         ranks = [row for row in of_ranks if row is not None]
         if len(ranks) == len(RANKS):
-            found.append(
-                Need(
-                    model=model,
-                    configuration=configuration,
-                    seconds=max(
-                        row.recorded.pipeline_seconds * (1 + bubble(configuration)) + row.recorded.update_seconds
-                        for row in ranks
-                    ),
-                    native_bytes=max(row.recorded.native_least_bytes for row in ranks),
-                    expandable_bytes=max(row.recorded.expandable_least_bytes for row in ranks),
-                    stalloc_bytes=max(row.stalloc_bytes for row in ranks),
-                )
-            )
+            recorded, factor = [row.recorded for row in ranks], 1 + bubble(configuration)
+            seconds = max(one.pipeline_seconds * factor + one.update_seconds for one in recorded)
+            native = max(one.native_least_bytes for one in recorded)
+            least = {"native_bytes": native, "expandable_bytes": max(one.expandable_least_bytes for one in recorded)}
+            ours = max(row.stalloc_bytes for row in ranks)
+            found.append(Need(model=model, configuration=configuration, seconds=seconds, stalloc_bytes=ours, **least))
     return found
 
 
