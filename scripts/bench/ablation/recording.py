@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +38,23 @@ class Writer:
         self.rows: list[tuple[int, ...]] = []  # device, events before, Row, number of a name, processor time
         self.names: dict[str, int] = {}
         for name, row in _CALLS.items():
-            self._follow(runtime, name, row)
-        mark = runtime.mark
-
-        def follow_mark(kind: int, name: str, of: Any = None) -> None:
-            self.note(Row.MARK, of, name)
-            mark(kind, name, of)
-
-        runtime.mark = follow_mark
+            self._follow(runtime, name, lambda of, row=row: self.note(row, of))
+        self._follow(runtime, "mark", lambda _, name, of=None: self.note(Row.MARK, of, name))
         for controller in runtime.controllers:
-            self._follow_release(controller)
+            self._follow(controller.memory, "release_unused", partial(self._note_release, controller.device.index))
 
-    def _follow(self, runtime: Any, name: str, row: Row) -> None:
-        function = getattr(runtime, name)
+    def _follow(self, owner: Any, name: str, note: Callable[..., None]) -> None:
+        function = getattr(owner, name)
 
-        def follow(of: Any) -> None:
-            self.note(row, of)
-            function(of)
+        def follow(*arguments: Any, **named: Any) -> None:
+            note(*arguments, **named)
+            function(*arguments, **named)
 
-        setattr(runtime, name, follow)
+        setattr(owner, name, follow)
 
-    def _follow_release(self, controller: Any) -> None:
-        release = controller.memory.release_unused
-
-        def follow(*arguments: int) -> None:
-            if sys._getframe(1).f_globals["__name__"].startswith("stalloc.integrations"):
-                self.note(Row.RELEASE, [controller.device.index])
-            release(*arguments)
-
-        controller.memory.release_unused = follow
+    def _note_release(self, index: int, *_: int) -> None:
+        if sys._getframe(2).f_globals["__name__"].startswith("stalloc.integrations"):
+            self.note(Row.RELEASE, [index])
 
     def note(self, row: Row, of: Any = None, name: str = "") -> None:
         number = self.names.setdefault(name, len(self.names))
@@ -73,9 +63,6 @@ class Writer:
             if of is None or index in of:
                 num_events = int(controller.state.record.log.num_events)
                 self.rows.append((index, num_events, int(row), number, time.process_time_ns()))
-
-    def end_step(self, kind: str) -> None:
-        self.note(Row.STEP_END, None, kind)
 
     def result(self) -> dict[str, Any]:
         controllers = self._runtime.controllers
@@ -124,7 +111,7 @@ def record(result: str, num_devices: int, program: list[str]) -> int:
         sys.path.insert(0, str(HARM_PROGRAMS))
         import steps  # type: ignore[import-not-found]
 
-        steps.listeners.append(writer.end_step)
+        steps.listeners.append(partial(writer.note, Row.STEP_END, None))
     code = run_program(program)
     if code == 0:
         unfinished = f"{result}.{os.getpid()}.npz"

@@ -88,45 +88,37 @@ def fsdp2() -> Made:
     return model, lambda: model(torch.randn(2, 16, 64)).square().mean(), False
 
 
-_SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+def of_transformers(name: str, task: str, **more: Any) -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return getattr(transformers, f"{name}For{task}")(getattr(transformers, f"{name}Config")(**sizes, **more))
 
 
-def llama() -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def language_model(name: str, **more: Any) -> Made:
+    """In bfloat16."""
+    model = of_transformers(name, "CausalLM", vocab_size=64, **more).to(torch.bfloat16).train()
 
-    model = LlamaForCausalLM(LlamaConfig(**_SIZE, vocab_size=64, attention_dropout=0.1)).to(torch.bfloat16)
-    return _language_model(model.train())
-
-
-def mixtral() -> Made:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        **_SIZE, num_key_value_heads=2, num_local_experts=4, vocab_size=64, use_cache=False, output_router_logits=True
-    )
-    return _language_model(MixtralForCausalLM(config).to(torch.bfloat16).train())
-
-
-def _language_model(model: Any) -> Made:
     def loss() -> Tensor:
         tokens = torch.randint(64, (2, 16))
-        found: Tensor = model(input_ids=tokens, labels=tokens).loss
-        return found
+        return model(input_ids=tokens, labels=tokens).loss
 
     return model, loss, False
 
 
+def llama() -> Made:
+    return language_model("Llama", attention_dropout=0.1)
+
+
+def mixtral() -> Made:
+    experts = {"num_local_experts": 4, "output_router_logits": True}
+    return language_model("Mixtral", num_key_value_heads=2, use_cache=False, **experts)
+
+
 def vit() -> Made:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(**_SIZE, hidden_dropout_prob=0.1, image_size=32, patch_size=8, num_labels=10)
-    model = ViTForImageClassification(config).train()
-
-    def loss() -> Tensor:
-        found: Tensor = model(pixel_values=torch.rand(4, 3, 32, 32), labels=torch.randint(10, (4,))).loss
-        return found
-
-    return model, loss, True
+    sizes = {"image_size": 32, "patch_size": 8, "num_labels": 10}
+    model = of_transformers("ViT", "ImageClassification", hidden_dropout_prob=0.1, **sizes).train()
+    return model, lambda: model(pixel_values=torch.rand(4, 3, 32, 32), labels=torch.randint(10, (4,))).loss, True
 
 
 PROGRAMS: dict[str, Callable[[], Made]] = {
@@ -164,8 +156,7 @@ def train(make: Callable[[], Made], options: dict[str, Any] | None) -> list[Tens
 
 
 def _own(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def compared(name: str, num_choices: int) -> dict[str, Any]:

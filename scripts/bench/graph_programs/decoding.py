@@ -16,6 +16,22 @@ from typing import Any
 MODELS = {"small": (768, 6, 3072, 50257), "middle": (2048, 4, 5632, 32000), "wide": (4096, 4, 14336, 128256)}
 
 
+def start(*, is_stalloc: bool) -> Any:
+    """torch on a virtual H100, under stalloc or its own allocator."""
+    from stalloc.device import activate, find_gpu
+
+    if is_stalloc:
+        import stalloc
+
+        stalloc.install(device="virtual", gpu=find_gpu("H100"))
+    else:
+        activate("virtual", find_gpu("H100"))
+    import torch
+
+    torch.set_default_dtype(torch.bfloat16)
+    return torch
+
+
 def model_of(torch: Any, name: str) -> Any:
     """Embedding, blocks of a linear mixer and a gated feed-forward network, and a head."""
     width, layers, hidden, words = MODELS[name]
@@ -44,23 +60,13 @@ def sizes_of(count: int) -> list[int]:
 
 def main() -> None:
     allocator, name, count, order, keep = sys.argv[1:]
-    from stalloc.device import activate, find_gpu
-
-    if allocator == "stalloc":
-        import stalloc
-
-        stalloc.install(device="virtual", gpu=find_gpu("H100"))
-    else:
-        activate("virtual", find_gpu("H100"))
-    import torch
-
+    torch = start(is_stalloc=allocator == "stalloc")
     cuda, sizes = torch.cuda, sizes_of(int(count))
     sizes.sort(reverse=order != "smallest")
     if order == "shuffled":
         random.Random(7).shuffle(sizes)
     graphs, kept, most_bytes, kept_bytes, pool = [], [], 0, 0, None
     with torch.no_grad():
-        torch.set_default_dtype(torch.bfloat16)
         torch.set_default_device("cuda")
         model = model_of(torch, name)
         tokens = torch.zeros(max(sizes), dtype=torch.long, device="cuda")

@@ -12,29 +12,22 @@ import random
 import sys
 from typing import Any
 
-from decoding import model_of, sizes_of
+from decoding import model_of, sizes_of, start
 
 STEPS = 200
 
 
 def main() -> None:
     allocator, name, count = sys.argv[1:]
-    from stalloc.device import activate, find_gpu
-
+    torch = start(is_stalloc=allocator in ("stalloc", "lent"))
     borrow: Any = contextlib.nullcontext
-    if allocator in ("stalloc", "lent"):
+    if allocator == "lent":
         import stalloc
 
-        stalloc.install(device="virtual", gpu=find_gpu("H100"))
-        borrow = stalloc.borrow_graph_memory if allocator == "lent" else borrow
-    else:
-        activate("virtual", find_gpu("H100"))
-    import torch
-
+        borrow = stalloc.borrow_graph_memory
     cuda, sizes, draw = torch.cuda, sizes_of(int(count))[::-1], random.Random(7)
     graphs: dict[int, Any] = {}
     with torch.no_grad():
-        torch.set_default_dtype(torch.bfloat16)
         torch.set_default_device("cuda")
         model, pool = model_of(torch, name), None
         tokens, prompt = (torch.zeros(max(sizes), dtype=torch.long, device="cuda") for _ in range(2))

@@ -20,10 +20,6 @@ class Program:
     is_quick: bool = False  #: one of the choice of --quick
 
     @property
-    def takes_steps(self) -> bool:
-        return self.script.parent == OWN
-
-    @property
     def sources(self) -> list[Path]:
         """The files whose change makes kept results void."""
         beside = sorted((ROOT / self.script.parent).glob("*.py"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harm.catalogue import ROOT, Program
+from harm.catalogue import OWN, ROOT, Program
 from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, last_line, variables_of
 
 
@@ -85,7 +85,7 @@ def processor_ratio(program: Program, num_runs: int, num_steps: int | None) -> f
     The later half of the steps counts, and in it all that a process does, whichever thread does it. Runs
     have `num_steps` steps where it is given and the program takes a number. Raises RunError if one of them fails.
     """
-    if num_steps is not None and program.takes_steps:
+    if num_steps is not None and program.script.parent == OWN:
         program = replace(program, arguments=(*program.arguments, str(num_steps)))
     ratios = []
     for _ in range(num_runs):

@@ -104,19 +104,19 @@ def load(seed: Seed) -> Any:
         return load_traces(path)
 
 
-def _written(write: Callable[[Path], None]) -> bytes:
+def _written(kind: str, write: Callable[[Path], None]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        path = Path(folder) / "seed.npz"
+        path = Path(folder) / f"seed{MUTATORS[kind][0]}"
         write(path)
         return path.read_bytes()
 
 
 def _as_trace(seed: Seed) -> bytes:
-    return _written(lambda path: save_traces(path, load(seed)))
+    return _written("trace", lambda path: save_traces(path, load(seed)))
 
 
 def _as_plan(seed: Seed) -> bytes:
-    return _written(lambda path: save_plans(path, [plan(trace) for trace in load(seed)]))
+    return _written("plan", lambda path: save_plans(path, [plan(trace) for trace in load(seed)]))
 
 
 def _with_operations(seed: Seed) -> bytes:
@@ -150,7 +150,7 @@ def _with_operations(seed: Seed) -> bytes:
             module_is_block=np.array([0, 1]),
         )
         traces.append(trace.replace(extra=trace.extra | operations.columns()))
-    return _written(lambda path: save_traces(path, traces))
+    return _written("trace", lambda path: save_traces(path, traces))
 
 
 def _cut(name: str, data: bytes) -> tuple[str, bytes]:

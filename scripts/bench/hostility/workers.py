@@ -29,6 +29,7 @@ FRESH_BYTES = 128 << 20
 """A child that grew by more is replaced, so that later runs are measured from where the first began."""
 UNMADE = "while it prepares"
 """How the cause of an outcome ends if the child died before the run began."""
+_VARIES = re.compile(r"/\S*|'[^']*'|[\d,.]+|(?<=: )\S+(?=: )")
 _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
@@ -103,16 +104,11 @@ class _Child:
         if not data:
             _, status = os.waitpid(self._pid, 0)
             self._pid = 0
-            os.close(self.pipe)
-            self._buffer = b""
             if self._running is not None:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
                 name = signal.Signals(number).name if number else f"exit code {os.WEXITSTATUS(status)}"
                 yield self._finish(Outcome(None, "signal", f"{name} while it {self._doing}"))
-            if self._left:
-                self._start()
-            else:
-                self.is_done = True
+            self._go_on()
 
     def check(self) -> Iterator[tuple[int, Outcome]]:
         if self.is_done or self._running is None or select.select([self.pipe], [], [], 0)[0]:
@@ -121,14 +117,9 @@ class _Child:
         if used > PATIENCE_ON_PROCESSOR or time.monotonic() - self._heard > PATIENCE_SECONDS:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-            os.close(self.pipe)
-            self._buffer = b""
             what = "works" if used > PATIENCE_ON_PROCESSOR else "waits"
             yield self._finish(Outcome(None, "hang", f"it {what} without end while it {self._doing}", "", used))
-            if self._left:
-                self._start()
-            else:
-                self.is_done = True
+            self._go_on()
 
     def _finish(self, outcome: Outcome) -> tuple[int, Outcome]:
         index = self._running
@@ -136,6 +127,14 @@ class _Child:
         self._left = self._left[self._left.index(index) + 1 :]
         self._running = None
         return index, outcome
+
+    def _go_on(self) -> None:
+        """In a new process; what the old one had begun to say is gone."""
+        os.close(self.pipe)
+        self._buffer = b""
+        self.is_done = not self._left
+        if self._left:
+            self._start()
 
     def kill(self) -> None:
         if self._pid:
@@ -199,7 +198,8 @@ def observe(run: Run) -> Outcome:
     if not failure:
         cause = _wrong_output(code, *text)
         failure = "output" if cause else ""
-    return Outcome(code, failure, cause, _signature(code, *text), seconds, grown)
+    signature = f"{code} {_VARIES.sub('#', text[code == 2])[:600]}"
+    return Outcome(code, failure, cause, signature, seconds, grown)
 
 
 def cause_of(error: BaseException) -> str:
@@ -218,10 +218,3 @@ def _wrong_output(code: int | None, out: str, err: str) -> str:
     if code == 2 and (out or not err.startswith("stalloc: ") or err.count("\n") != 1):
         return "bad input is not one sentence"
     return ""
-
-
-_VARIES = re.compile(r"/\S*|'[^']*'|[\d,.]+|(?<=: )\S+(?=: )")
-
-
-def _signature(code: int | None, out: str, err: str) -> str:
-    return f"{code} {_VARIES.sub('#', err if code == 2 else out)[:600]}"

@@ -148,9 +148,10 @@ _OF_FOLDER = {
 }
 #: those of a module that have most to say about it, and are asked first
 _OF_MODULE = {
-    "planner/validator": "planner_validator planner_record runtime_admission planner_relations",
     "planner/problem": "planner_pieces planner_arrays",
-    "planner/hole_filling": "planner_constraints planner_schedule planner_births",
+    "planner/hole_filling": "planner_births planner_arrays planner_constraints planner_schedule",
+    "planner/validator": "planner_validator planner_record planner_relations runtime_admission",
+    "planner/planning": "planner_arrays planner_schedule planner_record",
     "planner/placement": "planner_arrays planner_relations",
     "planner/cycle": "planner_schedule",
     "lifespans/load_curves": "lifespans_load stats",

@@ -73,8 +73,9 @@ def bubble(configuration: str) -> float:
 
 GPU, MEMORY = "H100", "1TiB"  #: whose rates are used; more memory than any configuration asks for
 NATIVE, EXPANDABLE = Candidate("torch"), Candidate("expandable")
-GMLAKE = Candidate("gmlake")
-EAGER_GMLAKE = Candidate("gmlake", "fragmentation_limit:2097152")  #: stitches for all that is not small
+#: the last stitches for all that is not small
+MODELLED = {"expandable": EXPANDABLE, "gmlake": Candidate("gmlake")}
+MODELLED["eager_gmlake"] = Candidate("gmlake", "fragmentation_limit:2097152")
 _ALIGNMENT = 512
 _GRADIENT_BYTES = 4  #: of a parameter, where the processor updates it
 
@@ -117,12 +118,12 @@ def look_at(program: Program) -> Recorded:
     paper_seconds = time.perf_counter() - began
     began = time.perf_counter()
     ours = judged(case, plan((case.start, case.end, case.size), alignment=_ALIGNMENT).offset, load)
+    plan_seconds = time.perf_counter() - began
+    reserved = {f"{name}_bytes": run_one(trace, one).peak_reserved_bytes for name, one in MODELLED.items()}
     return Recorded(
+        **reserved,
         allocated_bytes=lower_bound(trace),
         native_bytes=int(trace.reserved_bytes().max()),
-        expandable_bytes=run_one(trace, EXPANDABLE).peak_reserved_bytes,
-        gmlake_bytes=run_one(trace, GMLAKE).peak_reserved_bytes,
-        eager_gmlake_bytes=run_one(trace, EAGER_GMLAKE).peak_reserved_bytes,
         native_least_bytes=least_memory(trace, NATIVE),
         expandable_least_bytes=least_memory(trace, EXPANDABLE),
         pipeline_seconds=pipeline,
@@ -133,7 +134,7 @@ def look_at(program: Program) -> Recorded:
         paper_bytes=by_paper,
         paper_seconds=paper_seconds,
         plan_bytes=ours,
-        plan_seconds=time.perf_counter() - began,
+        plan_seconds=plan_seconds,
     )
 
 
@@ -295,19 +296,12 @@ def needs(rows: Mapping[Cell, Row], model: str) -> list[Need]:
         of_ranks = [rows.get(Cell(model, configuration, rank)) for rank in RANKS]
         ranks = [row for row in of_ranks if row is not None]
         if len(ranks) == len(RANKS):
-            found.append(
-                Need(
-                    model=model,
-                    configuration=configuration,
-                    seconds=max(
-                        row.recorded.pipeline_seconds * (1 + bubble(configuration)) + row.recorded.update_seconds
-                        for row in ranks
-                    ),
-                    native_bytes=max(row.recorded.native_least_bytes for row in ranks),
-                    expandable_bytes=max(row.recorded.expandable_least_bytes for row in ranks),
-                    stalloc_bytes=max(row.stalloc_bytes for row in ranks),
-                )
-            )
+            recorded, factor = [row.recorded for row in ranks], 1 + bubble(configuration)
+            seconds = max(one.pipeline_seconds * factor + one.update_seconds for one in recorded)
+            native = max(one.native_least_bytes for one in recorded)
+            least = {"native_bytes": native, "expandable_bytes": max(one.expandable_least_bytes for one in recorded)}
+            ours = max(row.stalloc_bytes for row in ranks)
+            found.append(Need(model=model, configuration=configuration, seconds=seconds, stalloc_bytes=ours, **least))
     return found
 
 

@@ -49,34 +49,32 @@ def _any_size(word):
 
 
 @njit(nogil=True)
+def _touch(address, place, tag, write):
+    """Write a word of a block, or compare it; whether it was wrong."""
+    if write:
+        word_at(address, place).value = tag + place
+        return 0
+    return int(word_at(address, place).value != tag + place)
+
+
+@njit(nogil=True)
 def _visit(address, size, tag, every, write):
     """Write a block's words, or compare them; how many were wrong."""
     units = (size + 511) >> 9
     wrong = 0
     if every:
         for i in range(units * UNIT_WORDS):
-            if write:
-                word_at(address, i).value = tag + i
-            elif word_at(address, i).value != tag + i:
-                wrong += 1
+            wrong += _touch(address, i, tag, write)
         return wrong
-    edge = units if size <= WHOLE else _EDGE_UNITS
-    for i in range(edge):
-        at = i * UNIT_WORDS + (tag >> 3) % UNIT_WORDS
-        if write:
-            word_at(address, at).value = tag + at
-        elif word_at(address, at).value != tag + at:
-            wrong += 1
+    within = (tag >> 3) % UNIT_WORDS
+    for i in range(units if size <= WHOLE else _EDGE_UNITS):
+        wrong += _touch(address, i * UNIT_WORDS + within, tag, write)
     if size <= WHOLE:
         return wrong
     for i in range(_WITHIN + _EDGE_UNITS):
         # the words within are a function of the tag, so that they need not be remembered
         unit = units - 1 - i if i < _EDGE_UNITS else _EDGE_UNITS + (tag * (2 * i + 1) >> 7) % (units - 2 * _EDGE_UNITS)
-        at = unit * UNIT_WORDS + (tag >> 3) % UNIT_WORDS
-        if write:
-            word_at(address, at).value = tag + at
-        elif word_at(address, at).value != tag + at:
-            wrong += 1
+        wrong += _touch(address, unit * UNIT_WORDS + within, tag, write)
     return wrong
 
 
