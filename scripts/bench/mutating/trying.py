@@ -163,7 +163,6 @@ _OF_MODULE = {
     "core/frees": "runtime_shared_blocks integrations_streams",
     "core/counters": "torch_statistics runtime_replay runtime_steps",
     "core/schedule_cursor": "runtime_replay runtime_partly_dynamic",
-    "planner/planning": "planner_schedule planner_record planner_arrays",
     "core/arena_schedule": "runtime_schedules",
     "runtime/paging": "runtime_partly_dynamic",
     "runtime/captures": "torch_graphs",
