@@ -266,8 +266,8 @@ def computes_before_weights_arrive() -> None:
 
 @fault
 def copies_before_weights_are_done() -> None:
-    def copy(self: Any, stream: Any, pairs: Any) -> Any:
-        return self._enqueue(stream, pairs, "")
+    def copy(self: Any, pairs: Any, *, to_device: bool) -> Any:
+        return self._enqueue(pairs, "", to_device=to_device)
 
     transfers.Transfers._copy = copy  # type: ignore[method-assign]
 
