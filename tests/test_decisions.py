@@ -136,6 +136,7 @@ def test_an_unmarked_plan_is_judged_after_eight_passes_and_one_of_kinds_after_10
 
 
 def test_figures_that_a_plan_begins_with() -> None:
+    assert (d.least_parts(repeats=True), d.least_parts(repeats=False)) == (0, 16)
     assert [d.most_misses_where(2000, may_fill=full) for full in (True, False)] == [8, 2000]
     assert (d.num_recent_steps(), d.quiet_iterations()) == (8, 8)
 

@@ -241,6 +241,11 @@ def most_parts(*, alike_in_part: bool) -> int:
     return t.DYNAMIC_PARTS if alike_in_part else t.LOOSE_PARTS
 
 
+def least_parts(*, repeats: bool) -> int:
+    """Parts of the peak that may be held from the start; none of those of a program that repeats."""
+    return 0 if repeats else t.LOOSE_PARTS
+
+
 def rest_bytes(
     needed_bytes: int, lacking_bytes: int, peak_bytes: int, free_bytes: int, *, most_parts: int, has_streams: bool
 ) -> int:

@@ -32,7 +32,7 @@ class Allowance:
 
     def __init__(self, state: DeviceState) -> None:
         self._state, self._record = state, state.record
-        self._parts = self._least_parts = 0
+        self._parts = self._least_parts = decisions.least_parts(repeats=True)
         self._moved_bytes = self._peak_bytes = 0
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
@@ -70,7 +70,7 @@ class Allowance:
 
     def loosen(self) -> None:
         """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
-        self._parts = self._least_parts = decisions.most_parts(alike_in_part=False)
+        self._parts = self._least_parts = decisions.least_parts(repeats=False)
 
     def begin_plan(self) -> None:
         self._parts, self._restless, self._rest_bytes = self._least_parts, 0, 0
