@@ -25,15 +25,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from stalloc.device.order_checker import IS_NEW, READS, WRITES
+from stalloc.device.order_checker import IS_NEW, READS, WRITES, OrderChecker
 from stalloc.imports import after_import
-
-if TYPE_CHECKING:
-    from stalloc.device.order_checker import OrderChecker
 
 _NO_ACCESS = {
     *("record_stream", "set_", "resize_", "detach", "detach_", "lift", "lift_fresh", "alias", "_unsafe_view"),

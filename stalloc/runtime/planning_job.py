@@ -29,16 +29,14 @@ from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.recurring_steps import StepKind
     from stalloc.lifespans.repeating_schedule import Schedule
-    from stalloc.planner import Plan
+    from stalloc.planner import Layout, Plan
+    from stalloc.planner.kind_plans import KindPlans
     from stalloc.planner.planning import Streams
+    from stalloc.trace import Trace
 
     Planner = Callable[..., Plan]  # (schedule, streams=), as plan_schedule; called in any thread
-    from stalloc.lifespans.recurring_steps import StepKind
-    from stalloc.planner import Layout
-    from stalloc.planner.kind_plans import KindPlans
-    from stalloc.trace import Trace
-    from stalloc.trace.packing import KeptTrace
 
 
 @dataclass
