@@ -16,7 +16,7 @@ INSTANCES = (
     "iopddl_G_1.csv",
     pytest.param("iopddl_S_1.csv.gz", marks=pytest.mark.slow),
     pytest.param("iopddl_Y_1.csv.gz", marks=pytest.mark.slow),
-    pytest.param("pangu_2.6B.csv.gz", marks=pytest.mark.slow),
+    "pangu_2.6B.csv.gz",
     "resnet50.csv",
 )
 

@@ -95,6 +95,8 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool, budget: B
             yield from ((packing, 0) for packing, _ in tries(problem, target))
         if count >= LAYERS_FROM:
             yield from _layered(problem, target, target + target // 1000, _born)
+            for nth in range(3):  # noise helps soonest, where exact search does not take so many requests
+                yield from _guided(problem, target, ("WA",), 0.3, nth + 1000 * budget.seed)
     for order, backwards in itertools.product(GUIDED, (False, True)):
         yield _plain(problem, order, backwards), count
 
