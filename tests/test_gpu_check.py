@@ -151,10 +151,10 @@ def test_under_a_fault_each_part_has_its_turn_within_ten_minutes(tmp_path, fault
 
 @pytest.mark.slow
 def test_a_call_that_hangs_costs_its_part_and_names_itself_and_each_part_has_its_turn(tmp_path):
-    parts = ["pages", "runtime", "tensor", "patterns", "graphs_torch", "spawn"]  # spawn's processes hang as well
-    code, printed, found = checked(tmp_path, "--minutes", "2", "--only", ",".join(parts), fault="cuMemMap:hang@9")
+    parts = ["pages", "runtime", "tensor", "spawn"]  # spawn's processes hang as well
+    code, printed, found = checked(tmp_path, "--minutes", "1.3", "--only", ",".join(parts), fault="cuMemMap:hang@9")
     assert code == 1
-    assert found["seconds"] < 120
+    assert found["seconds"] < 78
     assert found["left_out"] == []
     assert found["first_failure"] == "pages: did not end within 30 s in 'cuMemMap 16 MiB alone'"
     assert any("Fatal Python error: Aborted" in line for line in found["parts"]["pages"]["stderr"])

@@ -42,5 +42,5 @@ def test_no_damage_to_a_file_does_more_than_one_sentence(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_no_damage_to_recorded_traces_does_more_than_one_sentence(tmp_path: Path) -> None:
     check_variety(
-        hostile(tmp_path, "--mutations", "800", "--traces", str(shared_folder("traces") or OURS), "--seed", "6")
+        hostile(tmp_path, "--mutations", "400", "--traces", str(shared_folder("traces") or OURS), "--seed", "6")
     )

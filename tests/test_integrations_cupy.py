@@ -42,7 +42,7 @@ def test_every_byte_is_kept_observed_planned_dropped_and_uninstalled(arena: str,
 
 @pytest.mark.slow
 def test_every_byte_is_kept_for_long() -> None:
-    check_patterns(patterns(1_000_000, 0), 1_000_000)
+    check_patterns(patterns(500_000, 0), 500_000)
 
 
 def test_out_of_memory_is_cupys_error_with_our_words_and_the_program_goes_on(run_checks: Any) -> None:

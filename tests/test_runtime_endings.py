@@ -63,7 +63,11 @@ assert CONTROLLER.status.phase.value == "planning"
 sys.slow = Slow()
 """,
     "a thread that waits for such a planner": """
-planners.append(lambda schedule, **options: (entered.set(), time.sleep(1e6)))
+def search(schedule, **options):
+    entered.set()
+    while True:
+        time.sleep(0.01)
+planners.append(search)
 in_thread(lambda: steps(1))
 entered.wait()
 time.sleep(0.1)

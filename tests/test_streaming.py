@@ -69,7 +69,7 @@ def test_what_a_model_had_in_the_host_goes_back_when_the_program_drops_it(found:
         assert before > 0 == after
 
 
-@pytest.mark.parametrize("programs", [5, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("programs", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_layers_on_disk_are_right_whatever_a_program_does_and_a_disk_that_fails_loses_nothing(programs: int) -> None:
     found = told_by_file(PROGRAM.with_name("layers_on_disk.py"), programs)
     assert found["differ"] == [], "numbers are seeds"
