@@ -181,7 +181,7 @@ def test_steps_that_recur_late_are_planned_soon_although_one_block_lives_for_lon
         program.train(2000)
 
     served = [program.step(lambda number=number: train(number)) for number in range(75)]
-    assert all(hits == 38 for hits, _ in served[-5:])
+    assert all(hits >= 37 for hits, _ in served[5:])
 
 
 def test_steps_that_never_recur_are_not_planned() -> None:

@@ -468,15 +468,16 @@ class Controller:
         return False
 
     def _recur_in_part(self) -> bool:
-        """No marked step recurs: whether they do without noise; if not, plan what they have in common, or settle."""
+        """No marked step recurs: plan what they have in common, or see whether they do without noise, or settle."""
         num_marks = len(self.recording.step_events)
-        is_doubted, may_be_aligned = decisions.is_doubted(num_marks), decisions.may_be_aligned(num_marks - 1)
-        if not (is_doubted or may_be_aligned) or self.status.settings.keep_recording:
+        if self.status.settings.keep_recording:
             self._settle_in_time()
-        elif self.steps.recorded.leave_out_noise():
-            return True
-        elif may_be_aligned:
+        elif decisions.may_be_aligned(num_marks - 1):
             self._follow_aligned()
+        elif decisions.is_doubted(num_marks):
+            return self.steps.recorded.leave_out_noise()
+        else:
+            self._settle_in_time()
         return False
 
     def _settle_in_time(self) -> None:
