@@ -19,11 +19,13 @@ from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate
 from stalloc.fitting.observation import BlockSeen, CallSeen, OperationSeen, ProgramSeen
 from stalloc.fitting.proposals import Base, Known
+from stalloc.fitting.trials import Measured
 from stalloc.planner import plan, validate
 from stalloc.replay import Events, Kind
 from stalloc.replay.blocks import new_segment
 from stalloc.replay.driver import driver_of
-from stalloc.replay.settings import read_settings
+from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.settings import NoSettings, read_settings
 from stalloc.runtime import decisions
 from stalloc.techniques.technique_settings import TechniqueSettings
 
@@ -45,26 +47,43 @@ def example(tmp_path, monkeypatch):
     return load
 
 
-def test_the_allocator_model_replays_a_program(example):
-    kind = example("each_its_own").EachItsOwn
-    model = kind(read_settings(kind.name, kind.settings_type, "granule:1KiB"), 16 << 10)
-    size = np.array([100, 5000, 0, 12_000])
-    events = Events(
-        kind=np.array([Kind.ALLOC, Kind.ALLOC, Kind.ALLOC, Kind.FREE_COMPLETED, Kind.ALLOC], np.int8),
-        request=np.array([0, 1, 2, 1, 3]),
-        event=np.arange(5),
-        size=size,
-        stream=np.zeros(4, np.int64),
+def _events(kinds, requests, sizes):
+    return Events(
+        kind=np.array(kinds, np.int8),
+        request=np.array(requests),
+        event=np.arange(len(kinds)),
+        size=np.array(sizes),
+        stream=np.zeros(len(sizes), np.int64),
     )
+
+
+def test_the_allocator_model_replays_a_program(example):
+    kind = example("kept_whole").KeptWhole
+    model = kind(read_settings(kind.name, kind.settings_type, "granule:1KiB"), 16 << 10)
+    alloc, free = Kind.ALLOC, Kind.FREE_COMPLETED
+    events = _events([alloc, free, alloc, free, alloc, free, alloc], [0, 0, 1, 1, 2, 2, 3], [5000, 3000, 2000, 12_000])
     fed = model.feed(events)
-    assert fed.reserved_bytes.tolist() == [1024, 6144, 6144, 1024, 1024 + 12_288]
+    kept = [5120] * 4  # 3000 bytes get them, 2000 do not: they are more than twice as many
+    assert fed.reserved_bytes.tolist() == [*kept, 5120 + 2048, 5120 + 2048, 12_288]
     assert fed.failed == -1
     assert model.counters().more == {"largest": 12_288}
-    assert model.blocks().size_bytes.tolist() == [1024, 12_288]
+    assert model.counters().retries == 1
+    assert model.blocks().size_bytes.tolist() == [12_288]
     small = kind(capacity_bytes=8 << 10)
-    assert small.feed(events).failed == 4
-    with pytest.raises(BadInputError, match="granule of each_its_own is 'x'"):
+    assert small.feed(events).failed == 6
+    with pytest.raises(BadInputError, match="granule of kept_whole is 'x'"):
         read_settings(kind.name, kind.settings_type, "granule:x")
+
+
+def test_a_model_needs_neither_settings_nor_counters(example):
+    driver = driver_of("bare", own_type(NoSettings), allocate=_plain)
+    bare = type("Bare", (TableModel,), {"name": "bare", "own": own_type(NoSettings), "driver": staticmethod(driver)})
+    assert bare().feed(_events([Kind.ALLOC], [0], [100])).reserved_bytes.tolist() == [100]
+
+
+@inner()
+def _plain(t, m, request, size, stream):
+    return new_segment(t, size, stream, 0)
 
 
 @inner()
@@ -76,14 +95,8 @@ def _too_many(t, m, request, size, stream):
 
 
 def test_a_model_that_needs_more_rows_than_it_says_ends_with_an_error(example):
-    events = Events(
-        kind=np.array([Kind.ALLOC], np.int8),
-        request=np.zeros(1, np.int64),
-        event=np.zeros(1, np.int64),
-        size=np.array([100]),
-        stream=np.zeros(1, np.int64),
-    )
-    kind = example("each_its_own").EachItsOwn
+    events = _events([Kind.ALLOC], [0], [100])
+    kind = example("kept_whole").KeptWhole
     greedy = type("Greedy", (kind,), {"driver": staticmethod(driver_of("greedy", kind.own, allocate=_too_many))})
     with pytest.raises(IndexError, match="has_room"):
         greedy().feed(events)
@@ -153,6 +166,51 @@ print(json.dumps({"foreach": [one.param_groups[0].get("foreach") for one in made
     tried = example("tensor_step_search").step_by_tensor(Known(100), Base(kind()), is_named=True)
     assert next(tried).settings.step_by_tensor
     assert tried.send("there is no GPU.") == "the optimizer's step stays one of all tensors: there is no GPU"
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_the_technique_that_packs_what_is_saved_changes_no_gradient_and_takes_less(example, tmp_path, run_checks):
+    example("masks_as_bits", is_imported=False)
+    found = run_checks(
+        """
+import contextlib, json, stalloc, sys
+stalloc.install(device="virtual")
+import torch
+sys.path.insert(0, sys.argv[1])
+from masks_as_bits import MasksAsBits
+def gradient(context, device, shape):
+    torch.manual_seed(0)
+    weights = torch.randn(shape, device=device, requires_grad=True)
+    with context:
+        results = [torch.nn.functional.dropout(weights * number, 0.3) for number in (2.0, 3.0)]
+        results.append(torch.where(results[0][1:] > 0.5, results[1][1:], 0.0))
+    held = torch.cuda.memory_allocated()
+    sum(result.sum() for result in results).backward()
+    return weights.grad, held
+shape = (1031, 1033)
+ours, theirs = (gradient(one, "cpu", shape)[0] for one in (MasksAsBits("cpu"), contextlib.nullcontext()))
+less, more = (gradient(one, "cuda", (4096, 1024))[1] for one in (MasksAsBits(), contextlib.nullcontext()))
+print(json.dumps({"equal": torch.equal(ours, theirs), "zeros": bool((ours == 0).any()), "saved": more - less}))
+""",
+        str(tmp_path),
+    )
+    assert (found["equal"], found["zeros"]) == (True, True)
+    assert found["saved"] > 3 * 0.8 * (4 << 20), "seven eighths of three masks"
+
+
+def test_the_technique_that_costs_time_is_tried_by_its_name_and_says_its_seconds(example):
+    kind = dataclasses.make_dataclass("With", [("masks_as_bits", bool, False)], bases=(TechniqueSettings,), frozen=True)
+    technique = example("mask_search").masks_as_bits
+    known = Known(100, step=ProgramSeen([], [], 1.0, 3))
+    assert list(technique(known, Base(kind()), is_named=False)) == []
+    tried = technique(known, Base(kind()), is_named=True)
+    work = next(tried)
+    assert (work.under, work.settings.masks_as_bits) == ("timed", True)
+    way = tried.send(Measured(seen={"step_seconds": 1.25}))
+    assert (way.proposed.seconds, way.base.settings.masks_as_bits) == (0.25, True)
+    failing = technique(known, Base(kind()), is_named=True)
+    next(failing)
+    assert failing.send(Measured(failure="there is no GPU")) == "masks stay as they are: there is no GPU"
 
 
 def test_every_file_that_the_page_names_is_there():

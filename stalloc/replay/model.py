@@ -21,7 +21,7 @@ from stalloc.replay.treap import new_tree
 
 def own_type(settings: type[Any], *more: str) -> type[Record]:
     """The type of the record that a model keeps for itself: its settings and more fields."""
-    names = (*(setting.name for setting in fields(settings)), *more)
+    names = (*(setting.name for setting in fields(settings)), *more) or ("nothing",)  # no record is empty
     made: Any = type("Fields", (Record,), {"__annotations__": dict.fromkeys(names, int)})
     return made
 
