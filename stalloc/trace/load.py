@@ -39,11 +39,11 @@ _PPROF = re.compile(rb"\n[\x02-\x08]\x08")  # begins with the kind of its first 
 _SNAPSHOT_JSON = re.compile(
     rb'\{\s*"(?:segments|device_traces|allocator_settings|external_annotations|host_segments|host_traces)"\s*:|\[\s*\{[^{}\[\]]{0,1000}"total_size"\s*:'
 )
-#: formats of text that are told by how they begin, and what reads each
-_TEXTS: tuple[tuple[Callable[[bytes], bool], Callable[[Path, bytes], Trace | list[Trace]]], ...] = (
-    (looks_like_planning_csv, read_planning_csv),
-    (looks_like_rmm_log, read_rmm_log),
-    (looks_like_dtr_log, read_dtr_log),
+#: formats of text that are told by how they begin: how people call one, whether it is that, and what reads it
+_TEXTS: tuple[tuple[str, Callable[[bytes], bool], Callable[[Path, bytes], Trace | list[Trace]]], ...] = (
+    ("a CSV with the columns id,lower,upper,size", looks_like_planning_csv, read_planning_csv),
+    ("a log of RMM", looks_like_rmm_log, read_rmm_log),
+    ("a log of DTR", looks_like_dtr_log, read_dtr_log),
 )
 
 
@@ -68,11 +68,9 @@ def record_of(trace: Trace) -> DeviceRecord:
 def load_traces(path: str | os.PathLike[str], *, history: bool = True, call_sites: bool = True) -> list[Trace]:
     """The traces of a file, one for each device that has events, ordered by device.
 
-    Reads `.trace.npz` and, plain or packed: snapshots of torch as pickles, JSON and HTML pages; traces (JSON with
-    `[memory]` events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
-    `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Snapshots are read several times as fast
-    where `call_sites` may be missing. Raises BadInputError for everything else, and, unless `history` is false, for a
-    snapshot of one moment.
+    Reads what docs/files.md lists, plain or packed; the name `-` is standard input. Snapshots are read several times as
+    fast where `call_sites` may be missing. Raises BadInputError for everything else, and, unless `history` is false,
+    for a snapshot of one moment.
     """
     records = _load(path, lambda name, data: map(record_of, _read_content(name, data, call_sites=call_sites)))
     traces = [record.trace for record in records if record.trace is not None]
@@ -126,7 +124,7 @@ def read_log(path: str | os.PathLike[str]) -> str | None:
     head = data[:4096].lstrip()
     if {".pickle", ".pkl"} & set(Path(path).suffixes):  # of protocol 0, which looks like text
         return None
-    if not head or looks_like_activity_csv(head) or any(looks_like(head) for looks_like, _ in _TEXTS):
+    if not head or looks_like_activity_csv(head) or _reader_of(head) is not None:
         return None
     return log_text(data)
 
@@ -175,10 +173,9 @@ def _read_content(path: Path, data: bytes, *, call_sites: bool = True) -> list[T
         raise BadInputError(f"{path}: a profile of pprof, as JAX writes: see `pprof -top`, stalloc does not read it.")
     if data[0] == 0x80 or {".pickle", ".pkl"} & set(path.suffixes):
         return read_torch_snapshot(path, data, call_sites=call_sites)
-    for looks_like, read in _TEXTS:
-        if looks_like(head):
-            found = read(path, data)
-            return found if isinstance(found, list) else [found]
+    if (read := _reader_of(head)) is not None:
+        found = read(path, data)
+        return found if isinstance(found, list) else [found]
     if head.startswith(b"<") and not _PRIORITY.match(head):
         return read_viz_page(path, data)
     if head.startswith(b"[") and head[1:].lstrip().startswith(b"["):
@@ -193,15 +190,19 @@ def _read_content(path: Path, data: bytes, *, call_sites: bool = True) -> list[T
         )
     raise BadInputError(
         f"{path}: not a trace: expected a .trace.npz, a snapshot pickle of torch.cuda.memory or its HTML page, a trace "
-        "or raw memory timeline of torch.profiler, a log of RMM or DTR, or a CSV with the columns id,lower,upper,size; "
-        "for `stalloc explain` also a log with an out-of-memory error of any GPU library."
+        f"or raw memory timeline of torch.profiler, {', '.join(name for name, *_ in _TEXTS)}; for `stalloc explain` "
+        "also a log with an out-of-memory error of any GPU library."
     )
+
+
+def _reader_of(head: bytes) -> Callable[[Path, bytes], Trace | list[Trace]] | None:
+    return next((read for _, looks_like, read in _TEXTS if looks_like(head)), None)
 
 
 def _is_kineto(head: bytes) -> bool:
     """Whether JSON that begins so can be a trace of torch.profiler, and none of the other kinds."""
     if head.startswith(b"{"):
-        return b'"INSTRUCTION"' not in head.splitlines()[0]
+        return _reader_of(head) is None
     return head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
