@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples are taken from the page and run, and what it says has to be listed is listed."""
+"""docs/extending*.md: the examples are taken from the pages and run, and what they say is listed has to be listed."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,8 @@ from stalloc.replay.settings import NoSettings, read_settings
 from stalloc.runtime import decisions
 from stalloc.techniques.technique_settings import TechniqueSettings
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = "\n".join((DOCS / name).read_text() for name in ("extending.md", "extending-techniques.md"))
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def load(name, is_imported=True):
-        blocks = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE.read_text(), re.DOTALL)
+        blocks = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGES, re.DOTALL)
         (code,) = [code for code, path in blocks if Path(path).stem == name]
         (tmp_path / f"{name}.py").write_text(code.partition("\n")[2])  # the docstring is first in the real file
         importlib.invalidate_caches()
@@ -214,8 +215,8 @@ def test_the_technique_that_costs_time_is_tried_by_its_name_and_says_its_seconds
 
 
 def test_every_file_that_the_page_names_is_there():
-    prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
-    root = PAGE.parents[1]
+    prose = re.sub(r"```.*?```", "", PAGES, flags=re.DOTALL)
+    root = DOCS.parent
     named = set(re.findall(r"`((?:[\w]+/)+[\w.]*)`", prose))
     assert len(named) > 15
     assert [name for name in named if not (root / name).exists() and not (root / "stalloc" / name).exists()] == []
@@ -230,7 +231,7 @@ def test_every_number_of_the_runtime_is_used_by_a_decision_and_every_decision_is
     numbers = {name for name, value in vars(thresholds).items() if isinstance(value, int | float)}
     assert used == numbers
     functions = {name for name, value in vars(decisions).items() if inspect.isfunction(value)}
-    tested = set(re.findall(r"\bd\.([a-z_]+)", (PAGE.parents[1] / "tests" / "test_decisions.py").read_text()))
+    tested = set(re.findall(r"\bd\.([a-z_]+)", (DOCS.parent / "tests" / "test_decisions.py").read_text()))
     assert {name for name in functions if not name.startswith("_")} <= tested
 
 

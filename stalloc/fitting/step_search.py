@@ -25,7 +25,8 @@ def build_on(
     """Try a base with other settings, and build on it if that needs less.
 
     `name` is that of the policy; `what` is done, and `otherwise` what the program does if it is given up, as people
-    read it; `reason`: why it is known to be of no use. `is_named`: the user asked for it, so it is run in any case.
+    read it. `reason`: why it is known to be of no use, so that it is not run. `is_named`: the user asked for it, so
+    it is run although nothing is foreseen to be gained.
     """
     now: Foresight | str = reason or (yield Foresee(changed.settings))
     if isinstance(now, str):
