@@ -114,6 +114,8 @@ def test_the_trace_source_reads_what_can_be_planned(example, tmp_path):
     assert validate(made, trace).ok
     with pytest.raises(BadInputError, match=r"a\.log: line 2 is neither"):
         source.read_plain_log(tmp_path / "a.log", b"alloc 1 1000\nfree 2\n")
+    with pytest.raises(BadInputError, match=r"a\.log: line 1 asks for more than any GPU has"):
+        source.read_plain_log(tmp_path / "a.log", b"alloc 1 99999999999999999\n")
     for damaged in (b"alloc " + 24 * b"9" + b" 100\n", b"alloc 1 " + 5000 * b"9" + b"\n"):
         with pytest.raises(BadInputError, match=r"a\.log: line 1 has a number that is too long"):
             source.read_plain_log(tmp_path / "a.log", damaged)
