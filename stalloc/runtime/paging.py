@@ -133,7 +133,7 @@ class Paging:
         return done
 
     def _grow(self, pool: int, size_bytes: int) -> bool:
-        for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
+        for _ in range(3):  # somebody else may take what the device was taken to have
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self.add_range(pool, size_bytes):

@@ -2,8 +2,8 @@
 
 Contract: nothing is unmapped before all that is to be kept has been copied, so whatever fails on the way to sleep
 leaves the job awake, and whatever fails on the way back leaves it asleep. What no live block has is not copied. A page
-sleeps with all that lives in it, and is back before any of that is said to be awake. Where
-only what is tagged sleeps, the pools that have any of its pages serve nobody meanwhile, and the plan goes on elsewhere.
+sleeps with all that lives in it, and is back before any of that is said to be awake. Where only what is tagged sleeps,
+the pools that have any of its pages serve nobody meanwhile, and the plan goes on elsewhere.
 
 The bytes are in the host, in a file, or nowhere. A file has no name any more once it is open, so that nobody reads it
 and nothing of it is left.
