@@ -237,6 +237,22 @@ def test_a_request_that_was_refused_is_no_reason_to_hold_more() -> None:
     assert state.record.statistics.reserved_bytes <= 204 * MIB
 
 
+def test_a_program_may_need_more_in_each_of_many_steps() -> None:
+    """What a plan does not know becomes larger from step to step, for longer than any wait between them can double."""
+    controller = make_controller(64 << 30, Settings(plan_wait_seconds=1e6, planning_share=math.inf))
+    controller.expects_marks = True
+    state = controller.state
+    for number in range(200):
+        inside = [int(state.malloc(size * MIB, 0)) for size in (3, 5, 9, 20)]
+        if controller.status.phase is Phase.PLANNED:
+            state.free(state.malloc((40 + 6 * number) * MIB, 0))
+        for address in inside:
+            state.free(address)
+        controller.mark(MARK_STEP, "")
+    assert controller.status.phase is Phase.PLANNED
+    assert controller.memory.paging.num_growths > 100
+
+
 def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
     """A place of 40 MiB gives up a part to another stream, which asks for more later."""
     settings = Settings(plan_wait_seconds=1e6, planning_share=math.inf, arena="pages")

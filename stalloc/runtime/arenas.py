@@ -302,7 +302,7 @@ class Tidying:
             return 1
         if paging.num_growths != self._growths_seen:
             self._growths_seen, self._quiet_iterations = paging.num_growths, self._patience
-            self._patience *= 2
+            self._patience = decisions.next_patience(self._patience)
         elif self._quiet_iterations > 0:
             self._quiet_iterations = max(0, self._quiet_iterations - iterations)
             if self._quiet_iterations == 0:

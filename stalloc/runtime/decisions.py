@@ -274,6 +274,11 @@ def next_move_wait(iterations_since_due: int, wait: int) -> int:
     return min(2 * wait, t.LONG_STEPS) if soon else 1
 
 
+def next_patience(iterations: int) -> int:
+    """Iterations without a growth before what the next deviation needed goes, after so many for the last one."""
+    return min(2 * iterations, t.MOST_QUIET_STEPS)
+
+
 def idle_iterations(iterations: int) -> int:
     """Passes for which a block of CuPy's pool served nothing that goes back, after so many over a plan."""
     return 0 if is_settling(iterations) else t.SETTLING_ITERATIONS

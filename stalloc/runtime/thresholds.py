@@ -11,6 +11,7 @@ MINOR_ONE_IN = 8  # of requests: fewer that are not as planned do not make a ste
 MAJOR_ONE_IN = 4  # of requests, of the device: what does not serve these is bad, what leaves less fills it
 SOME_REQUESTS = 8  # not as planned, in a step: fewer may be chance
 MANY_STEPS = 8  # or iterations in a row: what went on for so long goes on; fewer may be chance
+MOST_QUIET_STEPS = 512  # what an evaluation needs goes where epochs are longer, and stays where they are shorter
 LONG_STEPS = 64  # or iterations: what brought nothing for so long is tried ever more rarely
 MANY_REQUESTS = 1024  # before misses say anything of a plan: of a short cycle many iterations are soon over
 MOST_WAITS = 3  # scans or steps, that a plan waits for lifespans which a later step may show
