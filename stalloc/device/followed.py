@@ -273,7 +273,7 @@ def copier(values: Values, name: str, function: Function) -> Function:
 
 
 def _storage_copier(values: Values, name: str, function: Function) -> Function:
-    """A storage's `copy_`, with which `torch.load` fills the GPU's, that learns single numbers, such as step counts."""
+    """A storage's `copy_`: `torch.load` fills the GPU's with it, among others step counts, and `torch.save` reads."""
 
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, source, *args, **kwargs)
@@ -283,9 +283,37 @@ def _storage_copier(values: Values, name: str, function: Function) -> Function:
                 there, here = (torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in (self, source))
                 values.learn_copy(there, here)
             values.knows_numbers = values.keeps_numbers = True
+        elif self.device.type == "cpu" and source.device.type == "cuda":
+            host = values.stored(source)
+            if host is not None and host.nbytes() == self.nbytes():
+                with values.unseen():
+                    function(self, host)
         return result
 
     return copy
+
+
+def _storage_filler(values: Values, name: str, function: Function) -> Function:
+    """A storage's `_set_from_file`: unpickling moves a storage to the GPU while it is empty, and fills it then."""
+
+    def fill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        if self.device.type == "cuda":
+            with values.unseen():
+                values.learn_filled(values.torch.empty(0, dtype=values.torch.uint8, device=self.device).set_(self))
+        return result
+
+    return fill
+
+
+def _storage_writer(values: Values, name: str, function: Function) -> Function:
+    """A storage's `_write_file`, with which pickling reads the GPU's."""
+
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_known = self.device.type == "cuda" and values.stored(self) is not None
+        return function(self.cpu() if is_known else self, *args, **kwargs)
+
+    return write
 
 
 def _judge(values: Values, name: str, function: Function) -> Function:
@@ -489,6 +517,8 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
         ((tensor,), _coalescer, ("coalesce",)),
         ((tensor,), copier, ("copy_",)),
         ((torch.UntypedStorage,), _storage_copier, ("copy_",)),
+        ((torch.UntypedStorage,), _storage_filler, ("_set_from_file",)),
+        ((torch.UntypedStorage,), _storage_writer, ("_write_file",)),
         ((torch,), _reader_of_lengths, ("ctc_loss",)),
         ((torch,), _scale_updater, ("_amp_update_scale_",)),
         ((torch,), _checker, ("segment_reduce",)),

@@ -232,6 +232,29 @@ class Values:
                 self._keep_known(tensor, self._clone(source).reshape(-1), certain=True)
         return True
 
+    def learn_filled(self, data: Any) -> None:
+        """Keep what a file put into a storage, given as its bytes, instead of what was known of it."""
+        self._known.pop(data.untyped_storage()._cdata, None)
+        num_bytes = data.untyped_storage().nbytes()
+        if not 0 < num_bytes <= LONGEST_NUMBER:
+            return  # `known` finds longer ones in memory
+        elements = self._zeros(num_bytes, data.dtype)
+        addresses = [ctypes.c_void_p(one.data_ptr()) for one in (data.untyped_storage(), elements)]
+        if self._library.stalloc_virtual_copied(addresses[0], ctypes.c_size_t(num_bytes), addresses[1]):
+            self._keep_known(data, elements, certain=True)
+            self.knows_numbers = self.keeps_numbers = True
+
+    def stored(self, storage: Any) -> Any:
+        """The host's storage with what one on the GPU holds, None where zeros or what was copied there will do.
+
+        Whether floating-point numbers changed since cannot be seen without their tensor: only single ones are given.
+        """
+        found = self._known.get(storage._cdata)
+        if found is None:
+            return None
+        is_number = found.certain and storage.nbytes() <= LONGEST_NUMBER
+        return found.elements.untyped_storage() if is_number or found.elements.dtype in self.kinds else None
+
     def overwrite(self, tensor: Any) -> None:
         """All of a tensor is about to be written: if that is its whole storage, nothing there is doubtful any more."""
         found = self.known(tensor)
