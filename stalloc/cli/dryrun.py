@@ -36,7 +36,7 @@ expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `need
 (`order_decides`: whether an allocator retries or runs out only if streams are done late), `files` what was discarded,
 `sleep` the `phases` of a program that calls stalloc.sleep, and where one `ran_out` of memory on this card,
 `node` every byte of the node, by rank and for the machine (--node prints it).
-The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
+The exit code is 0 if the program fits with stalloc, 1 if it does not, 2 if it fails for another reason than memory.
 """
 
 import argparse
