@@ -49,6 +49,24 @@ def test_expandable_segments_grow_in_place(run_checks):
     assert last == [0, 0, 8 << 30]
 
 
+_MANY_SEGMENTS = (
+    _PROLOGUE.replace("8 << 30", "PLENTY").replace("json\n", "json\nfrom stalloc.device.known_gpus import PLENTY\n")
+    + """
+kept = []
+for _ in range(12):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        kept += [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (1024, 30 << 20)]
+print(json.dumps(torch.cuda.memory_allocated()))
+"""
+)
+
+
+def test_every_stream_has_expandable_segments_on_a_device_with_plenty_of_memory(run_checks):
+    """Each takes more addresses than the device has memory."""
+    conf = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": None}
+    assert run_checks(_MANY_SEGMENTS, **conf) == 12 * (1024 + (30 << 20))
+
+
 _PEAKS = (
     _PROLOGUE
     + """

@@ -76,9 +76,10 @@ void stalloc_virtual_region(uint64_t out[2]) {
     out[1] = out[0] + num_region_slots * SLOT_BYTES;
 }
 
-// As much address space as the system gives: 16 TiB, or less where a limit is set on the process.
+// As much address space as the system gives: 64 TiB, or less where a limit is set on the process. Expandable segments
+// take an eighth more than the memory of the device for each stream, graph and size of blocks, and that may be PLENTY.
 static bool reserve_region(void) {
-    for (size_t bytes = (size_t)16 << 40; bytes >= (size_t)1 << 30; bytes /= 2) {
+    for (size_t bytes = (size_t)64 << 40; bytes >= (size_t)1 << 30; bytes /= 2) {
         char *start = reserve(bytes + SLOT_BYTES);
         if (!start) continue;
         num_region_slots = bytes / SLOT_BYTES;
