@@ -150,6 +150,16 @@ def test_work_takes_on_the_timeline_what_links_and_operations_need() -> None:
     assert took["by_polling"] == pytest.approx(took["product"], rel=0.01)
 
 
+def test_a_program_whose_parameters_have_no_shape_at_first_runs_on_the_timeline(tmp_path: Path) -> None:
+    program = tmp_path / "lazy.py"
+    program.write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.LazyLinear(512), torch.nn.LazyBatchNorm1d()).cuda()\n"
+        "print(model(torch.ones(8, 256, device='cuda')).shape)\n"
+    )
+    done = run_stalloc("run", "--device", "virtual", "--completion", "timeline", program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_on_the_timeline_blocks_pile_up_where_the_device_takes_longer_than_the_host_asks() -> None:
     assert told("blocks_of_layers.py", "timeline", "1024", order="") == [4, 2]
 

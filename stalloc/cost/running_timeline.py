@@ -39,6 +39,7 @@ def _time_operations(torch: Any, library: ctypes.PyDLL, rates: GpuRates) -> None
     work.argtypes, work.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64), None
     launch_ns = round(_NS * LAUNCH_SECONDS)
     current_stream, plain = torch._C._cuda_getCurrentRawStream, {torch.Tensor, torch.nn.Parameter}
+    lazy = torch.nn.parameter.UninitializedTensorMixin
     known: dict[Any, int] = {}  # nanoseconds of calls, by what they were given
 
     def time_of(func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Any]) -> int:
@@ -57,6 +58,8 @@ def _time_operations(torch: Any, library: ctypes.PyDLL, rates: GpuRates) -> None
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(one not in plain for one in types):
+                if any(issubclass(one, lazy) for one in types):
+                    return func(*args, **kwargs or {})  # it has no shape yet, and nothing is done with it
                 return NotImplemented  # the operations that a subclass makes of it come this way again
             kwargs = kwargs or {}
             host_works(launch_ns)
