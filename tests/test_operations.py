@@ -459,6 +459,20 @@ def recorded(folder: Path, source: str, *options: str) -> tuple[int, Trace]:
     return done.returncode, load_traces(output)[0]
 
 
+def test_parameters_that_the_first_forward_pass_makes_are_parameters(tmp_path: Path, cuda_torch: None) -> None:
+    source = (
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.LazyLinear(512), torch.nn.ReLU()).cuda()\n"
+        "model(torch.ones(8, 256, device='cuda'))\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n    model(torch.ones(8, 256, device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    code, trace = recorded(tmp_path, source)
+    assert code == 0
+    operations = read_operations(trace)
+    assert operations is not None
+    assert bytes_of(trace, np.flatnonzero(operations.role == Role.PARAMETER)) == 4 * (512 * 256 + 512)
+
+
 def test_a_program_that_runs_out_of_memory_is_recorded_until_then(tmp_path: Path, cuda_torch: None) -> None:
     source = (
         "import torch\nlayer, kept = torch.nn.Linear(256, 256).cuda(), []\n"

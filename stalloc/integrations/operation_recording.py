@@ -138,7 +138,9 @@ class OperationRecording:
 
     def _name(self, model: Any) -> None:
         """Number a module and all that it holds; it is a model, as nothing that is known holds it."""
-        self._look_at(Role.PARAMETER, (*model.parameters(), *model.buffers()))
+        held = (*model.parameters(), *model.buffers())
+        # those that the first forward pass makes have no memory before; an optimizer shows them later
+        self._look_at(Role.PARAMETER, [one for one in held if not _torch().nn.parameter.is_lazy(one)])
         numbers: dict[str, int] = {}
         blocks = {block.name for block in find_blocks(model)}
         for name, module in model.named_modules(remove_duplicate=True):
