@@ -203,6 +203,34 @@ def test_what_floating_point_numbers_decide_is_as_for_zeros_and_counted(run_chec
     assert sorted(int(line) for line, _ in found["decisions"]) == lines
 
 
+_DISTRIBUTIONS = (
+    _PROLOGUE
+    + """
+from torch.distributions import Beta, Categorical, Independent, MultivariateNormal, Normal, Uniform, kl_divergence
+head = torch.nn.Linear(64, 32).cuda()
+mean, spread = head(torch.ones(100, 64, device="cuda")), torch.nn.Parameter(torch.zeros(32, device="cuda"))
+normal = Normal(mean, spread.exp())
+(normal.rsample().sum() + kl_divergence(normal, Normal(0.0, 1.0)).sum()).backward()
+Independent(Normal(mean, torch.nn.functional.softplus(mean) + 1e-3), 1).log_prob(mean)
+Beta(mean.exp(), mean.exp()).sample()
+Uniform(mean, mean + 1).sample()
+MultivariateNormal(mean, scale_tril=torch.diag_embed(mean.exp())).rsample()
+Categorical(logits=torch.randn(12000, 16, device="cuda")).log_prob(torch.zeros(12000, device="cuda"))
+refused = 0
+for wrong in (torch.tensor([2, -1]).cuda(), torch.full((3,), -1.0).cuda()):
+    try:
+        Normal(torch.zeros(len(wrong)).cuda(), wrong)
+    except ValueError:
+        refused += 1
+print(json.dumps(refused))
+"""
+)
+
+
+def test_distributions_take_what_a_model_computes_and_refuse_what_is_known_to_be_wrong(run_checks: Any) -> None:
+    assert run_checks(_DISTRIBUTIONS) == 2
+
+
 _STALE = (
     _PROLOGUE
     + """

@@ -35,7 +35,7 @@ _FUNCTIONS = (
     *("logical_and", "logical_or", "logical_xor", "logical_not"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
     *("add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "clamp", "minimum", "maximum", "pow"),
-    *("all", "any", "_is_all_true", "_is_any_true", "sum", "prod", "max", "min", "amax", "amin", "argmax", "argmin"),
+    *("all", "any", "_is_any_true", "sum", "prod", "max", "min", "amax", "amin", "argmax", "argmin"),
     *("count_nonzero", "cumsum", "cumprod", "cummax", "cummin", "diff", "bincount", "searchsorted", "bucketize"),
     *("sort", "argsort", "topk", "sign", "fmod", "bitwise_left_shift", "bitwise_right_shift", "outer"),
     *("cat", "concat", "stack", "hstack", "vstack", "tile", "clone", "flip", "roll", "where", "index_select", "gather"),
@@ -382,6 +382,23 @@ def _checker(values: Values, name: str, function: Function) -> Function:
     return check
 
 
+def _asserter(values: Values, name: str, function: Function) -> Function:
+    """`_is_all_true`, with which distributions check their arguments: what is doubtful is as it should be.
+
+    A standard deviation that a kernel would have computed reads as zero, and on a GPU it is not.
+    """
+    follow = _followed(values, name, function)
+
+    def check(tensor: Any) -> Any:
+        result = follow(tensor)
+        if result.is_cuda and (known := values.known(result)) is not None and not known.certain:
+            with values.unseen():
+                values.host(result, known).fill_(True)
+        return result
+
+    return check
+
+
 def _scale_updater(values: Values, name: str, function: Function) -> Function:
     """The end of a step of GradScaler: no kernel computed an infinity, so the scale is that of a step without one."""
 
@@ -520,6 +537,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
         ((torch.UntypedStorage,), _storage_filler, ("_set_from_file",)),
         ((torch.UntypedStorage,), _storage_writer, ("_write_file",)),
         ((torch,), _reader_of_lengths, ("ctc_loss",)),
+        ((torch,), _asserter, ("_is_all_true",)),
         ((torch,), _scale_updater, ("_amp_update_scale_",)),
         ((torch,), _checker, ("segment_reduce",)),
         ((torch, tensor), _checker, ("multinomial",)),
