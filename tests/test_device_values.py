@@ -203,6 +203,32 @@ def test_what_floating_point_numbers_decide_is_as_for_zeros_and_counted(run_chec
     assert sorted(int(line) for line, _ in found["decisions"]) == lines
 
 
+_REPEATED = (
+    _PROLOGUE
+    + """
+data, times = torch.randn(3, 4, device="cuda", requires_grad=True), torch.tensor([2, 0, 3]).cuda()
+numbers = torch.arange(6, device="cuda").reshape(2, 3)
+longer = torch.repeat_interleave(data, times, 0)
+longer.sum().backward()
+print(json.dumps([
+    list(longer.shape), list(data.repeat_interleave(repeats=times, dim=0).shape),
+    list(data.repeat_interleave(torch.tensor([2]).cuda(), dim=1).shape),
+    list(torch.repeat_interleave(data[:, :3], times, 0, output_size=5).shape),
+    list(data.repeat_interleave(torch.tensor(2).cuda()).shape), list(data.repeat_interleave(3, dim=0).shape),
+    torch.repeat_interleave(times).tolist(), numbers.repeat_interleave(times, 1).tolist(),
+    numbers.repeat_interleave(2, 0).tolist(),
+]))
+"""
+)
+
+
+def test_what_is_repeated_as_often_as_a_tensor_says_has_its_length(run_checks: Any) -> None:
+    assert run_checks(_REPEATED) == [
+        *([5, 4], [5, 4], [3, 8], [5, 3], [24], [9, 4]),
+        *([0, 0, 2, 2, 2], [[0, 0, 2, 2, 2], [3, 3, 5, 5, 5]], [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2),
+    ]
+
+
 _DISTRIBUTIONS = (
     _PROLOGUE
     + """

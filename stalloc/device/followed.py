@@ -40,7 +40,7 @@ _FUNCTIONS = (
     *("sort", "argsort", "topk", "sign", "fmod", "bitwise_left_shift", "bitwise_right_shift", "outer"),
     *("cat", "concat", "stack", "hstack", "vstack", "tile", "clone", "flip", "roll", "where", "index_select", "gather"),
     *("take", "take_along_dim", "tril", "triu", "diag", "index_add", "index_copy", "scatter_add", "scatter_reduce"),
-    *("masked_fill", "masked_scatter", "masked_select", "nonzero", "unique", "unique_consecutive", "repeat_interleave"),
+    *("masked_fill", "masked_scatter", "masked_select", "nonzero", "unique", "unique_consecutive"),
     *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "isclose"),
     *("floor", "ceil", "round", "trunc"),
 )  # of `torch`, and methods of a tensor where there is one
@@ -75,7 +75,7 @@ _FIRST = ("input", "tensors", "condition")
 _LARGEST = ("one_hot", "bincount")
 _ALONG = {"unique": 4, "unique_consecutive": 3}
 """Functions whose result may be cut along one dimension, and which argument that is."""
-_COUNTED = (*_ALONG, "repeat_interleave", *_LARGEST)
+_COUNTED = (*_ALONG, *_LARGEST)
 """Functions that read how long their result is; some, the largest number."""
 
 
@@ -172,6 +172,30 @@ def _count(name: str, computed: Any, args: tuple[Any, ...], named: dict[str, Any
         return one.shape[-1] - 1
     along = named.get("dim", args[_ALONG[name]] if name in _ALONG and len(args) > _ALONG[name] else None)
     return one.shape[along or 0]
+
+
+def _repeater(values: Values, name: str, function: Function) -> Function:
+    """`repeat_interleave`, which reads how often all is repeated, where its result's length is not given."""
+    follow = _followed(values, name, function)
+
+    def repeat(*args: Any, **named: Any) -> Any:
+        first: Any = args[0] if args else named.get("input")
+        repeats: Any = args[1] if len(args) > 1 else named.get("repeats", first)
+        if not values.is_followed(repeats) or named.get("output_size") is not None:
+            return follow(*args, **named)
+        total = values.compute(values.base.sum, (repeats,), {})
+        values.decide(repeats, total)
+        num = 0 if total is None else max(0, int(total[0]))
+        if repeats.numel() == 1 and first is not None and first is not repeats:  # all are repeated alike
+            dim = args[2] if len(args) > 2 else named.get("dim")
+            num *= first.numel() if dim is None else first.size(dim)
+        computed = values.compute(function, args, named) if values.is_followed(first) else None
+        with values.expecting(num):
+            result = function(*args, **named)
+        values.learn(result, computed)
+        return result
+
+    return repeat
 
 
 def _made(values: Values, name: str, function: Function) -> Function:
@@ -537,6 +561,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
         ((torch.UntypedStorage,), _storage_filler, ("_set_from_file",)),
         ((torch.UntypedStorage,), _storage_writer, ("_write_file",)),
         ((torch,), _reader_of_lengths, ("ctc_loss",)),
+        ((torch, tensor), _repeater, ("repeat_interleave",)),
         ((torch,), _asserter, ("_is_all_true",)),
         ((torch,), _scale_updater, ("_amp_update_scale_",)),
         ((torch,), _checker, ("segment_reduce",)),
