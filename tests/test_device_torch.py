@@ -148,7 +148,9 @@ def values():
 def algebra():
     a = torch.randn(16, 16, device="cuda")
     u, s, v = torch.linalg.svd(a)
-    return [list(s.shape), list(torch.linalg.solve(a, a).shape), list(torch.fft.rfft2(a).shape), list(u.shape)]
+    q, r = torch.linalg.qr(a.expand(8, 16, 16))
+    shapes = [list(s.shape), list(torch.linalg.solve(a, a).shape), list(torch.fft.rfft2(a).shape), list(u.shape)]
+    return [*shapes, list(q.shape), list(torch.linalg.eig(a @ a)[0].shape), list(torch.linalg.eigvals(a @ a).shape)]
 
 print(json.dumps(RESULTS))
 """
@@ -215,4 +217,4 @@ def test_copied_values_come_back_and_computed_ones_are_zero(results):
 
 
 def test_linear_algebra_has_the_right_shapes(results):
-    assert results["algebra"] == [[16], [16, 16], [16, 9], [16, 16]]
+    assert results["algebra"] == [[16], [16, 16], [16, 9], [16, 16], [8, 16, 16], [16], [16]]

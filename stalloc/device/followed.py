@@ -396,11 +396,11 @@ def _on_host(values: Values, value: Any) -> Any:
 
 
 def _checker(values: Values, name: str, function: Function) -> Function:
-    """What reads a count to see that its arguments are in order, as they are: `segment_reduce` the shortest length,
-    `multinomial` before torch 2.3 the number of rows that are zero."""
+    """What reads a number to see that its arguments are in order, as they are: `segment_reduce` the shortest length,
+    `multinomial` before torch 2.3 how many rows are zero, `eig` whether all is finite, then what did not converge."""
 
     def check(*args: Any, **kwargs: Any) -> Any:
-        with values.expecting(0 if name == "multinomial" else 1):
+        with values.expecting(1 if name == "segment_reduce" else 0):
             return function(*args, **kwargs)
 
     return check
@@ -566,6 +566,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
         ((torch,), _scale_updater, ("_amp_update_scale_",)),
         ((torch,), _checker, ("segment_reduce",)),
         ((torch, tensor), _checker, ("multinomial",)),
+        ((torch.linalg,), _checker, ("eig", "eigvals")),
         ((torch, tensor), _chooser, ("argmax", "max", "multinomial", "topk")),
     ):
         for owner, name in itertools.product(owners, names):

@@ -132,6 +132,10 @@ Status cublasLtMatmulAlgoGetHeuristic(Handle handle, Handle operation, Handle a,
 #define EACH_COMPLEX(fill, library, function, type, k)                                                                 \
     fill(library##C##function, type, k) fill(library##Z##function, type, k)
 
+// cuBLAS: which argument of a batch is wrong, on the host
+EACH(NO_SPACE, cublas, geqrfBatched, int, 6)
+EACH(NO_SPACE, cublas, gelsBatched, int, 9)
+
 // cuSOLVER
 HANDLE(cusolverDnCreate)
 HANDLE(cusolverDnCreateParams)
