@@ -1,13 +1,14 @@
 """`stalloc top --tree`: the peak by call site as a tree whose figures are those of `stalloc top`."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recordings import path_of
-from test_top import top, write_leak
+from test_top import frames, top, write_leak
 
 from stalloc.cli import main
 
@@ -80,6 +81,28 @@ def test_lines_of_every_level_add_up(capsys: pytest.CaptureFixture[str]) -> None
             open_at[-1] = above, own, before + share
         open_at.append((depth, share, 0.0))
     assert len(lines) > 5
+
+
+@pytest.mark.parametrize("num_frames", [199, 201, 500])
+def test_the_stacks_of_a_deep_recursion_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_frames: int
+) -> None:
+    file = Path(write_leak(tmp_path / "leak.pickle", steps=2))
+    snapshot = pickle.loads(file.read_bytes())
+    for event in snapshot["device_traces"][0]:
+        event["frames"] = frames(*(("tree.py", line, "visit") for line in range(1, num_frames + 1)))
+    file.write_bytes(pickle.dumps(snapshot))
+    (device,) = tree(capsys, str(file))
+    names, branch = [], device["tree"]
+    while branch["children"]:
+        (branch,) = branch["children"]
+        assert branch["held_bytes"] == device["allocated_bytes"]
+        names.append(branch["name"])
+    assert (names[0], names[-1]) == (f"tree.py:{num_frames} visit", "tree.py:1 visit")
+    left_out = max(num_frames - 199, 0)
+    assert len(names) == num_frames - left_out + bool(left_out)
+    assert (f"{left_out} frames left out" in names) is bool(left_out)
+    assert shown(capsys, str(file))[-1].strip() == "tree.py:1 visit"
 
 
 @pytest.mark.parametrize(

@@ -205,10 +205,14 @@ def grouped(keys: Iterable[Hashable], size: Column, text: Callable[[Any], str]) 
     return sorted(found, key=lambda holder: (-holder.held_bytes, holder.name))
 
 
+#: levels of a tree: what walks it, and readers of its JSON, recurse
+_MOST_LEVELS = 200
+
+
 def _tree(stacks: Sequence[tuple[str, ...]], size: Column) -> Branch:
     root = Branch("all")
     by_path: dict[tuple[str, ...], Branch] = {(): root}
-    for stack, num_bytes in zip(stacks, size.tolist(), strict=True):
+    for stack, num_bytes in zip(map(_with_middle_left_out, stacks), size.tolist(), strict=True):
         for depth in range(len(stack) + 1):
             branch = by_path.get(stack[:depth])
             if branch is None:
@@ -219,6 +223,14 @@ def _tree(stacks: Sequence[tuple[str, ...]], size: Column) -> Branch:
     for branch in by_path.values():
         branch.children.sort(key=lambda child: (-child.held_bytes, child.name))
     return root
+
+
+def _with_middle_left_out(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """A stack of at most so many levels: of a recursion, how it was entered and what it came to."""
+    if len(stack) <= _MOST_LEVELS:
+        return stack
+    half = _MOST_LEVELS // 2
+    return (*stack[:half], f"{len(stack) - _MOST_LEVELS + 1} frames left out", *stack[half + 1 - _MOST_LEVELS :])
 
 
 def find_growth(trace: Trace) -> list[Growth]:
