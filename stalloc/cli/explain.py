@@ -80,10 +80,14 @@ def run(args: argparse.Namespace) -> int:
                     devices += list(_explained(args, file))
                     continue
                 found, server = find_errors(text), read_server_log(text)
-                errors += [(file, error) for error in found]
+                wanted = [error for error in found if args.device is None or error.device in (None, args.device)]
+                errors += [(file, error) for error in wanted]
                 servers += [(file, server)] if server is not None else []
                 if not found and server is None:
                     failed[file] = _no_errors(file), True
+                elif not wanted and server is None:
+                    no_error = f"{shown_name(file)} has no out-of-memory error of device {args.device}"
+                    failed[file] = f"{no_error}: leave --device out to see all.", True
             except BadInputError as problem:
                 failed[file] = str(problem), False
     if not devices and not errors and not servers:
@@ -118,7 +122,11 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
 def _print(console: Console, top: int, servers: list[_Server], errors: list[_Error], devices: list[_Device]) -> None:
     for file, server in servers:
         _print_server(console, file, server)
-    for file, error in errors[-max(top, 1) :]:
+    shown = max(top, 1)
+    if len(errors) > shown:
+        earlier = plural(len(errors) - shown, "earlier error")
+        console.print(f"{earlier} not shown; --top {len(errors)} shows all.\n")
+    for file, error in errors[-shown:]:
         _print_error(console, file, error)
     if errors:
         _print_next(console, [error for _, error in errors])
