@@ -152,6 +152,48 @@ def test_a_verb_of_traces_says_who_reads_the_text_of_an_error(tmp_path, capsys, 
     )
 
 
+@pytest.mark.parametrize(
+    "around", [(b"\0" * 9000, b""), (b"epoch 1\n" + b"\0" * 100, b""), (b"", b"\0" * 20 + b"done\n")]
+)
+def test_a_log_with_a_hole_of_zeros_is_read(tmp_path, capsys, around):
+    """Such as one that logrotate emptied while a program went on to write to it."""
+    file = tmp_path / "error.log"
+    before, after = around
+    file.write_bytes(before + OTHERS.encode() + b"\n" + after)
+    assert main(["explain", str(file)]) == 0
+    assert "device 1: out of memory in PyTorch, 2.00 GiB wanted" in capsys.readouterr().out
+
+
+def ranks(tmp_path, num_ranks):
+    """A log of ranks that fail with different figures."""
+    file = tmp_path / "ranks.log"
+    texts = [
+        OTHERS.replace("GPU 1", f"GPU {rank}").replace("2.00 GiB", f"{rank + 2}.00 GiB") for rank in range(num_ranks)
+    ]
+    file.write_text("".join(f"[rank{rank}]: {text}\n" for rank, text in enumerate(texts)))
+    return str(file)
+
+
+def test_errors_that_are_not_shown_are_counted(tmp_path, capsys):
+    file = ranks(tmp_path, 8)
+    assert main(["explain", file]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("out of memory in PyTorch") == 5
+    assert "3 earlier errors not shown; --top 8 shows all." in shown
+    assert main(["explain", file, "--top", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("out of memory in PyTorch") == 8
+    assert "not shown" not in shown
+
+
+def test_errors_of_one_device_are_chosen(tmp_path, capsys):
+    file = ranks(tmp_path, 3)
+    assert main(["explain", file, "--device", "2", "--json", "-"]) == 0
+    assert [error["device"] for error in json.loads(capsys.readouterr().out)["errors"]] == [2]
+    assert main(["explain", file, "--device", "3"]) == 2
+    assert "no out-of-memory error of device 3: leave --device out" in capsys.readouterr().err
+
+
 def test_a_log_without_an_error_is_no_log_of_one(tmp_path, capsys):
     (tmp_path / "other.log").write_text("everything went well\n")
     assert main(["explain", str(tmp_path / "other.log")]) == 2

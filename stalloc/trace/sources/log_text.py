@@ -91,6 +91,7 @@ BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf"
 _MAX_DEPTH = 8
 _HEAD = 4096
 _CONTROL = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f]")  # which no text has
+_HOLE = re.compile(rb"\0{8,}")  # zeros where a log was emptied while written to, or a machine failed
 _CUT = re.compile(r"(?m)^\S+ std(?:out|err) P ")  # Kubernetes: the line goes on in the next one of that stream
 _CRI = re.compile(r"\S+ (std(?:out|err)) ([PF]) ")
 _DOCKER_CUTS_AT = 16_000  # bytes of a line; the rest is in the next object
@@ -128,6 +129,8 @@ def _up_to(file: Any, limit: int, chunk: int = _CHUNK) -> bytes:
 
 def log_text(data: bytes) -> str | None:
     """The text of a log; None for a trace, or for what is no text at all."""
+    if _HOLE.search(data, 0, _HEAD):
+        data = _HOLE.sub(b"", data)
     head = data[:4096]
     if _BINARY.match(head) or is_tar(data) or not head.strip():
         return None
