@@ -12,6 +12,7 @@ from typing import BinaryIO
 import pytest
 from warm_programs import run_stalloc
 
+from stalloc.cli import main
 from stalloc.errors import BadInputError
 from stalloc.files import SCRATCH_PATTERN, check_writable, whole, write_whole
 from stalloc.planner import load_plans, plan, save_plans
@@ -99,14 +100,15 @@ def test_one_plan_is_saved_from_four_threads_at_once(requests: Path, tmp_path: P
 def test_a_full_disk_leaves_what_was_there(requests: Path, tmp_path: Path, arguments: list[str], output: str) -> None:
     place = tmp_path / "out" / output
     place.parent.mkdir()
-    place.write_text("the old one")
+    old = '{"json_version": 1, "of": "the old one"}'
+    place.write_text(old)
     command = [{"FILE": str(requests), "OUT": str(place)}.get(word, word) for word in arguments]
     done = _run(command, largest=200, capture_output=True)
     said = done.stderr.decode().splitlines()
     assert done.returncode == 2, done.stderr
     assert [line for line in said if "compiled code" not in line] == said[-1:]
     assert said[-1].startswith(f"stalloc: cannot write {place}: File too large: ")
-    assert place.read_text() == "the old one"
+    assert place.read_text() == old
     assert os.listdir(place.parent) == [output]
 
 
@@ -231,6 +233,47 @@ def test_a_file_that_is_protected_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="Permission denied"):
         write_whole(file, "the new one")
     assert file.read_text() == "the old one"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["stats", "step.csv", "--json", "step.csv"],
+        ["top", "step.csv", "--json=./step.csv"],
+        ["stats", "--json", "step.csv", "other.csv"],  # typed by somebody who takes --json for a flag
+        ["stats", "step.csv", "--graph", "link.csv"],
+        ["report", "step.csv", "-o", "step.csv", "--format", "html"],
+        ["diff", "--check", "step.csv", "--max", "1GiB", "--junit", "step.csv"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_trace_is_not_replaced_by_what_is_said_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = b"id,lower,upper,size\na,0,2,512\nb,1,3,512\n"
+    for name in ("step.csv", "other.csv"):
+        Path(name).write_bytes(trace)
+    Path("link.csv").symlink_to("step.csv")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "name another file" in error
+    assert error.count("\n") == 1
+    assert Path("step.csv").read_bytes() == trace
+
+
+def test_json_replaces_what_json_wrote_and_what_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("step.csv").write_text("id,lower,upper,size\na,0,2,512\n")
+    Path("stats.json").touch()
+    for _ in range(2):
+        assert main(["stats", "step.csv", "--json", "stats.json"]) == 0
+        assert '"json_version"' in Path("stats.json").read_text()
+    with Path("log").open("w+") as log:
+        log.write("before\n")
+        log.flush()
+        assert run_stalloc("stats", "step.csv", "--json", "/dev/stdout", stdout=log.fileno()).returncode == 0
+    assert Path("log").read_text().startswith('before\n{\n  "json_version"')
 
 
 def test_scratch_files_go_by_names_that_cannot_be_guessed(tmp_path: Path) -> None:

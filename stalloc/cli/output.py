@@ -26,6 +26,38 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_replaced(args: argparse.Namespace) -> None:
+    """Raise BadInputError where an option names a file to write that is an input, or that `--json` never wrote.
+
+    The second is what `stalloc stats --json a.pickle b.pickle` names, typed by somebody who takes --json for a flag.
+    """
+    given = {name: value for name, value in vars(args).items() if name not in (*_WRITTEN, "words")}
+    inputs = [one for value in given.values() for one in (value if isinstance(value, list) else [value])]
+    for option in _WRITTEN:
+        file = getattr(args, option, None)
+        if not file or file.startswith(("/dev/", "/proc/")) or not os.path.isfile(file):  # output that goes on
+            continue
+        if any(isinstance(one, str) and os.path.isfile(one) and os.path.samefile(one, file) for one in inputs):
+            raise BadInputError(f"{file} is the input: name another file for --{option}.")
+        if option == "json" and not _is_ours(file):
+            raise BadInputError(
+                f"{file} is there already, and not written by --json: name another file for --json, or remove that one."
+            )
+
+
+_WRITTEN = ("json", "graph", "junit")  #: options that name a file that is replaced
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a file is empty or the JSON of a verb; what cannot be read is told when it is written."""
+    try:
+        with open(file, "rb") as opened:
+            head = opened.read(64)
+    except OSError:
+        return True
+    return not head or b'"json_version"' in head
+
+
 class _FromZero(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if values < 0:

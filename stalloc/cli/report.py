@@ -19,7 +19,14 @@ from pathlib import Path
 
 from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
-from stalloc.cli.trace_options import add_candidate_arguments, add_gpu_argument, as_on_gpu, named_candidates, of_device
+from stalloc.cli.trace_options import (
+    add_candidate_arguments,
+    add_gpu_argument,
+    as_on_gpu,
+    check_output,
+    named_candidates,
+    of_device,
+)
 from stalloc.figures import human_bytes
 from stalloc.trace import load_devices
 from stalloc.writers.reporting import FORMATS, format_of, write_report
@@ -38,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     path = Path(args.output or f"report.{args.format or 'html'}")
     form, allocators = format_of(path, args.format), named_candidates(args)
+    check_output(path, "report.html", *args.files)
     records = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
