@@ -260,3 +260,14 @@ def test_a_setting_of_an_unknown_release_goes_by_the_name_that_all_of_them_read(
     assert " PYTORCH_ALLOC_CONF=" not in capsys.readouterr().out
     assert main(["simulate", "--sweep", file]) == 0
     assert " PYTORCH_ALLOC_CONF=" not in capsys.readouterr().out
+
+
+def test_a_snapshot_as_json_in_utf_16_is_no_log(tmp_path, capsys):
+    """As Windows PowerShell writes what a program prints."""
+    blocks = [(2 * MIB, 2 * MIB, LIVE), (18 * MIB, 18 * MIB, FREE)]
+    events = [event("segment_alloc", 0, 20 * MIB), event("alloc", 0, 2 * MIB)]
+    file = tmp_path / "snapshot.json"
+    snapshot = {"segments": [segment(0, *blocks)], "device_traces": [events]}
+    file.write_text(json.dumps(snapshot), encoding="utf-16")
+    assert main(["explain", str(file)]) == 0
+    assert "reserved 20.00 MiB, allocated 2.00 MiB" in capsys.readouterr().out

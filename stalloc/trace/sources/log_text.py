@@ -82,9 +82,9 @@ def _only_member(where: Path, archive: zipfile.ZipFile) -> str:
 
 _CHUNK = 1 << 20
 _BINARY = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # pickles, archives
-_TRACE_JSON = re.compile(rb'"(?:traceEvents|ph|INSTRUCTION|device_traces|segments|schemaVersion|total_size)"\s*:')
+_TRACE_JSON = re.compile(r'"(?:traceEvents|ph|INSTRUCTION|device_traces|segments|schemaVersion|total_size)"\s*:')
 _TIMELINE = re.compile(rb"\s*\[\s*\[\s*(?:-?\d+\s*[,\].]|[\[\]\"])")
-_VIZ_PAGE = re.compile(rb'alloc_data|"base64"|_memory_viz')
+_VIZ_PAGE = re.compile(r'alloc_data|"base64"|_memory_viz')
 _PAGE = re.compile(rb"<(?:!doctype|html|head|body|script|\?xml|div|pre|span)\b", re.IGNORECASE)
 #: marks before text, and how it is encoded then
 BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
@@ -139,11 +139,11 @@ def log_text(data: bytes) -> str | None:
         return None
     start = text[:4096].lstrip().encode("utf-8", "replace")
     if start[:1] in (b"{", b"["):
-        if _TIMELINE.match(start) or _TRACE_JSON.search(data):
+        if _TIMELINE.match(start) or _TRACE_JSON.search(text):
             return None
         return "\n".join(_json_lines(text))
     if _PAGE.search(start[:1024]) and start[:1] == b"<":
-        return None if _VIZ_PAGE.search(data) else html.unescape(re.sub(r"<[^<>\n]{1,2000}>", "", text))
+        return None if _VIZ_PAGE.search(text) else html.unescape(re.sub(r"<[^<>\n]{1,2000}>", "", text))
     if _CUT.search(text):
         text = _whole_lines(text)
     if "\\n" in text:  # a message that was written as a quoted string
