@@ -103,6 +103,7 @@ def test_a_program_whose_shapes_change_never_holds_more_than_its_cap(
 def test_a_cap_that_cannot_be_kept_says_which_would_serve_the_request(tmp_path: Path) -> None:
     told, said = run_capped(tmp_path, "--cap", "40MiB", str(CAPPED), "language", "1", code=1)
     assert told["run_reserved_peak_bytes"] <= 40 * MIB
+    assert not told["cap"]["kept"], "it ran out of memory"
     assert "The cap of 40.00 MiB cannot be kept: what could be evicted was" in said
     assert re.search(r"A cap of \d+\.\d\d MiB serves this request; what comes after it may need more", said)
 

@@ -81,7 +81,9 @@ class Capping:
     def outcome(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._cap is not None  # it was put in force
         most, cap_bytes = _most(reports), self._cap.cap_bytes
-        return {"cap": self._cap.told() | {"held_peak_bytes": most, "kept": not cap_bytes or most <= cap_bytes}}
+        refused = sum(report["out_of_memory_errors"] for report in reports)
+        kept = not refused and (not cap_bytes or most <= cap_bytes)
+        return {"cap": self._cap.told() | {"held_peak_bytes": most, "kept": kept}}
 
 
 def _most(reports: list[dict[str, Any]]) -> int:

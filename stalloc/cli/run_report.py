@@ -124,10 +124,10 @@ def _print_outcome(console: Console, result: dict[str, Any]) -> None:
         return
     told = result["cap"]
     size = human_bytes(told["cap_bytes"]) if told["cap_bytes"] else "of the device"
-    kept = "kept" if told["kept"] else "not kept"
+    kept = "kept" if told["kept"] else "not kept: see above" if result["out_of_memory_errors"] else "not kept"
     print_prose(console, f"cap {size}: {kept}, {human_bytes(told['held_peak_bytes'])} held at most")
     if not told["evictions"]:
-        print_prose(console, "nothing had to be evicted")
+        print_prose(console, "nothing had to be evicted" if told["kept"] else "nothing was evicted")
         return
     print_prose(
         console,
