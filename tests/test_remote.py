@@ -48,6 +48,7 @@ def test_what_is_not_there_is_one_sentence(name, said, bucket, capsys):
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
+    assert "memory:/job" not in told, "the name as it was given, and once"
 
 
 def test_fsspec_is_not_imported_for_files_here(tmp_path):

@@ -150,7 +150,8 @@ def _load(
                     _check(record.trace)
             return found
     except BadInputError as error:  # what a trace says of itself does not know the file
-        sentence = str(error) if str(name) in str(error) else f"{name}: {error}"
+        named = any(one in str(error) for one in (str(name), os.fspath(path)))  # a Path has one slash after s3:
+        sentence = str(error) if named else f"{name}: {error}"
         raise NotATraceError(sentence, os.fspath(path)) from error
     except MemoryError as error:
         raise BadInputError(f"{name}: too large for this machine's memory: record fewer steps.") from error
