@@ -1,6 +1,7 @@
 """What every verb does alike: an option that is nearly right is named, and JSON says which version it is of."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -90,3 +91,27 @@ def test_an_older_verb_says_what_it_is_now_and_does_it(tmp_path, capsys, monkeyp
     shown, said = capsys.readouterr()
     assert f"`stalloc {older[0]}` is now `stalloc {newer[0]} --" in said
     assert (main(newer), *capsys.readouterr()) == (code, shown, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["stats", "a.csv"], 'json = "a.csv"'),
+        (["diff", "--check", "a.csv", "--max", "1GiB"], 'junit = "a.csv"'),
+        (["diff", "--check", "a.csv", "--baseline", "b.json"], "update = true"),
+        (["run", "--device", "virtual", "train.py"], 'report = "page.html"'),
+        (["dryrun", "train.py"], "keep-files = true"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_the_file_of_a_folder_does_not_say_what_is_written(tmp_path, capsys, monkeypatch, words, line):
+    """It may be that of a checkout by somebody else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text(TRACE)
+    (tmp_path / "train.py").write_text("open('a.csv', 'w').close()\n")
+    before = sorted([*os.listdir(tmp_path), "pyproject.toml"])
+    (tmp_path / "pyproject.toml").write_text(f"[tool.stalloc]\n{line}\n")
+    assert main(words) in (2, 125)
+    assert "what is written is said on the command line only" in capsys.readouterr().err
+    assert (tmp_path / "a.csv").read_text() == TRACE
+    assert sorted(os.listdir(tmp_path)) == before

@@ -18,7 +18,8 @@ from typing import Any
 from stalloc.errors import BadInputError
 from stalloc.inputs import read_input
 
-_WRITES = {"json", "output", "save_plan", "csv", "graph", "force", "help"}
+#: options that write, which is not for the file of a folder to say: it may be a stranger's
+_WRITES = {"json", "output", "save_plan", "csv", "graph", "junit", "report", "update", "force", "keep_files", "help"}
 
 
 def apply_shared(parser: argparse.ArgumentParser, names: tuple[str, ...], verbs: tuple[str, ...]) -> None:
@@ -79,7 +80,7 @@ def _value(file: Path, name: str, action: argparse.Action, value: Any) -> Any:
     """What the option would have if the value were typed."""
     wrong = f"{file}: {name[:40]} of tool.stalloc is {str(value)[:40]!r}"
     if _dest(name) in _WRITES:
-        raise BadInputError(f"{wrong}: files to write are named on the command line only.")
+        raise BadInputError(f"{wrong}: what is written is said on the command line only.")
     if isinstance(action, argparse._StoreTrueAction):
         if isinstance(value, bool):
             return value
