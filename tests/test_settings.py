@@ -159,6 +159,7 @@ def test_a_release_is_advised_what_it_knows(tmp_path: Path, capsys: pytest.Captu
         (["--advise", "p.csv", "p.csv"], "--advise takes one file: 2 were given"),
         (["--advise", "p.csv", "--sweep"], "--sweep does not go with --advise"),
         (["p.csv", "--torch", "2.8"], "--torch is of --advise"),
+        (["--advise", "p.csv", "--torch", "newest"], "--torch is 'newest': give a release of PyTorch, such as 2.8"),
     ],
 )
 def test_options_of_one_use_are_refused_in_the_other(

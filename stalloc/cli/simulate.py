@@ -33,6 +33,7 @@ is too short): `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         if len(args.files) > 1:
             raise BadInputError(f"--advise takes one file: {len(args.files)} were given.")
         refuse_typed(args, "does not go with --advise", "allocator", "conf", "all", "sweep")
+        if args.torch and not re.match(r"\d+\.\d+", args.torch):
+            raise BadInputError(f"--torch is {args.torch[:40]!r}: give a release of PyTorch, such as 2.8.")
     else:
         refuse_typed(args, "is of --advise: give that too", "torch", "top")
     capacity = memory_option("--capacity", args.capacity) if args.capacity else 0
