@@ -124,7 +124,8 @@ def test_steps_are_aligned_again_where_much_was_missed() -> None:
     again = partial(d.may_be_aligned_again, is_unknown=False)
     assert [(again(8, missed), again(48, missed)) for missed in (7, 8)] == [(False, False), (True, True)]
     assert not again(24, 8)
-    assert [d.may_be_aligned_again(steps, 8, is_unknown=True) for steps in (15, 17)] == [True, False]
+    unknown = [d.may_be_aligned_again(steps, 8, is_unknown=True) for steps in (0, 1, 2, 15, 17)]
+    assert unknown == [False, False, True, True, False]
 
 
 def test_a_step_that_no_plan_knows_shortens_a_pause() -> None:

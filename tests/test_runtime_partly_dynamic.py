@@ -90,6 +90,24 @@ def test_a_step_is_served_although_evaluation_comes_before_it(seed: int) -> None
     assert (hits[1:] > 10 * misses[1:]).all()
 
 
+@pytest.mark.parametrize("steps", [80, 132, 133, 134, 400])
+def test_a_step_that_misses_much_after_long_does_not_end_the_plan(steps: int) -> None:
+    """Where nothing is recorded, or a record has just begun, no steps show anew what they have in common."""
+    program = Mixture(3)
+    for _ in range(steps):
+        program.step(program.train)
+
+    def check_something_else() -> None:
+        for address in [program.allocate((20 + number) * MIB) for number in range(40)]:
+            program.free(address)
+
+    program.step(check_something_else, program.train)
+    assert program.controller.status.note == ""
+    served = [program.step(program.train) for _ in range(6)]
+    assert program.controller.status.phase is Phase.PLANNED
+    assert served[-1][0] > LAYERS * EXPERTS
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_more_is_held_than_without_a_plan(seed: int) -> None:
     program, without = Mixture(seed), Mixture(seed, plan=False)

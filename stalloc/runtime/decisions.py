@@ -139,7 +139,12 @@ def _is_doubled(count: int, least: int) -> bool:
 
 
 def may_be_aligned_again(steps: int, missed: int, *, is_unknown: bool) -> bool:
-    """Whether to see it again after so many steps, the last of which missed so many; early ones if it is much."""
+    """Whether to see it again after so many steps, the last of which missed so many; early ones if it is much.
+
+    The record of a pause has none, and that of a watch that has just begun has one.
+    """
+    if steps < 2:
+        return False
     is_due = may_be_aligned(steps) or steps % t.ALIGNED_STEPS == 0 or (is_unknown and steps < t.ALIGNED_STEPS)
     return is_due and missed >= t.SOME_REQUESTS
 
