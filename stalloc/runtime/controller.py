@@ -595,7 +595,8 @@ class Controller:
         self.full_device.note_step()
         self._serve_ready_kinds()
         steps, state, settings = self.steps, self.state, self.status.settings
-        steps.recorded.note(steps.places.name_of_followed())
+        is_kept_only = settings.keep_recording and self.status.phase in (Phase.PLANNED, Phase.RESTING)
+        steps.recorded.note(steps.places.name_of_followed(), counts=not is_kept_only)
         if self._is_planned:
             records = settings.plan and not settings.keep_recording
             missed, is_unknown = steps.watch.end_step(self.status.num_plans, records=records)

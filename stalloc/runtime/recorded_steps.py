@@ -9,7 +9,7 @@ other one. The heap serves them, as all that no plan knows of.
 import hashlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -165,12 +165,16 @@ class RecordedSteps:
     def expect_last(self) -> None:
         self._missed = self._last_asked
 
-    def note(self, followed: bytes | None) -> None:
+    def note(self, followed: bytes | None, *, counts: bool) -> None:
+        """A step ended; it `counts` if anybody looks for steps in the record, which may be kept for the program only.
+
+        `followed` is its name, None: that is not known.
+        """
         record, before = self._state.record, self._asked
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
         events = self._recording.step_events
-        if record.hot.recording and len(events) > 1:
+        if counts and record.hot.recording and len(events) > 1:
             if followed is None:
                 self._noise.look(events[-2], events[-1])
             self._count(followed or self._name(events[-2], events[-1]))
@@ -224,8 +228,8 @@ class RecordedSteps:
         return bool((early_size[tail] == size).all() and (early_stream[tail] == stream).all())
 
     @property
-    def names(self) -> set[bytes]:
-        return {*self._of_kind}
+    def names(self) -> Set[bytes]:
+        return self._of_kind.keys()
 
     def first_of(self, names: set[bytes]) -> int:
         return min(self._of_kind[name].first for name in names)

@@ -5,6 +5,7 @@ Contract: the core writes events while `recording` is set; marks are kept beside
 
 import dataclasses
 import time
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
     from stalloc.trace import Trace
 
+_MANY = 1024  # marks, or refused requests
+
 
 class Recording:
     """The record of one device."""
@@ -33,7 +36,7 @@ class Recording:
         self._device, self._state = device, state
         self.marks: list[tuple[int, int, str]] = []  #: event index, kind of mark, name
         self.step_events: list[int] = []  #: events before each mark of a step
-        self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
+        self.step_times_ns = array("q")  #: monotonic times of all marks of steps, recorded or not
         self.num_planned = 0  #: of those, while a plan was in force, whichever
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
@@ -45,6 +48,7 @@ class Recording:
         self.more_tables: list[Callable[[], dict[str, Column]]] = []  #: each gives what else a trace has in `extra`
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
         self._refused: list[tuple[int, int]] = []  # events before each request that was, bytes that were free then
+        self._many_marks = self._many_refused = _MANY  # when these are looked through for what a ring has lost
 
     def begin(self, *, persistent: bool) -> None:
         """Begin anew. With `persistent`, what is requested first is meant to last."""
@@ -84,7 +88,13 @@ class Recording:
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
 
     def note_refusal(self, free_bytes: int) -> None:
+        if not self._state.record.hot.recording:
+            return
         self._refused.append((int(self._state.record.log.num_events), free_bytes))
+        if len(self._refused) >= self._many_refused:
+            first = self._state.first_event
+            self._refused[:] = [one for one in self._refused if one[0] >= first]
+            self._many_refused = 2 * len(self._refused) + _MANY
 
     def name_call_sites(self, call_sites: "CallSites") -> None:
         self.call_sites = call_sites
@@ -100,12 +110,22 @@ class Recording:
             self.marks.append((self._state.record.log.num_events, kind, name))
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
+                self._forget_lost_marks()
+
+    def _forget_lost_marks(self) -> None:
+        """Of a ring, forget the marks before its first event; not the last one of a step, which was just noted."""
+        if len(self.marks) >= self._many_marks:
+            first = self._state.first_event
+            self.marks[:] = [mark for mark in self.marks if mark[0] >= first]
+            self.step_events[:] = [event for event in self.step_events if event >= first]
+            self._many_marks = 2 * len(self.marks) + _MANY
 
     def skip(self, steps: SteadySteps) -> None:
         self._allocs_before = steps.num_requests
         if self._state.record.hot.recording:
             self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]
             self.step_events += steps.num_events
+            self._forget_lost_marks()
 
     @property
     def overdue_requests(self) -> int:

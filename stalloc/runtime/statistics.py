@@ -1,10 +1,11 @@
 """What a run was like, in numbers: for reports, for errors, and for the statistics that torch is asked for."""
 
-import itertools
-import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from stalloc.core.records import Peaks
 from stalloc.core.snapshot import counts, inactive
@@ -96,9 +97,9 @@ def _steps_per_iteration(controller: "Controller", num_marks: int, num_iteration
     return controller.steps.places.num_in_cycle or max(1, round(num_marks / max(1, num_iterations)))
 
 
-def _median_ms(times_ns: list[int]) -> float | None:
-    gaps = [(b - a) / 1e6 for a, b in itertools.pairwise(times_ns)]
-    return statistics.median(gaps) if gaps else None
+def _median_ms(times_ns: Sequence[int]) -> float | None:
+    gaps = np.diff(np.array(times_ns, np.int64))
+    return float(np.median(gaps)) / 1e6 if len(gaps) else None
 
 
 _SETTLED = "served without a plan, settled"
@@ -137,10 +138,9 @@ def report(controller: "Controller") -> Report:
     served = sum(step.hits for step in counted)
     asked = served + sum(step.misses for step in counted)
     marks, begin = controller.recording.step_times_ns, status.planned_since_ns
-    before = [time for time in marks if begin is None or time < begin]
-    after = [time for time in marks if begin is not None and time >= begin]
-    if not marks:
-        after = [step.end_ns for step in steps if step.end_ns]
+    num_before = len(marks) if begin is None else bisect_left(marks, begin)
+    before = marks[:num_before]
+    after = marks[num_before:] if marks else [step.end_ns for step in steps if step.end_ns]
     per_cycle = _steps_per_iteration(controller, len(after), len(steps)) if marks else status.steps_per_cycle
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
