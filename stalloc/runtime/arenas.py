@@ -85,7 +85,8 @@ class Arenas:
         fills = decisions.is_large_part(expected_bytes, self.memory.paging.device_bytes)
         schedule, source = on_pages(schedule, apart=not fills), self.memory.source
         most_bytes = source.free_bytes() + self.state.record.statistics.reserved_bytes
-        memory = source.reserve(schedule.arena_bytes) if schedule.arena_bytes <= most_bytes else None
+        fits = schedule.arena_bytes <= most_bytes
+        memory = self.memory.paging.reserve_arena(schedule.arena_bytes) if fits else None
         if memory is None:
             return False
         self.drop_schedule()
@@ -105,7 +106,7 @@ class Arenas:
     def move(self) -> bool:
         """Serve the plan in force from other addresses, which pages follow to; False if there are none."""
         state, record, schedule = self.state, self.state.record, self.schedule
-        memory = self.memory.source.reserve(self.arena.size_bytes) if schedule is not None else None
+        memory = self.memory.paging.reserve_arena(self.arena.size_bytes) if schedule is not None else None
         if schedule is None or memory is None or state.arena.schedule is None:
             return False
         follow, ask_after = record.follow, record.triggers.ask_after_misses

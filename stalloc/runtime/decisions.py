@@ -48,6 +48,7 @@ may_align_some = _from(t.MANY_STEPS)  #: of so many steps; before, kinds may not
 is_settled = _from(t.MANY_STEPS)  #: no plan is expected soon, after so many marked steps without one
 makes_a_cycle = _above(t.CYCLE_STEPS)  #: the order of so many steps is no chance
 is_near_mark = _up_to(t.SOME_REQUESTS)  #: the cursor, so far from where a mark is; else it is set there
+are_ranges_many = _above(t.MANY_RANGES)  #: of addresses: those without memory are closed when an arena gets others
 is_record_long = _above(t.MOST_EVENTS)  #: of so many events, beside a plan: it begins anew
 are_bad_steps_few = _below(t.MANY_STEPS)  #: in a row: the plan stays
 has_fitted = _from(t.MANY_STEPS)  #: a plan that is given up after so many iterations was of steps

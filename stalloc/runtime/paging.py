@@ -226,10 +226,19 @@ class Paging:
         self._gathers = False
         while self._leave(_ALL, spares_arena=True):
             pass
+        self._forget_empty()
+        self._source.collect()
+
+    def _forget_empty(self) -> None:
         for base in self._state.heap.remove_empty_ranges():
             del self._memory.segments[base]
         self.sweep()
-        self._source.collect()
+
+    def reserve_arena(self, size_bytes: int) -> Any:
+        """Addresses for an arena, None if there are none; first those go that others left, if these are many."""
+        if decisions.are_ranges_many(len(self._source.ranges)) and not self._memory.is_capturing:
+            self._forget_empty()  # what has no memory any more was waited for
+        return self._source.reserve(size_bytes)
 
     def sweep(self) -> None:
         """Close the ranges of addresses that nobody uses any more; the device must be done with them."""

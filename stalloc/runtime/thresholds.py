@@ -41,6 +41,7 @@ DYNAMIC_PARTS = 1  # under a plan of steps alike in part: with more about as man
 SETTLING_ITERATIONS = 3  # over a plan, after the first of which whatever is free goes back
 WASTE_RATIO = 1.1  # reserved over the peak of a step that is not known, beyond which segments go back after it
 DEARER_RATIO = 1.5  # of what was held, up to which a switch may hold where pages cannot move
+MANY_RANGES = 32  # of addresses: each is looked at when pages move; one or two for each stream are common
 ADDRESS_TIMES = 2  # the device, that a range of addresses is as long as
 STATE_TIMES = 2  # what a model and its gradients hold, that an optimizer may ask for
 
