@@ -319,9 +319,10 @@ class DeviceState:
 
         The log's first row only marks the start of the first planned step.
         """
-        count, rows = self.record.iterations.iteration_count, self.tables.iteration_log.copy()
-        order = range(max(1, count - constants.ITERATION_LOG_ROWS), count)
-        return [Step(*rows[i % constants.ITERATION_LOG_ROWS].tolist()[:5]) for i in order]
+        count = self.record.iterations.iteration_count
+        order = np.arange(max(1, count - constants.ITERATION_LOG_ROWS), count)
+        rows: np.ndarray = self.tables.iteration_log[order % constants.ITERATION_LOG_ROWS]
+        return [Step(*row[:5]) for row in rows.tolist()]
 
     def recorded(self, begin: int = 0) -> np.ndarray:
         """A copy of the recorded events from `begin` on, those that a ring still has."""
