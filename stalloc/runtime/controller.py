@@ -357,6 +357,8 @@ class Controller:
         self.memory.paging.end_gathering()
         self._settle()
         self.recording.end(self.status.settings)
+        if not self.status.settings.keep_recording:
+            self.state.forget_record()  # up to 160 MiB, which nobody looks at any more
 
     def _forget_plans(self) -> None:
         self._next_plan.forget()
