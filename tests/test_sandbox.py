@@ -182,7 +182,7 @@ def test_what_is_there_stays_and_what_is_new_is_kept(verb: str, tmp_path: Path, 
     prepared(tmp_path, shared_memory)
     before = files_of(tree(tmp_path, shared_memory))
     options = ["-o", "made.trace.npz"] if verb == "record" else ["--json", "made.json"]
-    (tmp_path / options[1]).write_text("of an earlier run")
+    (tmp_path / options[1]).write_text('{"json_version": 1}')  # of an earlier run
     words = [verb, "--device", "virtual", *options, WRITES]
     done = warm(words, tmp_path, SHARED_FOLDER=str(shared_memory))
     assert done.returncode == 0, done.stdout + done.stderr
