@@ -134,6 +134,13 @@ def test_what_somebody_captures_untold_is_its_own_and_no_event_is_asked_for(serv
     assert (hits > 0) == (later_hits > 0) == (served_by != "heap")
 
 
+def test_no_splice_ends_while_a_graph_is_captured() -> None:
+    num_splices, is_refused, found = told("captured_beside_a_splice.py")
+    assert num_splices > 0
+    assert is_refused
+    assert found == []
+
+
 def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
     assert told("blocks_of_layers.py", "at-waits", "32", order="") == [4, 2]
     assert told("blocks_of_layers.py", "at-once", "32", order="") == [1, 2]

@@ -1,9 +1,9 @@
-"""Segments of the heap in pages: where memory is mapped, and what moves to save some."""
+"""Segments of the heap in pages: where memory is mapped, what moves to save some, and what is left over in pages."""
 
 import math
 
 import pytest
-from programs.core_machine import MIB
+from programs.core_machine import MIB, Intervals
 
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import Controller
@@ -75,3 +75,24 @@ def test_pages_move_where_more_than_4_mib_would_be_held_beyond_the_peak_unless_i
     state.free(freed)
     assert state.malloc(freed_bytes + 2 * MIB)
     assert (state.record.statistics.num_segment_frees > 0) == moves
+
+
+def test_what_pages_have_left_over_serves_what_would_be_refused() -> None:
+    controller = _heap(14 * MIB)
+    state, live = controller.state, Intervals()
+    blocks = [int(state.malloc(size * MIB)) for size in (3, 2, 3, 2, 3)]
+    for address in (blocks[1], blocks[3]):
+        state.free(address)
+    for address, size in zip(blocks[::2], (3, 3, 3), strict=True):
+        live.add(address, size * MIB)
+    joined = int(state.malloc(4 * MIB))  # one page is free, and a part of each of three others
+    live.add(joined, 4 * MIB)
+    assert state.record.statistics.num_ooms == 0
+    assert state.record.statistics.reserved_bytes == controller.memory.source.taken == 14 * MIB
+    state.free(joined)
+    controller.memory.release_unused()
+    assert state.record.statistics.reserved_bytes == controller.memory.source.taken == 12 * MIB
+    for address in blocks[::2]:
+        state.free(address)
+    controller.memory.release_unused()
+    assert state.record.statistics.reserved_bytes == controller.memory.source.taken == 0

@@ -10,6 +10,7 @@ import pytest
 from programs.core_machine import MIB, Intervals
 from warm_programs import run_file
 
+from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import Controller
@@ -76,7 +77,15 @@ memory.unmap(memory.ptr + 20 * MIB, 40 * MIB)
 said |= {"kept": pages.unmapped_bytes // MIB, "more": memory.map(memory.ptr + 300 * MIB, 40 * MIB), "same": used()}
 pages.pool.set_limit(size=110 * MIB)
 said |= {"limited": memory.map(memory.ptr + 20 * MIB, 20 * MIB), "word": word.value, "other": virtual.used_bytes(0)}
+other, before = pages.reserve(4 * MIB), used()
+said |= {"shared": other.share(other.ptr, memory, memory.ptr + 9 * MIB), "shared_more": used() - before}
+memory.unmap(memory.ptr + 8 * MIB, 2 * MIB)
+memory.map(memory.ptr + 400 * MIB, 2 * MIB)
+said["of_its_own"] = memory.page_identity(memory.ptr + 400 * MIB) != other.page_identity(other.ptr)
 memory.close()
+pages.free_unmapped()
+said["shared_left"] = used()
+other.close()
 pages.free_unmapped()
 said["gone"] = used()
 print(json.dumps(said))
@@ -84,7 +93,8 @@ print(json.dumps(said))
     )
     expected = {"empty": 0, "mapped": True, "used": 100, "counted": 100, "too_much": False, "still": 100}
     expected |= {"lacking": [0, 108], "kept": 40, "more": True, "same": 100, "limited": False, "word": 7}
-    assert result == expected | {"other": 0, "gone": 0}
+    expected |= {"shared": True, "shared_more": 0, "shared_left": 2}
+    assert result == expected | {"other": 0, "of_its_own": True, "gone": 0}
 
 
 @CUPY
@@ -273,16 +283,18 @@ def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
 @pytest.mark.parametrize(
     ("seed", "num_requests"), [(0, 100), *(pytest.param(seed, 400, marks=pytest.mark.slow) for seed in range(2))]
 )
-def test_on_a_full_device_each_byte_is_had_once(seed: int, num_requests: int) -> None:
+def test_on_a_full_device_what_is_left_over_is_had_once(seed: int, num_requests: int) -> None:
     print(f"seed {seed}")
     program = Program(seed, capacity_bytes=128 * MIB)
-    rng, live, size = program.rng, [], 0
+    rng, live, size, stitched = program.rng, [], 0, 0
     for _ in range(num_requests):
         size = int(rng.choice([0.2, 1.3, 3.7, 9.1]) * MIB) // 512 * 512
         while sum(bytes_ for _, bytes_ in program.live.items()) + size > 120 * MIB:
             program.free(live.pop(int(rng.integers(len(live)))))
         live.append(program.allocate(size))
+        stitched += sum(one.address % GRANULE != 0 for one in segments(program.controller.state))
         program.check()
+    assert stitched > 0
     for address in live:
         program.free(address)
     program.controller.memory.release_unused()

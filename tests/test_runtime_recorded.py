@@ -43,6 +43,40 @@ print(json.dumps([
 """
 
 
+_FULL = """
+import json
+import stalloc
+from stalloc.device import VirtualGPU
+from stalloc.integrations import Settings
+RUNTIME = stalloc.install(
+    device="virtual", gpu=VirtualGPU(total_bytes=64 << 20), settings=Settings(plan=False, keep_recording=True)
+)
+import cupy as cp
+MIB, STATE = 1 << 20, RUNTIME.controllers[0].state
+def holds():
+    (trace,) = RUNTIME.recorded()
+    reserved, live = trace.reserved_bytes(), trace.live_bytes(trace.size)[1:]
+    held = STATE.record.statistics.reserved_bytes
+    return bool((live <= reserved).all()) and int(reserved[-1]) == int(trace.segment_size.sum()) == held
+rest = cp.cuda.runtime.memGetInfo()[0] // (2 * MIB) * 2 - 14
+filler = cp.cuda.alloc(rest * MIB)
+blocks = [cp.cuda.alloc(size * MIB) for size in (3, 2, 3, 2, 3)]
+blocks[1] = blocks[3] = None
+joined = cp.cuda.alloc(4 * MIB)  # one page is free, and a part of each of three others
+found = [holds()]
+joined = None
+RUNTIME.controllers[0].memory.release_unused()
+found.append(holds())
+blocks.clear()
+RUNTIME.controllers[0].memory.release_unused()
+print(json.dumps([*found, holds(), STATE.record.statistics.num_ooms]))
+"""
+
+
+def test_what_is_left_over_in_pages_is_recorded_where_it_is_used(run_checks: Any) -> None:
+    assert run_checks(_FULL) == [True, True, True, 0]
+
+
 @pytest.mark.parametrize("arena", ["pages", "pool"])
 @pytest.mark.parametrize("then", ["same", "another", "given back"])
 def test_what_is_reserved_is_recorded_whoever_holds_it(run_checks: Any, arena: str, then: str) -> None:

@@ -119,7 +119,7 @@ def _compile_core() -> None:
         *(graph_loans.forget_lent, graph_loans.hold, graph_loans.lend_no_more, graph_loans.let_lend),
         *(handovers.end_sharing, counters.take_peak, pages.keep_ranges, segments.give_segment),
         *(schedule_cursor.end_known_step, schedule_cursor.end_known_steps, schedule_cursor.expect_steps),
-        *(segments.unpin_pools, segments.wake_pools, frees.poll),
+        *(segments.unpin_pools, segments.wake_pools, frees.poll, pages.begin_stitch),
     )
     for function in of_numbers:
         function.compile((types.int64,) * function.py_func.__code__.co_argcount)

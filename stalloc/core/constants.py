@@ -55,6 +55,7 @@ POOL_USED, POOL_PINNED, POOL_ASLEEP = 1, 2, 3
 # being freed, for another stream. Of a shared or deferred block the bits above STATE_BITS are its first StreamUse
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_IN_HANDOVER = range(5)
 BLOCK_UNMAPPED = 5  # Block.state: addresses without memory, whole pages; nobody can have them
+BLOCK_LENT = 6  # Block.state: its memory has another address in a stitched segment, and is used from there
 UNMAPPED = -1  # Interval.lease: some of its memory is missing, so that nobody can have it
 
 STATE_BITS, STATE_MASK = 3, 7

@@ -6,7 +6,9 @@ after it ceased to be: nobody is ever given addresses without memory. Nothing of
 
 A gap is what lies between two blocks that live: free blocks and unmapped ones. A request is put at the begin or at the
 end of the gap that lacks the fewest pages for it, among those in the smallest, so that large gaps stay for large
-requests.
+requests. Where no whole pages are left, the free end of one page and the free start of another are stitched to one
+segment, with pages of its own between them: the blocks there are lent for as long as it lives, so each byte is used
+from one address only.
 
 Memory goes from the highest addresses first, where segments grow again, rather than from holes that the next requests
 fill. A page that is free in all of several segments that have a part of it is the first one's from then on, so that no
@@ -18,10 +20,12 @@ from stalloc.core.constants import (
     ACTION_SEGMENT_MAP,
     ACTION_SEGMENT_UNMAP,
     BLOCK_FREE,
+    BLOCK_LENT,
     BLOCK_UNMAPPED,
     GRANULE,
     POOL_PINNED,
     POOL_USED,
+    PRIVATE_KINDS,
 )
 from stalloc.core.counters import count_parted, count_reserved, record
 from stalloc.core.intrinsics import under_lock
@@ -123,7 +127,7 @@ def remove_empty_ranges(state, addresses):
     for row in range(1, state.heap.segments_used):
         segment = segment_at(state, row)
         is_empty = segment.address != 0 and segment.is_paged == 1 and segment.mapped_bytes == 0
-        if is_empty and count < len(addresses):
+        if is_empty and not _is_stitched(segment) and count < len(addresses):  # a stitched one has memory of others
             addresses[count] = segment.address
             count += 1
             remove_segment(state, row)
@@ -224,6 +228,139 @@ def find_growth(state, pool, size, addresses, sizes):
 
 
 @inner()
+def _is_stitched(segment):
+    return segment.address != 0 and (segment.tail != 0 or segment.head != 0)
+
+
+@inner()
+def _may_lend(state, row, stream):
+    """Whether what is free in a segment may be lent to a stream."""
+    segment = segment_at(state, row)
+    if segment.address == 0 or segment.is_paged == 0 or segment.interval_high != 0 or _is_stitched(segment):
+        return False
+    pool = pool_at(state, segment.pool)
+    return pool.stream == stream and pool.status == POOL_USED and pool.kind < PRIVATE_KINDS
+
+
+@inner()
+def _find(state, stream, least, is_tail):
+    """The smallest end of a page (`is_tail`), or start of one, that is free and has so many bytes, or else the largest.
+
+    Its address, and bytes; none where a block does not reach over the page's end, or is all of the page.
+    """
+    address = best = 0
+    for number in range(1, state.heap.segments_used):
+        row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
+        while row != 0:
+            block = block_at(state, row)
+            begin, end = block.address, block.address + block.size_bytes
+            up, down = (begin + (GRANULE - 1)) & -GRANULE, end & -GRANULE
+            size = (up - begin if up <= end else 0) if is_tail else end - down if down >= begin else 0
+            if block.state == BLOCK_FREE and ((least <= size < best) or (best < least and size > best)):
+                address = begin if is_tail else end - size
+                best = size
+            row = block.next
+    return address, best
+
+
+@under_lock(**BORROWING)
+def find_stitch(state, pool, size):
+    stream = pool_at(state, pool).stream
+    _, tail = _find(state, stream, GRANULE, True)
+    _, head = _find(state, stream, GRANULE, False)
+    rest = size - max(size - tail - head + (GRANULE - 1), 0) // GRANULE * GRANULE
+    head_at, head = _find(state, stream, max(rest - tail, 0), False) if rest > tail else (0, 0)
+    tail_at, tail = _find(state, stream, max(rest - head, 0), True) if rest > head else (0, 0)
+    return tail_at, tail, head_at, head
+
+
+@inner()
+def _record_memory(state, action, row):
+    if state.hot.recording == 1:
+        block = block_at(state, row)
+        stream = pool_at(state, segment_at(state, block.segment).pool).stream
+        record(state, action, stream, block.address, block.size_bytes)
+
+
+@inner()
+def _lend(state, stream, address, size):
+    """Lend free bytes; the row of their block, 0 if somebody was quicker."""
+    for number in range(1, state.heap.segments_used):
+        row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
+        while row != 0:
+            block = block_at(state, row)
+            inside = block.address <= address and address + size <= block.address + block.size_bytes
+            if block.state == BLOCK_FREE and inside:
+                row = cut_out(state, row, address, size)
+                lent = block_at(state, row)
+                lent.state = BLOCK_LENT
+                lent.requested_bytes = 0
+                lent.born = -1
+                segment_at(state, number).num_live += 1
+                _record_memory(state, ACTION_SEGMENT_UNMAP, row)
+                return row
+            row = block.next
+    return 0
+
+
+@inner()
+def _take_back(state, row):
+    if row != 0:
+        segment_at(state, block_at(state, row).segment).num_live -= 1
+        _record_memory(state, ACTION_SEGMENT_MAP, row)
+        join(state, row, BLOCK_FREE)
+
+
+@under_lock()
+def begin_stitch(state, pool, address, mapped, tail_at, tail, head_at, head):
+    if not has_rows(state, 5):
+        return False
+    stream, segment = pool_at(state, pool).stream, 0
+    tail_row = _lend(state, stream, tail_at, tail) if tail > 0 else 0
+    head_row = _lend(state, stream, head_at, head) if head > 0 else 0
+    if (tail_row != 0) == (tail > 0) and (head_row != 0) == (head > 0):
+        segment = add_segment(state, pool, address - tail, tail + mapped + head, BLOCK_FREE)
+    if segment == 0:
+        _take_back(state, head_row)
+        _take_back(state, tail_row)
+        return False
+    made = segment_at(state, segment)
+    made.is_paged = 1
+    made.mapped_bytes = 0
+    made.tail = tail_row
+    made.head = head_row
+    _record_memory(state, ACTION_SEGMENT_MAP, made.first)
+    count_pages(state, segment, mapped)
+    count_parted(state, 2)
+    state.statistics.num_segment_allocs += 1
+    return True
+
+
+@under_lock(**BORROWING)
+def end_stitched(state, addresses):
+    count = 0
+    for number in range(1, state.heap.segments_used):
+        segment = segment_at(state, number)
+        if count == len(addresses) or not _is_stitched(segment) or segment.num_live != 0 or segment.is_paged == 0:
+            continue
+        row = segment.first
+        while row != 0:
+            if block_at(state, row).state == BLOCK_FREE:
+                _record_memory(state, ACTION_SEGMENT_UNMAP, row)
+            row = block_at(state, row).next
+        count_pages(state, number, -segment.mapped_bytes)
+        _take_back(state, segment.head)
+        _take_back(state, segment.tail)
+        addresses[count] = segment.address
+        count += 1
+        segment.tail = segment.head = 0
+        remove_segment(state, number)
+        count_parted(state, -2)
+        state.statistics.num_segment_frees += 1
+    return count
+
+
+@inner()
 def leave_free_pages(state, wanted, low, high, addresses, sizes):
     """From segments, beside what is free in [low, high): how many ranges are written, bytes that are wanted yet."""
     count = 0
@@ -262,7 +399,8 @@ def leave_free_pages(state, wanted, low, high, addresses, sizes):
 
 @inner()
 def _has_part(segment, page):
-    if segment.address == 0 or segment.is_paged == 0:
+    """Whether a segment has a part of a page, and is no stitched segment, whose pages have other addresses too."""
+    if segment.address == 0 or segment.is_paged == 0 or _is_stitched(segment):
         return False
     return segment.address < page + GRANULE and segment.address + segment.size_bytes > page
 

@@ -75,6 +75,8 @@ class Segment(Record, begins_line=True):
     group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
     mapped_bytes: int  # those of size_bytes that have memory
     is_paged: int  # 1: it gets and loses memory by pages
+    tail: int  # of a stitched segment: the block whose memory it begins with, 0: none
+    head: int  # the one that it ends with, 0: none
 
 
 class Pool(Record, begins_line=True):

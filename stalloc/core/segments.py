@@ -422,7 +422,7 @@ def allocate_segment_row(state, pool, address, size, first):
     segment.size_bytes = segment.mapped_bytes = size
     segment.first = first
     segment.num_live = segment.interval_low = segment.interval_high = segment.until = 0
-    segment.group = segment.is_paged = 0
+    segment.group = segment.is_paged = segment.tail = segment.head = 0
     segment.last_used = state.iterations.iterations_ever
     return row
 

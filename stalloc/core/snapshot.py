@@ -13,6 +13,7 @@ import numpy as np
 from stalloc.compiled import BORROWING
 from stalloc.core.constants import (
     BLOCK_FREE,
+    BLOCK_LENT,
     BLOCK_UNMAPPED,
     GRANULE,
     MAX_STREAMS,
@@ -131,7 +132,7 @@ def _mapped_ranges(pages: Words, arena_bytes: int) -> list[tuple[int, int]]:
 def _mapped_parts(blocks: list[HeapBlock], stream: int, kind: int) -> list[HeapSegment]:
     """The ranges of a segment that have memory which is used from there."""
     parts = []
-    for is_gap, group in itertools.groupby(blocks, key=lambda block: block.state == BLOCK_UNMAPPED):
+    for is_gap, group in itertools.groupby(blocks, key=lambda block: block.state in (BLOCK_UNMAPPED, BLOCK_LENT)):
         if not is_gap:
             inside = list(group)
             begin, end = inside[0].address, inside[-1].address + inside[-1].size_bytes

@@ -139,6 +139,22 @@ class DeviceHeap:
         """Serve from pages of a segment that have memory now; False if the tables are full."""
         return bool(pages.use_pages(self._tables.address, address, size_bytes))
 
+    def find_stitch(self, pool: int, size_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What a segment stitched for a request best begins and ends with: address and bytes of each, 0 bytes: none."""
+        tail_at, tail, head_at, head = pages.find_stitch(self._tables.address, pool, size_bytes)
+        return (int(tail_at), int(tail)), (int(head_at), int(head))
+
+    def begin_stitch(
+        self, pool: int, address: int, own_bytes: int, tail: tuple[int, int], head: tuple[int, int]
+    ) -> bool:
+        """Serve from a stitched segment whose own pages begin at an address; False if it cannot be made any more."""
+        return bool(pages.begin_stitch(self._tables.address, pool, address, own_bytes, *tail, *head))
+
+    def end_stitched(self) -> list[int]:
+        """Take stitched segments in which nothing lives out of the tables: where they began."""
+        addresses = np.empty(MAX_RANGES, np.int64)
+        return addresses[: pages.end_stitched(self._tables.address, addresses)].tolist()
+
     def remove_empty_ranges(self) -> list[int]:
         """Take segments without any memory out of the tables: where they began."""
         addresses = np.empty(MAX_RANGES, np.int64)

@@ -122,6 +122,7 @@ class Pages:
         self._ranges: weakref.WeakSet[PageRange] = weakref.WeakSet()
         self._users = [device]  # who may use the pages
         self._unmapped: list[Any] = []  # pages that go to the next address, or back to the pool
+        self._others: dict[int, int] = {}  # addresses that a page has beside one, by its handle
         for plain in (False, True):
             self.refusal = ""  #: what the driver said when it refused a page for another reason than a lack of memory
             self.failure = ""  #: the same of the last call that failed, whatever the reason, until pages are mapped
@@ -217,6 +218,16 @@ class Pages:
         self._unmapped.clear()
         self.pool.free_all_blocks()
 
+    def share(self, address: int, page: Any, held: dict[int, Any]) -> bool:
+        """Map a page that has an address already to another one, which `held` has then; False if that failed."""
+        self._others[page.ptr] = self._others.get(page.ptr, 0) + 1  # first: interrupted, there are not less
+        with self._lock:
+            if not self._does("cuMemMap", address, PAGE_BYTES, 0, page.ptr, 0):
+                self._has_another(page)
+                return False
+            held[address] = page
+            return self._done("cuMemSetAccess", self._allow(address, PAGE_BYTES, self._users))
+
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
         """Unmap those of so many pages that `held` has; the device must be done with them."""
         end = address + count * PAGE_BYTES
@@ -226,7 +237,15 @@ class Pages:
             pages = [page for page in range(address, end, PAGE_BYTES) if page in held]
         for begin, size_bytes in page_runs(pages):
             self._does("cuMemUnmap", begin, size_bytes)
-            self._unmapped += [held.pop(at) for at in range(begin, begin + size_bytes, PAGE_BYTES)]
+            unmapped = [held.pop(at) for at in range(begin, begin + size_bytes, PAGE_BYTES)]
+            self._unmapped += [page for page in unmapped if not self._has_another(page)] if self._others else unmapped
+
+    def _has_another(self, page: Any) -> bool:
+        """Whether a page that has one address less now still has one."""
+        others = self._others.pop(page.ptr, 0)
+        if others > 1:
+            self._others[page.ptr] = others - 1
+        return others > 0
 
 
 class PageRange:
@@ -254,6 +273,11 @@ class PageRange:
         """Give whole pages memory that have none; False if the device lacks it, and all is as before."""
         return bool(self._pages.map(address, size_bytes // PAGE_BYTES, self._held))
 
+    def share(self, address: int, other: "PageRange", other_address: int) -> bool:
+        """Give a page the memory that another range has at an address; False if that failed."""
+        page = other._held[other_address // PAGE_BYTES * PAGE_BYTES]
+        return bool(self._pages.share(address, page, self._held))
+
     def unmap(self, address: int, size_bytes: int) -> None:
         """Take the memory of whole pages away; the device must be done with them."""
         self._pages.unmap(address, size_bytes // PAGE_BYTES, self._held)
@@ -262,6 +286,10 @@ class PageRange:
         """What of the addresses [begin, end) has no memory, in whole pages: address and bytes of each range."""
         pages = range(begin // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES)
         return page_runs([page for page in pages if page not in self._held])
+
+    def page_identity(self, address: int) -> int:
+        """A number for the memory of the page at `address`, which is equal wherever that memory is mapped."""
+        return int(self._held[address].ptr)
 
     def mapped(self) -> list[int]:
         return sorted(self._held)

@@ -9,7 +9,7 @@ never rest, as each move waits for the device.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stalloc.core.constants import GRANULE, MODE_PLANNED
+from stalloc.core.constants import GRANULE, MODE_PLANNED, PRIVATE_KINDS, SMALL_KIND
 from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device.mapped_pages import page_runs
@@ -133,19 +133,59 @@ class Paging:
         return done
 
     def _grow(self, pool: int, size_bytes: int) -> bool:
-        for _ in range(3):  # somebody else may take what the device was taken to have
+        for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self.add_range(pool, size_bytes):
                     break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
-                return False
+                if not self._memory.is_capturing and self._end_stitched():
+                    continue
+                return self._stitch(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
                 return True
             self._sure_bytes = 0
         self._source.doubt_pages(size_bytes)
         return False
+
+    def _stitch(self, pool: int, size_bytes: int) -> bool:
+        """Serve a request from a segment stitched of what other pages have left over; False if that is not enough."""
+        heap, memory, kind = self._state.heap, self._memory, self._state.heap.pool_kind(pool)
+        if memory.is_capturing:
+            return False
+        self._leave(_ALL, spares_arena=True)
+        if kind == SMALL_KIND or kind >= PRIVATE_KINDS or memory.poison is not None:
+            return False
+        tail, head = heap.find_stitch(pool, size_bytes)
+        own_bytes = whole_pages(max(size_bytes - tail[1] - head[1], 0))
+        if not (tail[1] or head[1]) or own_bytes > self._source.free_bytes():
+            return False
+        stitched = self._source.reserve(own_bytes + 2 * GRANULE)
+        if stitched is None:
+            return False
+        begin = stitched.ptr + GRANULE
+        address = begin - tail[1]
+        memory.segments[address] = stitched
+        with self._source.at_device(capturing=False):
+            parts = ((begin - GRANULE, *tail), (begin + own_bytes, *head))  # a page each, with the memory of a remnant
+            done = all(size == 0 or stitched.share(page, self.range_of(at), at) for page, at, size in parts)
+            done = done and (own_bytes == 0 or stitched.map(begin, own_bytes))
+        if done and heap.begin_stitch(pool, begin, own_bytes, tail, head):
+            return True
+        del memory.segments[address]
+        self.sweep()
+        return False
+
+    def _end_stitched(self) -> bool:
+        ended = self._state.heap.end_stitched()
+        for address in ended:
+            del self._memory.segments[address]
+        if ended:
+            with self._source.at_device(capturing=False):
+                self._source.wait()
+                self.sweep()
+        return bool(ended)
 
     def _add_pages(self, address: int, size_bytes: int) -> bool:
         """Let a segment serve from pages that it has without memory so far; False if there is no memory, or no row."""
@@ -224,6 +264,7 @@ class Paging:
         if self._memory.is_capturing:
             return
         self._gathers = False
+        self._end_stitched()
         while self._leave(_ALL, spares_arena=True):
             pass
         self._forget_empty()

@@ -2,8 +2,8 @@
 
 Contract: nothing is unmapped before all that is to be kept has been copied, so whatever fails on the way to sleep
 leaves the job awake, and whatever fails on the way back leaves it asleep. What no live block has is not copied. A page
-sleeps with all that lives in it, and is back before any of that is said to be awake. Where only what is tagged sleeps,
-the pools that have any of its pages serve nobody meanwhile, and the plan goes on elsewhere.
+sleeps with all that lives in it, at each of its addresses, and is back before any of that is said to be awake. Where
+only what is tagged sleeps, the pools that have any of its pages serve nobody meanwhile, and the plan goes on elsewhere.
 
 The bytes are in the host, in a file, or nowhere. A file has no name any more once it is open, so that nobody reads it
 and nothing of it is left.
@@ -132,6 +132,7 @@ class Sleep:
     tags: Tags
     refuses: bool  #: nobody gets memory until it is awake
     mapped: dict[Any, list[int]] = field(default_factory=dict)  #: the pages that each range had
+    shared: list[tuple[Any, int, Any, int]] = field(default_factory=list)  #: range, page, and whose page it is
     kept: list[Run] = field(default_factory=list)  #: what is copied, in the order of the keeper's bytes
 
     @property
@@ -139,8 +140,8 @@ class Sleep:
         return GRANULE * sum(map(len, self.mapped.values()))
 
     def addresses(self) -> set[int]:
-        """Where its pages were mapped."""
-        return {page for pages in self.mapped.values() for page in pages}
+        """Where its pages were mapped, each of which may be in several places."""
+        return {page for pages in self.mapped.values() for page in pages} | {page for _, page, _, _ in self.shared}
 
     def to_map(self) -> list[tuple[Any, list[int]]]:
         """What waking maps: the pages of ranges that are still open; in others nothing lives any more."""
@@ -219,6 +220,8 @@ def fall_asleep(
                 controller.state.heap.let_pools_sleep([page for sleep in found for page in sleep.addresses()])
             for sleep in found:
                 _unmap(sleep.mapped.items())
+                for owner, page, _, _ in sleep.shared:
+                    owner.unmap(page, GRANULE)
                 memory.asleep_bytes += sleep.held_bytes
         memory.source.collect()
     return found
@@ -240,6 +243,9 @@ def wake_up(sleep: Sleep) -> None:
                 f"{human_bytes(free)}, {human_bytes(needed - free)} too few: free what was allocated meanwhile, or let "
                 "another job sleep first."
             )
+        for owner, page, other, other_page in sleep.shared:
+            if {owner, other} <= set(memory.source.ranges):
+                owner.share(page, other, other_page)
         places = [(owner.ptr, owner.ptr + owner.size_bytes) for owner, _ in mapped]
         sleep.keeper.bring_back([run for run in sleep.kept if any(begin <= run[0] < end for begin, end in places)])
         memory.source.wait()
@@ -254,8 +260,12 @@ def _find_pages(
     without: Collection[int],
     wanted: Collection[str] | None,
 ) -> list[Sleep]:
-    """The pages that are mapped, by what lives in them: all, or those in which nothing lives but what has one of the
-    `wanted` tags."""
+    """The pages that are mapped, by what lives in them; those at two addresses once, and by whom they are shared. All,
+    or those in which nothing lives but what has one of the `wanted` tags."""
+    places: dict[int, list[tuple[Any, int]]] = {}  # of each page of memory: where it is mapped
+    for owner in controller.memory.source.ranges:
+        for page in owner.mapped():
+            places.setdefault(owner.page_identity(page), []).append((owner, page))
     living: dict[int, dict[int, Tags]] = {}  # in each page: the address of each block, and what it is called
     for segment in segments(controller.state):
         for block in segment.blocks:
@@ -266,13 +276,14 @@ def _find_pages(
                 living.setdefault(page, {})[block.address] = its or UNTAGGED
     found: dict[Tags, Sleep] = {}
     kept: set[int] = set()
-    for owner, page in ((one, page) for one in controller.memory.source.ranges for page in one.mapped()):
-        blocks = living.get(page, {})
+    for (owner, page), *others in places.values():
+        blocks = {address: its for _, at in ((owner, page), *others) for address, its in living.get(at, {}).items()}
         named: Tags = frozenset().union(*blocks.values()) or UNTAGGED
         if wanted is not None and not named.issubset(wanted):
             continue
         sleep = found.get(named) or found.setdefault(named, Sleep(controller, keeper(), named, refuses=wanted is None))
         sleep.mapped.setdefault(owner, []).append(page)
+        sleep.shared += [(other, at, owner, page) for other, at in others]
         if any(address not in without for address in blocks):
             kept.add(page)
     for sleep in found.values():
