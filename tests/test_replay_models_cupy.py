@@ -89,6 +89,6 @@ def test_the_model_does_what_the_real_pool_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cupy_installed")
 def test_the_model_does_what_the_real_pool_does_in_many_programs(tmp_path: Path) -> None:
-    for real in real_programs(tmp_path, 10_000, 50, 5000):
+    for real in real_programs(tmp_path, 10_000, 25, 5000):
         check_program(real)
         check_every_event(real)

@@ -37,7 +37,7 @@ def test_programs_that_left_their_plan_are_served_from_it_again(seed: int) -> No
     assert len(figures["exceptions"]) <= 3
 
 
-@pytest.mark.parametrize("operations", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operations", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("cupy_installed")
 def test_streams_events_and_captures_are_in_order_whatever_is_drawn(operations: int) -> None:
     counts = soak("--in-order", str(operations), "--seed", "6")["in order"]["counts"]
