@@ -190,10 +190,9 @@ def _run(argv: list[str]) -> int:
         meant = f": did you mean {close[0]}?" if close else ""
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     args.words = argv
-    if any(word.startswith(("--json", "--graph", "--junit")) for word in argv):
-        from stalloc.cli.output import check_replaced
+    from stalloc.cli.output import check_replaced
 
-        check_replaced(args)
+    check_replaced(args)
     return int(args.run(args))
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from stalloc.errors import BadInputError
@@ -32,12 +32,13 @@ def check_replaced(args: argparse.Namespace) -> None:
     The second is what `stalloc stats --json a.pickle b.pickle` names, typed by somebody who takes --json for a flag.
     """
     given = {name: value for name, value in vars(args).items() if name not in (*_WRITTEN, "words")}
-    inputs = [one for value in given.values() for one in (value if isinstance(value, list) else [value])]
+    values = [one for value in given.values() for one in (value if isinstance(value, list) else [value])]
+    inputs = [one for one in values if isinstance(one, str)]
     for option in _WRITTEN:
         file = getattr(args, option, None)
         if not file or file.startswith(("/dev/", "/proc/")) or not os.path.isfile(file):  # output that goes on
             continue
-        if any(isinstance(one, str) and os.path.isfile(one) and os.path.samefile(one, file) for one in inputs):
+        if is_one_of(file, inputs):
             raise BadInputError(f"{file} is the input: name another file for --{option}.")
         if option == "json" and not _is_ours(file):
             raise BadInputError(
@@ -46,6 +47,12 @@ def check_replaced(args: argparse.Namespace) -> None:
 
 
 _WRITTEN = ("json", "graph", "junit")  #: options that name a file that is replaced
+
+
+def is_one_of(output: str | os.PathLike[str], inputs: Iterable[str | None]) -> bool:
+    """Whether a file that is to be written is there, and is one of these."""
+    there = [given for given in inputs if given and os.path.exists(given)]
+    return os.path.exists(output) and any(os.path.samefile(given, output) for given in there)
 
 
 def _is_ours(file: str) -> bool:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TypeVar
 
+from stalloc.cli.output import is_one_of
 from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.replay.registry import ALLOCATORS, make
@@ -28,7 +29,7 @@ def check_output(output: Path, example: str, *inputs: str | None) -> None:
         raise BadInputError(f"{output} is a folder: name the file to write, such as {output / example}.")
     if not output.parent.is_dir():
         raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
-    if output.exists() and any(given and Path(given).exists() and output.samefile(given) for given in inputs):
+    if is_one_of(output, inputs):
         raise BadInputError(f"{output} is the input: name another file to write to.")
 
 
