@@ -17,11 +17,16 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 _FIRST_WITH_NEW_NAME = 2, 9  # releases of torch before it read the second and third only
 
 
+def release_number(release: str) -> tuple[int, int] | None:
+    """The first two numbers of a release of torch ("2.11.0+cu130"); None for what is no release."""
+    number = re.match(r"(\d{1,4})\.(\d{1,4})", release)
+    return (int(number[1]), int(number[2])) if number is not None else None
+
+
 def variables_read(release: str) -> tuple[str, ...]:
     """The variables that a release of torch ("2.11.0+cu130") looks at, in its order; of an unknown one, a new one's."""
-    number = re.match(r"(\d{1,4})\.(\d{1,4})", release)
-    is_older = number is not None and (int(number[1]), int(number[2])) < _FIRST_WITH_NEW_NAME
-    return VARIABLES[1:] if is_older else VARIABLES
+    number = release_number(release)
+    return VARIABLES[1:] if number is not None and number < _FIRST_WITH_NEW_NAME else VARIABLES
 
 
 def variable_to_set(release: str) -> str:
@@ -31,8 +36,8 @@ def variable_to_set(release: str) -> str:
 
 def has_expandable_segments(release: str) -> bool:
     """Whether a release of torch knows the setting, which those until 2.0 stop at; so does an unknown one."""
-    number = re.match(r"(\d{1,4})\.(\d{1,4})", release)
-    return number is None or (int(number[1]), int(number[2])) >= (2, 1)
+    number = release_number(release)
+    return number is None or number >= (2, 1)
 
 
 def conf_in_force(

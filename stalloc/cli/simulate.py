@@ -33,7 +33,6 @@ is too short): `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
 import argparse
 import dataclasses
 import os
-import re
 from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
@@ -42,7 +41,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from stalloc.allocator_conf import has_expandable_segments, variable_to_set
+from stalloc.allocator_conf import has_expandable_segments, release_number, variable_to_set
 from stalloc.analysis import Recorded, count_events, recorded
 from stalloc.analysis.moments import device_free, last_oom
 from stalloc.cli.output import add_json_argument, add_top_argument, command_text, file_label, present
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         if len(args.files) > 1:
             raise BadInputError(f"--advise takes one file: {len(args.files)} were given.")
         refuse_typed(args, "does not go with --advise", "allocator", "conf", "all", "sweep")
-        if args.torch and not re.match(r"\d+\.\d+", args.torch):
+        if args.torch and release_number(args.torch) is None:
             raise BadInputError(f"--torch is {args.torch[:40]!r}: give a release of PyTorch, such as 2.8.")
     else:
         refuse_typed(args, "is of --advise: give that too", "torch", "top")
