@@ -6,6 +6,7 @@ Contract: the core writes events while `recording` is set; marks are kept beside
 import dataclasses
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
     from stalloc.trace import Trace
 
-_MANY = 1024  # marks, or refused requests
+_MANY_MARKS = 1024
 
 
 class Recording:
@@ -47,8 +48,8 @@ class Recording:
         self.call_sites: CallSites | None = None  #: where they are noted
         self.more_tables: list[Callable[[], dict[str, Column]]] = []  #: each gives what else a trace has in `extra`
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
-        self._refused: list[tuple[int, int]] = []  # events before each request that was, bytes that were free then
-        self._many_marks = self._many_refused = _MANY  # when these are looked through for what a ring has lost
+        self._refused: deque[tuple[int, int]] = deque()  # events before each request that was, bytes free then
+        self._many_marks = _MANY_MARKS  # when these are looked through for what a ring has lost
 
     def begin(self, *, persistent: bool) -> None:
         """Begin anew. With `persistent`, what is requested first is meant to last."""
@@ -91,10 +92,8 @@ class Recording:
         if not self._state.record.hot.recording:
             return
         self._refused.append((int(self._state.record.log.num_events), free_bytes))
-        if len(self._refused) >= self._many_refused:
-            first = self._state.first_event
-            self._refused[:] = [one for one in self._refused if one[0] >= first]
-            self._many_refused = 2 * len(self._refused) + _MANY
+        while self._refused[0][0] < self._state.first_event:  # a ring has lost it
+            self._refused.popleft()
 
     def name_call_sites(self, call_sites: "CallSites") -> None:
         self.call_sites = call_sites
@@ -118,7 +117,7 @@ class Recording:
             first = self._state.first_event
             self.marks[:] = [mark for mark in self.marks if mark[0] >= first]
             self.step_events[:] = [event for event in self.step_events if event >= first]
-            self._many_marks = 2 * len(self.marks) + _MANY
+            self._many_marks = 2 * len(self.marks) + _MANY_MARKS
 
     def skip(self, steps: SteadySteps) -> None:
         self._allocs_before = steps.num_requests
