@@ -48,6 +48,25 @@ def example(tmp_path, monkeypatch):
     return load
 
 
+@pytest.fixture
+def checks_of(example, tmp_path, run_checks):
+    """Run checks on the virtual GPU that import the example of the page that belongs into a file of this name."""
+
+    def run(name, checks):
+        example(name, is_imported=False)
+        return run_checks(_ON_VIRTUAL_GPU + checks, str(tmp_path))
+
+    return run
+
+
+_ON_VIRTUAL_GPU = """
+import contextlib, json, stalloc, sys
+stalloc.install(device="virtual")
+import torch
+sys.path.insert(0, sys.argv[1])
+"""
+
+
 def _events(kinds, requests, sizes):
     return Events(
         kind=np.array(kinds, np.int8),
@@ -145,14 +164,10 @@ def test_the_technique_proposes_until_something_fits(example):
 
 
 @pytest.mark.usefixtures("cuda_torch")
-def test_the_technique_that_does_more_is_put_in_force_and_proposed(example, tmp_path, run_checks):
-    example("step_by_tensor", is_imported=False)
-    found = run_checks(
+def test_the_technique_that_does_more_is_put_in_force_and_proposed(example, checks_of):
+    found = checks_of(
+        "step_by_tensor",
         """
-import json, stalloc, sys
-stalloc.install(device="virtual")
-import torch
-sys.path.insert(0, sys.argv[1])
 from step_by_tensor import step_by_tensor
 said = []
 step_by_tensor(said.append)
@@ -160,7 +175,6 @@ weights = [torch.nn.Parameter(torch.ones(3))]
 made = [torch.optim.AdamW(weights), torch.optim.AdamW(weights, foreach=True), torch.optim.LBFGS(weights)]
 print(json.dumps({"foreach": [one.param_groups[0].get("foreach") for one in made], "said": len(said)}))
 """,
-        str(tmp_path),
     )
     assert found == {"foreach": [False, True, None], "said": 1}
     kind = dataclasses.make_dataclass(
@@ -172,14 +186,10 @@ print(json.dumps({"foreach": [one.param_groups[0].get("foreach") for one in made
 
 
 @pytest.mark.usefixtures("cuda_torch")
-def test_the_technique_that_packs_what_is_saved_changes_no_gradient_and_takes_less(example, tmp_path, run_checks):
-    example("masks_as_bits", is_imported=False)
-    found = run_checks(
+def test_the_technique_that_packs_what_is_saved_changes_no_gradient_and_takes_less(checks_of):
+    found = checks_of(
+        "masks_as_bits",
         """
-import contextlib, json, stalloc, sys
-stalloc.install(device="virtual")
-import torch
-sys.path.insert(0, sys.argv[1])
 from masks_as_bits import MasksAsBits
 def gradient(context, device, shape):
     torch.manual_seed(0)
@@ -195,7 +205,6 @@ ours, theirs = (gradient(one, "cpu", shape)[0] for one in (MasksAsBits("cpu"), c
 less, more = (gradient(one, "cuda", (4096, 1024))[1] for one in (MasksAsBits(), contextlib.nullcontext()))
 print(json.dumps({"equal": torch.equal(ours, theirs), "zeros": bool((ours == 0).any()), "saved": more - less}))
 """,
-        str(tmp_path),
     )
     assert (found["equal"], found["zeros"]) == (True, True)
     assert found["saved"] > 3 * 0.8 * (4 << 20), "seven eighths of three masks"
